@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from dschat_lora.api.inputs import Data, Model
 from dschat_lora.api.rewards import Reward
+from dschat_lora.api.trainer import Trainer as _Trainer
 from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 from dschat_lora.api.runs import Run as Run
 from dschat_lora.api.runs import load as load
 from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.api.verbs import Plan as Plan
-from dschat_lora.api.trainer import Trainer as Trainer
 from dschat_lora.api.trainer_sampling import Sample as Sample
 from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
 from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
@@ -1174,3 +1174,88 @@ def plan(
     Raises:
         ValueError: as the stage would refuse its options, or for an unknown architecture.
     """
+
+class Trainer(_Trainer):
+    def __init__(
+        self,
+        model: Model | None = None,
+        *,
+        trust_remote_code: bool = False,
+        add_eot_token: bool = False,
+        eot_token: str = '<|endoftext|>',
+        chat_template: str | None = None,
+        dropout: float = 0.0,
+        per_device_train_batch_size: int = 16,
+        loraplus_lr_ratio: float = 1.0,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.95,
+        adam_epsilon: float = 1e-08,
+        max_grad_norm: float = 1.0,
+        weight_decay: float = 0.0,
+        seed: int = 1234,
+        lora_dim: int = 0,
+        lora_alpha: float = 32.0,
+        target_modules: str | Sequence[str] = ('all-linear',),
+        lora_dropout: float = 0.0,
+        use_rslora: bool = False,
+        train_bias: Literal['none', 'all', 'lora_only'] = 'none',
+        modules_to_save: str | Sequence[str] = (),
+        enable_lora: str | Sequence[str] = (),
+        expert_lora_dim: int | None = None,
+        expert_lora_alpha: float | None = None,
+        only_optimize_lora: bool = True,
+        per_device_eval_batch_size: int = 16,
+        dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+        gradient_checkpointing: bool | Literal['auto'] = 'auto',
+        offload_activations: bool = False,
+        zero_stage: Literal[0, 1, 2, 3] | None = None,
+        offload: bool = False,
+        tensor_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        distributed_timeout: float = 120.0,
+        attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
+        base_bits: Literal[16, 4] | None = None,
+        lora_module_name: str | None = None,
+    ) -> None:
+        """Load the model, put in or continue its adapter, and build its engine.
+
+        Options:
+            trust_remote_code (bool): run model code that comes with a hub repository
+            add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
+            eot_token (str): end-of-text token of --add_eot_token
+            chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
+            dropout (float): every dropout probability of the base model, in [0, 1)
+            per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
+            loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
+            adam_beta1 (float): decay of the gradient's mean
+            adam_beta2 (float): decay of the gradient's square
+            adam_epsilon (float): added to the root of the second moment
+            max_grad_norm (float): gradients are clipped to this norm; 0: never
+            weight_decay (float): decoupled weight decay; biases and norms exempt
+            seed (int): seed of initialisation, order and sampling
+            lora_dim (int): rank r of the update; 0 trains every weight
+            lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+            target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+            lora_dropout (float): dropout on the adapter's input, in [0, 1)
+            use_rslora (bool): scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
+            train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers
+            modules_to_save (str | Sequence[str]): name endings of modules to train in full and save with the adapter
+            enable_lora (str | Sequence[str]): q, k, v: the parts of a packed projection that get factors of their own; the layer has one pair for all of it when absent
+            expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
+            expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
+            only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
+            per_device_eval_batch_size (int): rows per device in evaluation
+            dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
+            gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+            offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
+            zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
+            offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
+            tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
+            sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+            deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
+            distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
+            attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
+            base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+            lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        """

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from dschat_lora.api.inputs import Data, Model
 from dschat_lora.api.rewards import Reward
+from dschat_lora.api.trainer import Trainer as _Trainer
 from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 """
@@ -30,10 +31,13 @@ from dschat_lora.runtime.caller import Callback
 
 def stub() -> str:
     """The text of the file."""
-    names = [name for name in dl.__all__ if name not in (*WRITTEN_OUT, "__version__")]
+    names = [n for n in dl.__all__ if n not in (*WRITTEN_OUT, "__version__", "Trainer")]
     homes = (f"from dschat_lora.{dl._HOMES[name]} import {name} as {name}" for name in names)
     parts = [HEAD + "\n".join(homes), "__version__: str\n__all__: list[str]\n"]
-    return "\n".join([*parts, *(_function(name, getattr(dl, name)) for name in WRITTEN_OUT)])
+    parts += [_function(name, getattr(dl, name)) for name in WRITTEN_OUT]
+    init = _function("__init__", dl.Trainer.__init__)
+    body = "\n".join(f"    {line}".rstrip() for line in init.splitlines())
+    return "\n".join([*parts, f"class Trainer(_Trainer):\n{body}\n"])
 
 
 def _function(name: str, function: Callable[..., Any]) -> str:
@@ -44,7 +48,8 @@ def _function(name: str, function: Callable[..., Any]) -> str:
             lines.append("    *,")
         star = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        lines.append(f"    {star}{parameter.name}: {parameter.annotation}{default},")
+        kind = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+        lines.append(f"    {star}{parameter.name}{kind}{default},")
     about = inspect.cleandoc(function.__doc__ or "").replace("\\", "\\\\")
     body = "\n".join(f"    {line}".rstrip() for line in about.splitlines()).strip()
     lines.append(f') -> {signature.return_annotation}:\n    """{body}\n    """\n')

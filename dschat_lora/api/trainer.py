@@ -1,5 +1,7 @@
 """A model with its optimizer as primitives, for training loops of one's own."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -318,7 +320,7 @@ class Trainer:
         """Give back the engine, its memory and, with the last Trainer, the process group."""
         self._close(together=True)
 
-    def __enter__(self) -> "Trainer":
+    def __enter__(self) -> Trainer:
         return self
 
     def __exit__(
