@@ -72,9 +72,14 @@ class Run:
         return generate(self, prompts, **sampling)
 
     def report(self) -> Path:
-        """The page about the run, written anew."""
-        path = self._home / "report.html"
-        write_report(path, render_report(self._home.resolve().name, read_stories([self._home]), {}))
+        """The page about the run, written anew, by the first process of a launch."""
+        from dschat_lora.api.process import on_first_process, run_in_process
+
+        path, title = self._home / "report.html", self._home.resolve().name
+        with run_in_process():
+            on_first_process(
+                lambda: write_report(path, render_report(title, read_stories([self._home]), {}))
+            )
         return path
 
     def _repr_html_(self) -> str:

@@ -49,7 +49,7 @@ def write_report(path: Path, html: str) -> None:
     Raises:
         OSError: if the disk refuses; a file that was there stays as it was.
     """
-    staged = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    staged = path.with_name(path.name + ".partial")
     try:
         with naming(path), staged.open("w", encoding="utf-8", newline="\n") as file:
             file.write(html)
