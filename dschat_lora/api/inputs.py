@@ -5,15 +5,21 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from dschat_lora.api.runs import Run
 from dschat_lora.config.held import held
 from dschat_lora.runtime.stage_main import late
 
+
+class EarlierRun(Protocol):
+    """A run that has ended, such as :class:`dschat_lora.api.runs.Run`."""
+
+    path: Path
+
+
 PathLike = str | os.PathLike[str]
 # A name or path, an earlier run, or a transformers model with its tokenizer.
-Model = str | os.PathLike[str] | Run | tuple[Any, Any]
+Model = str | os.PathLike[str] | EarlierRun | tuple[Any, Any]
 # A path, several, rows, or rows that an iterable gives again and again.
 Data = PathLike | Iterable[PathLike] | Iterable[Mapping[str, Any]]
 _FUNCTIONS = ("reward_function", "judge_function", "environment")

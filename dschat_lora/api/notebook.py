@@ -1,6 +1,5 @@
 """Runs in a notebook: a bar and a curve that grow in the cell while a run goes on."""
 
-import logging
 import math
 import sys
 import time
@@ -39,13 +38,6 @@ def quieten_libraries() -> None:
     if not in_notebook():
         return
     warnings.filterwarnings("ignore", "IProgress not found")  # no bar of a library is shown
-    logger = logging.getLogger("DeepSpeed")  # which says that there is no GPU; so does the run
-    if _is_error not in logger.filters:
-        logger.addFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 @contextmanager

@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dschat_lora.report.markup import number, safe, short
 from dschat_lora.report.metrics import thin
 from dschat_lora.report.story import StageStory
 from dschat_lora.report.verdict import TITLES, changes_of, doubts, what_was_trained
-
-if TYPE_CHECKING:
-    from dschat_lora.api.runs import Run
 
 # A curve shows the first of these that a line has.
 TRAIN_METRICS = ("reward", "accuracy", "loss")
@@ -91,12 +89,12 @@ def curve_html(points: Points) -> str:
     )
 
 
-def run_html(run: "Run", story: StageStory) -> str:
+def run_html(story: StageStory, *, status: str, path: Path) -> str:
     """A run that has ended: what was trained, what changed, its curve, evaluations and answers."""
     found = [change.words for change in changes_of(story)]
     return box(
-        f"<b>{safe(TITLES.get(story.name, story.name))}</b>: {safe(run.status)}, "
-        f"<code>{safe(run.path)}</code>",
+        f"<b>{safe(TITLES.get(story.name, story.name))}</b>: {safe(status)}, "
+        f"<code>{safe(path)}</code>",
         f"<div>{safe(what_was_trained(story))}</div>" if story.facts else "",
         items([*found, *(f"Look at this: {words}" for words, _ in doubts(story))]),
         curve_html([p for line in story.train for p in point(line)]),

@@ -9,12 +9,9 @@ from contextlib import contextmanager
 
 from dschat_lora.api.notebook import quieten_libraries
 from dschat_lora.engine import peers
-from dschat_lora.engine.meeting import check_environment
+from dschat_lora.engine.meeting import LAUNCHED, check_environment
 from dschat_lora.report.terminal import quiet as nothing_said
 from dschat_lora.runtime.stage_main import hush_libraries, tell_others
-
-# Set for a single process, as by a launcher; commands that it starts later are no part of a run.
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -50,8 +47,11 @@ def on_first_process(program: Callable[[], object]) -> None:
 
 
 def variables_kept() -> Callable[[], None]:
-    """Gives back a launcher's variables as they are now, unless there is a launch."""
-    before = {name: os.environ.get(name) for name in _LAUNCHED}
+    """Gives back a launcher's variables as they are now, unless there is a launch.
+
+    A run of a single process sets them, and commands that are started later are no part of it.
+    """
+    before = {name: os.environ.get(name) for name in LAUNCHED}
 
     def restore() -> None:
         for name, value in before.items():

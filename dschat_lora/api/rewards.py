@@ -6,13 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.api.inputs import function_name, model_value
-from dschat_lora.api.runs import Run
+from dschat_lora.api.inputs import EarlierRun, function_name, model_value
 from dschat_lora.config.held import held
 from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.runtime.stage_main import late
 
-Reward = Callable[..., Any] | str | os.PathLike[str] | Run
+Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
 
 
 def reward_options(
@@ -36,27 +35,24 @@ def reward_options(
             "each"
         )
     scales = dict(enumerate(weights or ()))
-    model, own_place = critic, len(given)
+    path, own_place = model_value(critic, "critic"), len(given)
     functions, function_scales = list[str](), list[float]()
     for place, each in enumerate(given):
         name = _function(each, stack)
-        if name is None and model is None:
-            model, own_place = each, place
-            continue
         if name is None:
-            path = model_value(each, "rewards")
-            if path == model_value(model):
-                own_place = place
+            other = model_value(each, "rewards")
+            if path in (None, other):
+                path, own_place = other, place
                 continue
-            scorer = late("api.model_reward:ModelReward")(path)
-            name = stack.enter_context(held(scorer, Path(str(path)).name))
+            scorer = late("api.model_reward:ModelReward")(other)
+            name = stack.enter_context(held(scorer, Path(str(other)).name))
         functions.append(name)
         function_scales.append(scales.get(place, 1.0))
     found: dict[str, Any] = {"reward_function": functions or None}
-    if model is not None:
-        found["critic_model_name_or_path"] = model_value(model, "rewards")
+    if path is not None:
+        found["critic_model_name_or_path"] = path
     if weights is not None:
-        own = [scales.get(own_place, 1.0)] if model is not None else []
+        own = [scales.get(own_place, 1.0)] if path is not None else []
         found["reward_weights"] = [*function_scales, *own]
     return found
 

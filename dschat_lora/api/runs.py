@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.api.notebook_html import run_html
+from dschat_lora.api.process import on_first_process, run_in_process
+from dschat_lora.api.verbs import generate
 from dschat_lora.config.files import parse_json
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import read_object
@@ -67,14 +70,10 @@ class Run:
         self, prompts: str | Sequence[str | Sequence[Mapping[str, str]]], **sampling: Any
     ) -> list[str]:
         """Answers to prompts; see ``dschat_lora.generate``."""
-        from dschat_lora.api.verbs import generate
-
         return generate(self, prompts, **sampling)
 
     def report(self) -> Path:
         """The page about the run, written anew, by the first process of a launch."""
-        from dschat_lora.api.process import on_first_process, run_in_process
-
         path, title = self._home / "report.html", self._home.resolve().name
         with run_in_process():
             on_first_process(
@@ -83,9 +82,7 @@ class Run:
         return path
 
     def _repr_html_(self) -> str:
-        from dschat_lora.api.notebook_html import run_html
-
-        return run_html(self, read_story(self._home))
+        return run_html(read_story(self._home), status=self.status, path=self.path)
 
 
 def load(path: str | Path) -> Run:

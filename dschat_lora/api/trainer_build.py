@@ -33,7 +33,6 @@ from dschat_lora.engine.zero import gathered
 from dschat_lora.generation.cache_check import check_cache
 from dschat_lora.generation.generate import Decoder, KeepGoing
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.build import (
     AdaptedModel,
     build_causal_lm,
@@ -50,7 +49,7 @@ from dschat_lora.models.compile import check_compiler
 from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.views import share_parameters
-from dschat_lora.rl.rollout import GATHER_SHARE
+from dschat_lora.rl.rollout import whole_weights_fit
 from dschat_lora.rl.stops import stop_ids
 from dschat_lora.runtime.consistency import check_same_models, tokenizer_digest
 from dschat_lora.runtime.setup import engine_settings, shard_model, tensor_group
@@ -206,18 +205,10 @@ def _build(options: CheckedOptions) -> Parts:
     both.to(device())
     groups = parameter_groups(adapted.model, config.optim)
     engine = TrainEngine(CausalLMLogprobs(adapted.model), groups, settings)
-    _adapt_to_architecture(engine, len(tokenizer))
+    engine.eval()
+    engine.module.fit_to_architecture(len(tokenizer), engine.device)
     ends = stop_ids(tokenizer, adapted.model, ())
     return Parts(options, tokenizer, adapted, rollout, engine, ends, identity)
-
-
-def _adapt_to_architecture(engine: TrainEngine[CausalLMLogprobs], vocab_size: int) -> None:
-    engine.eval()
-    network = engine.module
-    report = check_architecture(network.backbone, vocab_size=vocab_size, device=engine.device)
-    network.backbone.own_mask |= not report.packing_is_exact
-    linear = head_is_linear(network.model, vocab_size=vocab_size, device=engine.device)
-    network.full_logits = not linear
 
 
 @contextmanager
@@ -233,7 +224,7 @@ def decoding(parts: Parts) -> Iterator[tuple[Decoder, KeepGoing | None]]:
         yield _decoder(parts, rollout), None
         return
     parameters = list(rollout.parameters())
-    if _fits(parameters, engine.device):
+    if whole_weights_fit(parameters, engine.device):
         with gathered(parameters):
             yield _decoder(parts, rollout), None
         return
@@ -243,13 +234,3 @@ def decoding(parts: Parts) -> Iterator[tuple[Decoder, KeepGoing | None]]:
 def _decoder(parts: Parts, model: PreTrainedModel) -> Decoder:
     check_cache(model)
     return Decoder(model, eos_ids=parts.end_ids, pad_id=parts.pad_id, device=parts.engine.device)
-
-
-def _fits(parameters: list[nn.Parameter], here: torch.device) -> bool:
-    """Whether the free memory of every rank holds the whole weights."""
-    fits = True
-    if here.type == "cuda":
-        sizes = (getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
-        unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
-        fits = sum(sizes) < GATHER_SHARE * (torch.cuda.mem_get_info(here)[0] + unused)
-    return max_over_ranks(float(not fits)) == 0

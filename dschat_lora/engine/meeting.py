@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+#: what launchers set for each process
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Hosts may start one after another; a message is one line of JSON.
 MEETING_SECONDS = 300.0
 _LINE_LIMIT = 1 << 20

@@ -30,6 +30,7 @@ from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
+from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
@@ -321,6 +322,13 @@ class CausalLMLogprobs(LMHeadModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head = LogprobHead(model.get_output_embeddings(), model.config.vocab_size)
+
+    def fit_to_architecture(self, vocab_size: int, device: torch.device) -> None:
+        """Have masks and logits made as this architecture needs them; call on every rank."""
+        report = check_architecture(self.backbone, vocab_size=vocab_size, device=device)
+        self.backbone.own_mask |= not report.packing_is_exact
+        linear = head_is_linear(self.model, vocab_size=vocab_size, device=device)
+        self.full_logits |= not linear
 
     def forward(
         self,

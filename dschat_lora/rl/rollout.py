@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,21 @@ from dschat_lora.rl.roles import Network
 
 # Share of the free memory that the whole weights may take during generation at ZeRO 3.
 GATHER_SHARE = 0.6
+
+
+def whole_weights_fit(parameters: Iterable[Any], here: torch.device) -> bool:
+    """Whether the free memory of every rank holds sharded weights whole; call on every rank."""
+    fits = True
+    if here.type == "cuda":
+        size = sum(p.ds_numel * p.element_size() for p in parameters)
+        fits = size < GATHER_SHARE * free_bytes(here)
+    return max_over_ranks(float(not fits)) == 0
+
+
+def free_bytes(here: torch.device) -> int:
+    """Memory of a GPU that is free, and what torch has reserved and does not use."""
+    unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
+    return int(torch.cuda.mem_get_info(here)[0] + unused)
 
 
 class BrokenWeightsError(ValueError):
@@ -285,7 +300,7 @@ class Generator:
     def make_room(self) -> None:
         """Free what is kept where it leaves less memory than an update takes."""
         on_gpu = self._engine.device.type == "cuda"
-        if self.keeps and on_gpu and self._free_bytes() < self._update_bytes:
+        if self.keeps and on_gpu and free_bytes(self._engine.device) < self._update_bytes:
             self.release()
 
     def _share(
@@ -344,15 +359,4 @@ class Generator:
         return self._decoders[id(model)]
 
     def _fits(self, parameters: list[Any]) -> bool:
-        """Whether the free memory of every rank holds the whole weights."""
-        fits = True
-        if self._engine.device.type == "cuda":
-            size = sum(p.ds_numel * p.element_size() for p in parameters)
-            fits = size < GATHER_SHARE * self._free_bytes()
-        return max_over_ranks(float(not fits)) == 0
-
-    def _free_bytes(self) -> int:
-        """Memory of the GPU that is free, and what torch has reserved and does not use."""
-        here = self._engine.device
-        unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
-        return int(torch.cuda.mem_get_info(here)[0] + unused)
+        return whole_weights_fit(parameters, self._engine.device)

@@ -19,7 +19,6 @@ from dschat_lora.data.samples import Sample
 from dschat_lora.data.sources import find_source
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
-from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import (
     CausalLMLogprobs,
@@ -116,11 +115,7 @@ class LossMeter:
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         self._network = CausalLMLogprobs(model).eval()
         self._collate = SampleCollator(int(tokenizer.pad_token_id))
-        vocab_size = len(tokenizer)
-        report = check_architecture(self._network.backbone, vocab_size=vocab_size, device=device())
-        self._network.backbone.own_mask |= not report.packing_is_exact
-        linear = head_is_linear(model, vocab_size=vocab_size, device=device())
-        self._network.full_logits |= not linear
+        self._network.fit_to_architecture(len(tokenizer), device())
 
     @torch.no_grad()
     def losses(self, samples: Sequence[Sample]) -> list[tuple[float, int]]:
