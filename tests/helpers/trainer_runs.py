@@ -83,7 +83,8 @@ def train(*, stage, directory=None, **more):
 
 def sample_in_shards(*, small):
     """Samples at ZeRO 3 where the memory does not hold the whole weights, of rank 0's prompts."""
-    fits, trainer_build._fits = trainer_build._fits, lambda *_: not small
+    fits = trainer_build.whole_weights_fit
+    trainer_build.whole_weights_fit = lambda *_: not small
     prompts = PROMPTS if data_rank() == 0 else []
     try:
         with Trainer(**options(3)) as trainer:
@@ -92,7 +93,7 @@ def sample_in_shards(*, small):
             loss = trainer.forward_backward(random_sequences(2))
             trainer.optim_step(1e-3)
     finally:
-        trainer_build._fits = fits
+        trainer_build.whole_weights_fit = fits
     return {"tokens": [[sample.tokens for sample in each] for each in found], "loss": loss}
 
 
