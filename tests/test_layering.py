@@ -114,16 +114,16 @@ FLOORS = [
     },
     {
         "api": Room(
-            "algos checkpoint config data engine generation lora models pipeline report rl runtime"
-            " supervised",
+            "algos checkpoint config data engine experiments.glue experiments.nlg generation lora"
+            " models pipeline report rl runtime supervised",
             "IPython numpy torch",
-            "command_lines inputs notebook notebook_html process rewards runs signatures stages"
-            " trainer_options verbs",
+            "command_lines experiment_lines inputs notebook notebook_html process rewards runs"
+            " signatures stages trainer_options verbs",
         ),
     },
     {
         "__main__": Room(
-            "api config experiments.glue experiments.nlg pipeline report runtime serving",
+            "api config pipeline report runtime serving",
             light="__main__",
         ),
     },
@@ -146,11 +146,9 @@ HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "
 SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score"}
 # These load the heavy parts of a verb when it runs.
 VERBS = {
-    *("__main__", "pipeline.file_verbs", "pipeline.stage_verbs", "serving.verbs"),
-    *(
-        f"api.{name}"
-        for name in ("command_lines", "inputs", "rewards", "stages", "trainer_options", "verbs")
-    ),
+    *("pipeline.file_verbs", "pipeline.stage_verbs", "serving.verbs"),
+    *("api.command_lines", "api.experiment_lines", "api.inputs", "api.rewards", "api.stages"),
+    *("api.trainer_options", "api.verbs"),
 }
 # Other packages' chatter is turned off where they are imported.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}

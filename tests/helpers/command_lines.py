@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from dschat_lora import __main__ as program
-from dschat_lora.api import command_lines
+from dschat_lora.api import command_lines, experiment_lines
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
@@ -296,8 +296,8 @@ def _run(argv, outcome):
                 (sys, "argv", ["dschat-lora", *argv]),
                 (stage_main, "_import", import_late),
                 (command_lines, "launch_stage", reach),
-                (program, "launch_stage", reach),
-                (program, "run_seeds", reach),
+                (experiment_lines, "launch_stage", reach),
+                (experiment_lines, "run_seeds", reach),
                 (pipeline, "alone", reach),
                 (address.socket, "create_server", listen),
             ),
