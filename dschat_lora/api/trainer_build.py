@@ -45,7 +45,7 @@ from dschat_lora.models.causal_lm import (
     Tokenizer,
     load_tokenizer,
 )
-from dschat_lora.models.compile import check_compiler
+from dschat_lora.models.compile import FLEX_ATTENTION, check_compiler
 from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.views import share_parameters
@@ -162,10 +162,7 @@ def _leave_at_exit() -> None:
 def _build(options: CheckedOptions) -> Parts:
     config, source = options.config, options.source
     if config.model.attn_implementation == "flex_attention":
-        option = "--attn_implementation flex_attention"
-        if device().type == "cpu":
-            raise ValueError(f"{option} trains on a GPU only; use sdpa or eager on a CPU")
-        raise_together(lambda: check_compiler(device(), option))
+        raise_together(lambda: check_compiler(device(), FLEX_ATTENTION))
     check_same_models(source)
     group = tensor_group(config.parallel)
     check_targets(source, config.model, config.lora, group=group)

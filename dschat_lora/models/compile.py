@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 # Variants of a block's code: of each role with and without adapters and gradients, on one row
 # and on several. torch stops compiling beyond 8.
 _MOST_VARIANTS = 64
+FLEX_ATTENTION = "--attn_implementation flex_attention"
 
 
 def compiler_for(device: torch.device) -> tuple[str, str, str]:
@@ -28,8 +29,10 @@ def check_compiler(device: torch.device, option: str = "--compile") -> None:
     """Compile a trifle, to find out early whether this machine can, as ``option`` needs.
 
     Raises:
-        ValueError: if it cannot, with the compiler's reason.
+        ValueError: if it cannot, with the compiler's reason; of flex_attention on a CPU.
     """
+    if option == FLEX_ATTENTION and device.type == "cpu":
+        raise ValueError(f"{option} trains on a GPU only; use sdpa or eager on a CPU")
     trifle = torch.compile(lambda x: x.sin() + 1, options={"fx_graph_cache": False})
     try:
         trifle(torch.ones(4, device=device))

@@ -8,7 +8,6 @@ from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
-from dschat_lora.engine.distributed import device
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import parameter_groups, rate_warning
 from dschat_lora.models.build import (
@@ -20,7 +19,7 @@ from dschat_lora.models.build import (
     recompute_blocks,
 )
 from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
-from dschat_lora.models.compile import compile_blocks
+from dschat_lora.models.compile import FLEX_ATTENTION, compile_blocks
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.models.views import ModuleT
@@ -79,10 +78,7 @@ def set_up(
     """
     config = run.config
     if config.model.attn_implementation == "flex_attention":
-        option = "--attn_implementation flex_attention"
-        if device().type == "cpu":
-            raise ValueError(f"{option} trains on a GPU only; use sdpa or eager on a CPU")
-        prepare_to_compile(run, option)
+        prepare_to_compile(run, FLEX_ATTENTION)
     if config.model.compile:
         prepare_to_compile(run)
     source = find_model(config.model.model_name_or_path)
