@@ -1,4 +1,4 @@
-"""A program as a user types it, for ``mypy --strict`` alone: right lines pass, wrong ones are found.
+"""A program as a user types it, for ``mypy --strict``: right lines pass, wrong ones are found.
 
 An error that is ignored here and is none is an error of its own (``warn_unused_ignores``).
 """
