@@ -25,6 +25,8 @@ from dschat_lora.api.command_lines import run_stage
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import command_line, options_in_python
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.engine.meeting import LAUNCHED
+from dschat_lora.models.given import saved_model
 from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage
@@ -117,6 +119,7 @@ def test_a_loaded_model_gives_the_run_of_its_files_and_is_not_changed(tmp_path):
     model.save_pretrained(home)
     tokenizer.save_pretrained(home)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
+    model.config.architectures = None  # which saving notes
     config, size = model.config.to_dict(), len(tokenizer)
     run = dl.sft((model, tokenizer), data=ROWS, **SHORT)
     assert numbers(run) == numbers(dl.sft(home, data=ROWS, **SHORT))
@@ -126,6 +129,16 @@ def test_a_loaded_model_gives_the_run_of_its_files_and_is_not_changed(tmp_path):
     asked = {"max_new_tokens": 8}
     texts = dl.generate((model, tokenizer), ["What is 2 plus 3?"], **asked)
     assert texts == dl.generate(home, ["What is 2 plus 3?"], **asked)
+    first = saved_model(model, tokenizer)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] += 1e-3
+    assert saved_model(model, tokenizer) != first  # for it is another one
+
+
+def test_other_rows_are_not_taken_for_these(sft):
+    """What was tokenised before is found by the rows' content."""
+    others = [{**row, "completion": row["completion"].replace(".", "!")} for row in ROWS]
+    assert numbers(dl.sft(data=others, **SHORT)) != numbers(sft)
 
 
 def test_a_second_reward_model_scores_too(sft, scorer):
@@ -274,7 +287,9 @@ def test_a_run_needs_no_main_thread(sft):
     assert_same(found[0], sft)
 
 
-def test_what_is_said_and_left_behind(sft, capsys):
+def test_what_is_said_and_left_behind(sft, capsys, monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
     before, hook = dict(os.environ), sys.excepthook
     run = dl.sft(data=ROWS, **{**SHORT, "quiet": False})
     out = capsys.readouterr().out

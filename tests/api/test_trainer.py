@@ -537,3 +537,10 @@ def test_an_adapter_that_was_exported_is_continued(trainer, tmp_path):
         torch.testing.assert_close(
             other.logprobs(random_sequences(2)), trainer.logprobs(random_sequences(2))
         )
+
+
+def test_a_loss_that_learns_nothing_is_refused(trainer):
+    with pytest.raises(ValueError, match="must depend on the log-probabilities"):
+        trainer.forward_backward(
+            random_sequences(2, seed=3), loss=lambda logprobs, sequence: -logprobs.detach()
+        )
