@@ -30,7 +30,7 @@ from dschat_lora.rl.stops import end_of_text, stop_ids
 from dschat_lora.rl.user_functions import UserFunctionError
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.dry_run import say_options, say_sample
-from dschat_lora.runtime.loop import IterationOutcome, run_loop
+from dschat_lora.runtime.loop import TrainingLoop
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 from dschat_lora.runtime.run import OpenRun
 
@@ -81,27 +81,25 @@ def train(setup: RlhfSetup, engines: Engines) -> TrainResult:
         setup, engines, schedule, generator, progress, diagnostics, pretraining, average, rollouts
     )
 
-    def iterations() -> Iterator[IterationOutcome]:
-        scales_loss, kept = setup.settings["actor"].dtype == "fp16", True
+    loop = TrainingLoop(
+        schedule,
+        progress,
+        evaluate=evaluator,
+        evaluated_up_to=lambda: evaluator.results.last_step,
+        checkpointer=checkpointer,
+        log=run.log,
+    )
+    scales_loss, keeps_cache = setup.settings["actor"].dtype == "fp16", True
+    with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
+        loop.begin()
         while progress.iteration < schedule.num_iterations:
             skipped = iterate()
             own = [*checkpointer.requests(), float(generator.released)]
             *requests, released = sum_over_processes(own)
-            if released and kept:
-                kept = False
+            if released and keeps_cache:
+                keeps_cache = False
                 _release(generator, run, progress.step)
-            yield IterationOutcome(requests, skipped, scales_loss)
-
-    with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
-        run_loop(
-            iterations(),
-            schedule,
-            progress,
-            evaluate=evaluator,
-            evaluated_up_to=lambda: evaluator.results.last_step,
-            checkpointer=checkpointer,
-            log=run.log,
-        )
+            loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
     _check_learnt(progress)
     return TrainResult(evaluator.before_and_after(), progress, average)
 

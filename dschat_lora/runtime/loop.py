@@ -1,11 +1,11 @@
-"""The training loop of every stage: evaluate, iterate, check, save, until the run is complete.
+"""The training loop of every stage: evaluations, checks and checkpoints around its iterations.
 
 An iteration is one optimizer step of the supervised stages, and of step 3 all steps on the
 responses that were generated for it.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -65,91 +65,101 @@ class Schedule(Protocol):
         """Optimizer steps between evaluations; 0: at the start, each epoch and the end."""
 
 
-@dataclass(frozen=True)
-class IterationOutcome:
-    """What the loop needs to know of an iteration."""
+class TrainingLoop:
+    """What a stage does around its iterations: evaluate, check, save. Call on every rank.
 
-    requests: list[float]  # those of the :class:`Checkpointer`, summed over ranks
-    skipped: bool  # whether its last step changed no weight
-    scales_loss: bool  # whether an fp16 loss scale may still have to fall
-
-
-def run_loop(
-    iterations: Iterable[IterationOutcome],
-    schedule: Schedule,
-    progress: Progress,
-    *,
-    evaluate: Callable[[int], None],
-    evaluated_up_to: Callable[[], int],
-    checkpointer: Checkpointer,
-    log: RunLog,
-    restart_clock: Callable[[], None] = lambda: None,
-) -> None:
-    """Evaluate, iterate from where ``progress`` is, and evaluate and save when due and last.
-
-    ``iterations`` makes one each time it is asked, and counts it in ``progress``. ``evaluate`` is
-    called with the optimizer steps made; an interval that ends after ``evaluated_up_to()`` steps is
-    due. ``restart_clock`` is called where time was spent on something else than training. Call on
-    every rank.
-
-    Raises:
-        ValueError: when steps keep being skipped, or all were, because the gradient is not finite.
+    The stage calls :meth:`begin`, then makes one iteration after another from where ``progress``
+    is, counts it there, and calls :meth:`after_iteration`.
     """
-    total = schedule.num_iterations
-    if progress.iteration and progress.iteration == total:
-        log.say("the run was complete: there is no step left to train")
-    if not progress.iteration or _eval_due(schedule, progress, evaluated_up_to()):
-        _evaluate_or_stop(evaluate, checkpointer, progress.step)
-    log.expect(total, progress.iteration)
-    restart_clock()
-    for outcome in iterations:
-        peers.after_a_step()
-        last = progress.iteration == total
-        _check_skips(progress, checkpointer, scales_loss=outcome.scales_loss, last=last)
-        due = _eval_due(schedule, progress, evaluated_up_to())
-        if evaluates := due and not checkpointer.is_stopping(outcome.requests, last=last):
-            _evaluate_or_stop(evaluate, checkpointer, progress.step)
-        saved = checkpointer.after_step(
-            progress.step, outcome.requests, skipped=outcome.skipped, last=last
-        )
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        progress: Progress,
+        *,
+        evaluate: Callable[[int], None],
+        evaluated_up_to: Callable[[], int],
+        checkpointer: Checkpointer,
+        log: RunLog,
+        restart_clock: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare the loop of a run.
+
+        ``evaluate`` is called with the optimizer steps made; an interval that ends after
+        ``evaluated_up_to()`` steps is due. ``restart_clock`` is called where time was spent on
+        something else than training.
+        """
+        self._schedule, self._progress, self._log = schedule, progress, log
+        self._evaluate, self._evaluated_up_to = evaluate, evaluated_up_to
+        self._checkpointer, self._restart_clock = checkpointer, restart_clock
+        self._is_first = True
+
+    def begin(self) -> None:
+        """Evaluate where that is due before the first iteration."""
+        progress, total = self._progress, self._schedule.num_iterations
+        if progress.iteration and progress.iteration == total:
+            self._log.say("the run was complete: there is no step left to train")
+        if not progress.iteration or self._eval_is_due():
+            self._evaluate_or_stop()
+        self._log.expect(total, progress.iteration)
+        self._restart_clock()
+
+    def after_iteration(self, requests: list[float], *, skipped: bool, scales_loss: bool) -> None:
+        """Evaluate and save where that is due after an iteration, or at the end.
+
+        Args:
+            requests: those of the checkpointer, summed over ranks.
+            skipped: whether the iteration's last step changed no weight.
+            scales_loss: whether an fp16 loss scale may still have to fall.
+
+        Raises:
+            ValueError: when steps keep being skipped, or all were, as the gradient is not finite.
+        """
+        if self._is_first:
+            peers.after_a_step()
+            self._is_first = False
+        progress, checkpointer = self._progress, self._checkpointer
+        last = progress.iteration == self._schedule.num_iterations
+        if progress.skipped_in_a_row:
+            self._check_skips(scales_loss=scales_loss, last=last)
+        evaluates = self._eval_is_due() and not checkpointer.is_stopping(requests, last=last)
+        if evaluates:
+            self._evaluate_or_stop()
+        saved = checkpointer.after_step(progress.step, requests, skipped=skipped, last=last)
         if saved or evaluates:
-            restart_clock()
+            self._restart_clock()
 
-
-def _eval_due(schedule: Schedule, progress: Progress, evaluated: int) -> bool:
-    interval = schedule.eval_interval
-    # An iteration may take several steps, or none: the interval may end within one.
-    due = interval > 0 and progress.step // interval > evaluated // interval
-    whole_epoch = progress.iteration % schedule.iterations_per_epoch == 0
-    return due or whole_epoch or progress.iteration == schedule.num_iterations
-
-
-def _evaluate_or_stop(
-    evaluate: Callable[[int], None], checkpointer: Checkpointer, step: int
-) -> None:
-    try:
-        evaluate(step)
-    except StopRequested:
-        checkpointer.stop(step)
-
-
-def _check_skips(
-    progress: Progress, checkpointer: Checkpointer, *, scales_loss: bool, last: bool
-) -> None:
-    """Stop a run whose gradient stays non-finite; falling loss scales need some patience.
-
-    A run that never had another gradient is not passed off as finished.
-    """
-    skipped, patience = progress.skipped_in_a_row, MAX_SKIPS_FP16 if scales_loss else MAX_SKIPS
-    if skipped >= patience or (last and 0 < skipped == progress.step):
-        broken = checkpointer.broken_weight()
-        where = "" if broken is None else f"{broken} holds values that are not finite. "
-        times = "once" if skipped == 1 else f"{skipped} times in a row"
-        raise ValueError(
-            f"training stopped at step {progress.step}: the gradient was not finite {times}; "
-            f"such steps change no weight. {where}Lower the learning rate or try --dtype bf16. "
-            f"{checkpointer.last_good()}"
+    def _eval_is_due(self) -> bool:
+        iteration, interval = self._progress.iteration, self._schedule.eval_interval
+        # An iteration may take several steps, or none: the interval may end within one.
+        ended = interval > 0 and (
+            self._progress.step // interval > self._evaluated_up_to() // interval
         )
+        whole_epoch = iteration % self._schedule.iterations_per_epoch == 0
+        return ended or whole_epoch or iteration == self._schedule.num_iterations
+
+    def _evaluate_or_stop(self) -> None:
+        try:
+            self._evaluate(self._progress.step)
+        except StopRequested:
+            self._checkpointer.stop(self._progress.step)
+
+    def _check_skips(self, *, scales_loss: bool, last: bool) -> None:
+        """Stop a run whose gradient stays non-finite; falling loss scales need some patience.
+
+        A run that never had another gradient is not passed off as finished.
+        """
+        progress, patience = self._progress, MAX_SKIPS_FP16 if scales_loss else MAX_SKIPS
+        skipped = progress.skipped_in_a_row
+        if skipped >= patience or (last and 0 < skipped == progress.step):
+            broken = self._checkpointer.broken_weight()
+            where = "" if broken is None else f"{broken} holds values that are not finite. "
+            times = "once" if skipped == 1 else f"{skipped} times in a row"
+            raise ValueError(
+                f"training stopped at step {progress.step}: the gradient was not finite {times}; "
+                f"such steps change no weight. {where}Lower the learning rate or try --dtype bf16. "
+                f"{self._checkpointer.last_good()}"
+            )
 
 
 def broken_unless_finite(loss: Tensor, total: Tensor) -> Tensor:

@@ -20,12 +20,7 @@ from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
 from dschat_lora.runtime.checkpointer import Checkpointer
-from dschat_lora.runtime.loop import (
-    IterationOutcome,
-    Progress,
-    broken_unless_finite,
-    run_loop,
-)
+from dschat_lora.runtime.loop import Progress, TrainingLoop, broken_unless_finite
 from dschat_lora.runtime.lr_schedule import rate_metrics
 from dschat_lora.supervised.objectives import BatchLoss, Means, Objective
 
@@ -210,13 +205,13 @@ class TrainSchedule:
     """How long a run is, and how often it evaluates and logs."""
 
     num_steps: int  # optimizer steps of the whole run
-    iterations_per_epoch: int  # an iteration of :func:`run_loop` is a step here
+    iterations_per_epoch: int  # an iteration of the training loop is a step here
     eval_interval: int  # steps between evaluations; 0: each epoch and the end only
     logging_steps: int
 
     @property
     def num_iterations(self) -> int:
-        """The same for :func:`run_loop`."""
+        """The same: an iteration is a step."""
         return self.num_steps
 
 
@@ -244,35 +239,12 @@ def fit(
     checkpointer: Checkpointer,
     extra_flops: Callable[[StepCounts], Flops] | None = None,
 ) -> None:
-    """Train by the schedule from where ``progress`` is; see :func:`run_loop`.
+    """Train by the schedule from where ``progress`` is; call on every rank.
 
     ``rate_factor`` multiplies the peak rates, by steps done. ``extra_flops`` are those of a step
     besides forward and backward, such as those of a reference.
     """
-
-    def steps() -> Iterator[IterationOutcome]:
-        for result in train_steps(
-            engine,
-            seeded_windows(loader, schedule, start=progress.step, seed=seed),
-            objective,
-            map(rate_factor, count_from(progress.step)),
-            requests=checkpointer.requests,
-        ):
-            progress.add(result)
-            extra = extra_flops(result.counts) if extra_flops is not None else None
-            throughput = meter.step(result.counts, extra=extra)
-            step, outcome = progress.step, result.outcome
-            metrics = step_metrics(result, epoch=step / schedule.iterations_per_epoch) | throughput
-            log.write("train", step, metrics)
-            log.advance()
-            if outcome.skipped:
-                log.write("event", step, {"event": "skipped_step", **asdict(outcome)})
-            if step % schedule.logging_steps == 0 or step == schedule.num_steps:
-                log.say_metrics(train_line(step, schedule.num_steps, metrics | meter.window()))
-            yield IterationOutcome(result.requests, outcome.skipped, outcome.loss_scale > 1)
-
-    run_loop(
-        steps(),
+    loop = TrainingLoop(
         schedule,
         progress,
         evaluate=evaluate_at,
@@ -281,6 +253,28 @@ def fit(
         log=log,
         restart_clock=meter.start,
     )
+    loop.begin()
+    for result in train_steps(
+        engine,
+        seeded_windows(loader, schedule, start=progress.step, seed=seed),
+        objective,
+        map(rate_factor, count_from(progress.step)),
+        requests=checkpointer.requests,
+    ):
+        progress.add(result)
+        extra = extra_flops(result.counts) if extra_flops is not None else None
+        throughput = meter.step(result.counts, extra=extra)
+        step, outcome = progress.step, result.outcome
+        metrics = step_metrics(result, epoch=step / schedule.iterations_per_epoch) | throughput
+        log.write("train", step, metrics)
+        log.advance()
+        if outcome.skipped:
+            log.write("event", step, {"event": "skipped_step", **asdict(outcome)})
+        if step % schedule.logging_steps == 0 or step == schedule.num_steps:
+            log.say_metrics(train_line(step, schedule.num_steps, metrics | meter.window()))
+        loop.after_iteration(
+            result.requests, skipped=outcome.skipped, scales_loss=outcome.loss_scale > 1
+        )
 
 
 def seeded_windows(
