@@ -41,9 +41,8 @@ FLOORS = [
         "assets": Room("config", light="__init__ toy_world"),
         "report": Room(
             "config",
-            "torch tqdm trackio wandb",
-            "answers costs curves data_view directory html markup metrics rollout_file "
-            "rollout_view samples settings story terminal trackers verdict",
+            "jinja2 torch tqdm trackio wandb",
+            "curves directory html log markup rollouts run_data sections terminal trackers verdict",
         ),
         "data": Room(
             "algos config",

@@ -12,7 +12,7 @@ from dschat_lora.config.options import command_line, fail
 from dschat_lora.pipeline.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.story import read_metrics, read_story
+from dschat_lora.report.run_data import read_metrics, read_run
 from dschat_lora.report.terminal import log_once, table
 from dschat_lora.runtime.directory import RunDirectory
 
@@ -73,7 +73,7 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
         for line in table([title, *header[1:]], rows):
             log_once(line)
     report = directory / "report.html"
-    stories = [read_story(stage) for stage in homes.values()]
+    stories = [read_run(stage) for stage in homes.values()]
     write_report(
         report, render_report("SFT, reward model and PPO on the bundled data", stories, tables)
     )

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.report.curves import thin
 from dschat_lora.report.markup import number, safe, short
-from dschat_lora.report.metrics import thin
-from dschat_lora.report.story import StageStory
+from dschat_lora.report.run_data import RunData
 from dschat_lora.report.verdict import TITLES, changes_of, doubts, what_was_trained
 
 # A curve shows the first of these that a line has.
@@ -89,7 +89,7 @@ def curve_html(points: Points) -> str:
     )
 
 
-def run_html(story: StageStory, *, status: str, path: Path) -> str:
+def run_html(story: RunData, *, status: str, path: Path) -> str:
     """A run that has ended: what was trained, what changed, its curve, evaluations and answers."""
     found = [change.words for change in changes_of(story)]
     return box(
@@ -103,7 +103,7 @@ def run_html(story: StageStory, *, status: str, path: Path) -> str:
     )
 
 
-def _answers(story: StageStory) -> list[list[str]]:
+def _answers(story: RunData) -> list[list[str]]:
     """Held-out prompts with the answers before and after training."""
     found: dict[str, dict[str, str]] = {}
     for answer in story.answers:

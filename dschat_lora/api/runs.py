@@ -12,7 +12,7 @@ from dschat_lora.config.files import parse_json
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.story import read_stories, read_story
+from dschat_lora.report.run_data import read_run, read_runs
 
 
 class Run:
@@ -77,12 +77,12 @@ class Run:
         path, title = self._home / "report.html", self._home.resolve().name
         with run_in_process():
             on_first_process(
-                lambda: write_report(path, render_report(title, read_stories([self._home]), {}))
+                lambda: write_report(path, render_report(title, read_runs([self._home]), {}))
             )
         return path
 
     def _repr_html_(self) -> str:
-        return run_html(read_story(self._home), status=self.status, path=self.path)
+        return run_html(read_run(self._home), status=self.status, path=self.path)
 
 
 def load(path: str | Path) -> Run:

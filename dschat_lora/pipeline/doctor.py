@@ -26,7 +26,7 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.models.compile import compiler_for
 from dschat_lora.models.varlen import has_varlen
 from dschat_lora.pipeline.launch import PACKAGE, environment_of_no_launch
-from dschat_lora.report.story import read_metrics
+from dschat_lora.report.run_data import read_metrics
 from dschat_lora.report.terminal import log_once, to_json, wrapped
 from dschat_lora.runtime.setup import cache_directory
 

@@ -19,8 +19,8 @@ from dschat_lora.config.verbs import (
 from dschat_lora.pipeline.families import show_families
 from dschat_lora.pipeline.launch import run_or_end
 from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.rollout_view import show_rollouts
-from dschat_lora.report.story import read_stories
+from dschat_lora.report.rollouts import show_rollouts
+from dschat_lora.report.run_data import read_runs
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.runtime import describe, gguf
 from dschat_lora.runtime.checks import check_file_can_be_made
@@ -72,7 +72,7 @@ def report(argv: list[str]) -> None:
     path = Path(chosen["output_path"] or homes[0] / "report.html").expanduser()
     check_file_can_be_made(str(path), "output_path")
     title = ", ".join(home.resolve().name for home in homes)
-    write_report(path, render_report(title, read_stories(homes), {}))
+    write_report(path, render_report(title, read_runs(homes), {}))
     log_once(f"report: {path}")
 
 

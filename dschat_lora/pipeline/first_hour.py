@@ -30,8 +30,7 @@ from dschat_lora.pipeline.hour_checks import (
     write_data,
 )
 from dschat_lora.pipeline.launch import environment_of_no_launch
-from dschat_lora.report.hour_page import render_hour
-from dschat_lora.report.html import write_report
+from dschat_lora.report.html import render_first_hour, write_report
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.markup import number, short
 from dschat_lora.report.terminal import log_once, to_json, wrapped
@@ -277,7 +276,7 @@ def run_items(
             found[kind].append(result)
             log_once(wrapped(_line(result)))
             write_report(output / "first_hour.json", to_json(jsonable(found)) + "\n")
-            write_report(output / "first_hour.html", render_hour(found))
+            write_report(output / "first_hour.html", render_first_hour(found))
     states = [result["state"] for result in found["checks"]]
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("passed", "failed", "not run"))
     log_once(f"checks: {counts}")

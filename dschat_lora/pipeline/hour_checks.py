@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from dschat_lora.config.bundled import BUNDLED_DATA
-from dschat_lora.report.rollout_file import read_rollouts
-from dschat_lora.report.story import read_metrics
+from dschat_lora.report.rollouts import read_rollouts
+from dschat_lora.report.run_data import read_metrics
 
 PROBES = "dschat_lora.pipeline.hour_probes"
 STAGES = ("sft", "reward", "rlhf")

@@ -13,7 +13,7 @@ from dschat_lora.pipeline.state import PipelineRecord, StageStep, alone, make_st
 from dschat_lora.pipeline.validation import check_stages
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.markup import duration, short
-from dschat_lora.report.story import StageStory, read_story
+from dschat_lora.report.run_data import RunData, read_run
 from dschat_lora.report.terminal import error_message, log_once, table
 
 _WORDS = {
@@ -120,7 +120,7 @@ def _typed(recipe: Recipe, step: StageStep) -> list[str]:
 
 def _show_results(recipe: Recipe) -> None:
     """Print time, results and adapters of every stage, and write the report."""
-    stories = {name: read_story(recipe.directory / name) for name in recipe.stages}
+    stories = {name: read_run(recipe.directory / name) for name in recipe.stages}
     rows = [row for name, story in stories.items() for row in result_rows(name, story)]
     log_once("")
     for line in table(HEADER, rows):
@@ -137,7 +137,7 @@ def _show_results(recipe: Recipe) -> None:
     log_once(f"report: {report}")
 
 
-def result_rows(name: str, story: StageStory) -> list[list[str]]:
+def result_rows(name: str, story: RunData) -> list[list[str]]:
     """A row for each result in run.json; those before and after share one."""
     results = story.part("results")
     quantities = dict.fromkeys(

@@ -1,44 +1,39 @@
-"""report.html: verdict, curves, samples, cost and settings of runs in one file without network.
+"""Pages in one HTML file without network: the report of runs, and that of a machine's first hour.
 
-Scripts and styles stand in the file and run by their hashes alone. What comes from data is escaped
-text, or JSON that no parser of HTML takes for anything else.
+The templates are in ``page/``. Scripts and styles stand in the file and run by their hashes alone.
+What comes from data is escaped text, or JSON that no parser of HTML takes for anything else.
 """
 
 import base64
 import hashlib
 import json
 import os
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.files import naming
-from dschat_lora.report.answers import (
-    answers_section,
-    rollout_data,
-    rollouts_section,
-    tokens_section,
-)
-from dschat_lora.report.costs import time_section
-from dschat_lora.report.curves import Chart, chart_data, charts_of, charts_section
-from dschat_lora.report.data_view import data_section
-from dschat_lora.report.markup import duration, html_table, safe, short, value_text
-from dschat_lora.report.settings import differences, settings_section
-from dschat_lora.report.story import StageStory
-from dschat_lora.report.verdict import (
-    TITLES,
-    WORDS,
-    changes_of,
-    cost,
-    doubts,
-    outcome_of,
-    what_was_trained,
-)
+from dschat_lora.report import sections, verdict
+from dschat_lora.report.curves import Chart, chart_data, charts_of
+from dschat_lora.report.log import RunLog
+from dschat_lora.report.markup import duration, number, short, value_text, visible, without_controls
+from dschat_lora.report.rollouts import summary_text
+from dschat_lora.report.run_data import RunData, read_run
+from dschat_lora.report.terminal import note
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _ASSETS = Path(__file__).parent / "page"
+FILE = "report.html"
 RELOAD_SECONDS = 20  # between loads of the page of a run that goes on
+LEAST_SECONDS = 30.0  # between two pages
+PAUSE = 50  # times as long as a page took, which costs 2 % of the time at most
+GIB = 2**30
 
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
@@ -60,43 +55,133 @@ def write_report(path: Path, html: str) -> None:
         staged.unlink(missing_ok=True)
 
 
-def render_report(title: str, stages: Sequence[StageStory], tables: Mapping[str, Table]) -> str:
+class LiveReport:
+    """Writes report.html of a run now and then while it goes on, and at its end; rank 0 alone.
+
+    A failure is said once and ends the page, not the training.
+    """
+
+    def __init__(
+        self, directory: Path, log: RunLog, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """A page in ``directory`` of what ``log`` holds."""
+        self._directory, self._log, self._clock = directory, log, clock
+        self._due: float | None = clock() + LEAST_SECONDS
+
+    def __call__(self, event: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the page if the last one is old enough: a callback of the log."""
+        now = self._clock()
+        if self._due is None or now < self._due:
+            return
+        self.write(self._log.text())
+        took = self._clock() - now
+        if self._due is not None:
+            self._due = now + max(LEAST_SECONDS, PAUSE * took)
+
+    def write(self, metrics: str | None = None, *, quiet: bool = False) -> None:
+        """Write the page, of ``metrics``, the content of metrics.jsonl, or else of the file.
+
+        ``quiet`` after a failure that is told already, and that may be the disk's.
+        """
+        if self._due is None:
+            return
+        try:
+            run = read_run(self._directory, metrics=metrics)
+            html = render_report(self._directory.resolve().name, [run], {})
+            write_report(self._directory / FILE, html)
+        except Exception as error:  # noqa: BLE001 - whatever a page lacks, training goes on
+            self._due = None
+            if not quiet:
+                note(f"{self._directory / FILE} cannot be written: {error!r}")
+
+
+def render_report(title: str, runs: Sequence[RunData], tables: Mapping[str, Table]) -> str:
     """The report as an HTML document; everything in the arguments is data, never markup.
 
-    ``stages`` are in the order they ran, runs of one stage in a section of their own; ``tables``
+    ``runs`` are in the order they ran, those of one stage in a section of their own; ``tables``
     are by caption.
     """
-    counts = Counter(story.name for story in stages)
-    stages = [story if counts[story.name] > 1 else replace(story, label="") for story in stages]
-    groups: dict[str, list[StageStory]] = {}
-    for story in stages:
-        groups.setdefault(story.name, []).append(story)
-    answers = answers_section(stages)
-    links = [("summary", "Verdict"), *((f"stage-{i}", name) for i, name in enumerate(groups))]
-    links += [("answers", "Answers")] if answers else []
-    links.append(("time", "Cost"))
-    items = "".join(f'<li><a href="#{key}">{safe(name)}</a></li>' for key, name in links)
-    sections, charts = [], list[Chart]()
-    for index, stories in enumerate(groups.values()):
-        drawn, flat = charts_of(stories, index)
-        curves = charts_section(drawn, flat, first=len(charts))
-        sections.append(_stage(stories, curves, index))
+    counts = Counter(run.name for run in runs)
+    runs = [run if counts[run.name] > 1 else replace(run, label="") for run in runs]
+    by_stage: dict[str, list[RunData]] = {}
+    for run in runs:
+        by_stage.setdefault(run.name, []).append(run)
+    answers = sections.answers(runs)
+    links = {"summary": "Verdict"} | {f"stage-{i}": name for i, name in enumerate(by_stage)}
+    links |= {"answers": "Answers"} if answers else {}
+    stages, charts = [], list[Chart]()
+    for index, (name, own) in enumerate(by_stage.items()):
+        drawn, flat = charts_of(own, index)
+        stage = {"index": index, "name": name, "runs": own, "charts": drawn, "flat": flat}
+        stages.append(stage | {"first": len(charts)})
         charts += drawn
-    body = "".join([_summary(stages, tables), *sections, answers, time_section(stages)])
-    data = {
-        "charts": chart_data(charts),
-        "rollouts": [rollout_data(stories) for stories in groups.values()],
-        "reload": RELOAD_SECONDS if any(story.is_running for story in stages) else 0,
-    }
-    return page(title, items, body, data=data)
+    reload = RELOAD_SECONDS if any(run.status == "running" for run in runs) else 0
+    return _render(
+        "report.html",
+        title,
+        links=links | {"time": "Cost"},
+        data={
+            "charts": chart_data(charts),
+            "rollouts": [sections.rollout_data(own) for own in by_stage.values()],
+            "reload": reload,
+        },
+        runs=runs,
+        stages=stages,
+        tables=tables,
+        answers=answers,
+        reload=reload,
+    )
 
 
-def page(title: str, items: str, body: str, *, data: Mapping[str, object] | None = None) -> str:
-    """An HTML document; ``items`` of the navigation and ``body`` are markup, the title is text.
+def render_first_hour(found: Mapping[str, Any]) -> str:
+    """The page of ``dschat-lora doctor --first_hour`` from the data of ``first_hour.json``."""
+    machine, measurements = found["machine"], found["measurements"]
+    rows = [
+        [name.removesuffix("_bytes").replace("_", " "), f"{value / GIB:.1f} GiB"]
+        if name in ("memory_bytes", "host_memory_bytes")
+        else [name.replace("_", " "), value_text(value)]
+        for name, value in machine.items()
+        if not isinstance(value, Mapping)
+    ]
+    rows += [[name, value_text(value)] for name, value in machine["versions"].items()]
+    speed = ["tokens_per_second", "generation_tokens_per_second", "step_seconds"]
+    speed += ["tflops_per_device", "mfu"]
+    memory = []
+    for result in measurements:
+        if "peak_bytes" in result:
+            peak, plan = number(result["peak_bytes"]), number(result.get("planned_bytes"))
+            memory.append([result["name"], *map(short, (peak / GIB, plan / GIB, peak / plan))])
+    return _render(
+        "first_hour.html",
+        f"First hour on {machine['card']}",
+        links={"machine": "Machine", "checks": "Checks", "speed": "Speed and memory"},
+        machine=rows,
+        checks=found["checks"],
+        measurements=measurements,
+        speed=[[r["name"], *(short(number(r.get(key))) for key in speed)] for r in measurements],
+        memory=memory,
+        reasons=[[r["name"], r["state"], r["reason"]] for r in measurements if r["reason"]],
+    )
 
-    With ``data``, JSON, it has the script that draws them.
+
+def page(title: str, body: str) -> str:
+    """An HTML document whose ``body`` is markup; the title is text."""
+    return _render("base.html", title, body=body)
+
+
+def _render(
+    template: str,
+    title: str,
+    *,
+    links: Mapping[str, str] | None = None,
+    data: Mapping[str, object] | None = None,
+    **values: object,
+) -> str:
+    """A page; ``links`` are to its sections, and with ``data`` it has the script that draws them.
+
+    ``data`` are JSON.
     """
-    style = "".join(_asset(name) for name in ("uPlot.min.css", "report.css"))
+    style = _asset("uPlot.min.css") + _asset("report.css")
     # With its licence, which every copy of the library carries.
     library = f"/*\n{_asset('uPlot.LICENSE')}\n*/\n{_asset('uPlot.iife.min.js')}"
     scripts = [library, _asset("report.js")] if data else []
@@ -107,18 +192,39 @@ def page(title: str, items: str, body: str, *, data: Mapping[str, object] | None
         "base-uri 'none'",
         "form-action 'none'",
     ]
-    sections = f'<nav aria-label="Sections"><ul>{items}</ul></nav>' if items else ""
-    run = "".join(f"<script>{script}</script>" for script in scripts)
-    embedded = f'<script type="application/json" id="data">{_json(data)}</script>' if data else ""
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{safe(title)}</title><style>{style}</style></head>\n"
-        f'<body><header><h1 dir="auto">{safe(title)}</h1>{sections}</header>\n'
-        f"<main>{body}</main>\n{embedded}{run}</body></html>\n"
+    # Without a character that could end or begin an element.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False) if data else ""
+    text = text.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&"})
+    return _templates()[template].render(
+        title=title,
+        links=links,
+        policy="; ".join(rules),
+        style=style,
+        scripts=scripts,
+        data=text,
+        **values,
     )
+
+
+@cache
+def _templates() -> "dict[str, Template]":
+    """The templates by name. All values are escaped, but those that a template calls safe."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_ASSETS),
+        autoescape=True,
+        finalize=lambda value: value if hasattr(value, "__html__") else without_controls(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    for function in (duration, number, summary_text, visible):
+        environment.globals[function.__name__] = function
+    environment.globals |= {"sections": sections, "verdict": verdict}
+    names = ("base.html", "report.html", "first_hour.html")
+    return {name: environment.get_template(name) for name in names}
 
 
 @cache
@@ -129,78 +235,3 @@ def _asset(name: str) -> str:
 def _hash(text: str) -> str:
     """The source of a policy that allows exactly this script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _json(value: object) -> str:
-    """JSON without a character that could end or begin an element."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&"})
-
-
-def _summary(stages: Sequence[StageStory], tables: Mapping[str, Table]) -> str:
-    cards = "".join(map(_card, stages))
-    results = "".join(
-        html_table(head, body, caption=caption, kind="numbers")
-        for caption, (head, body) in tables.items()
-    )
-    reload = (
-        f'<p class="live">The run goes on, and this page loads itself again every {RELOAD_SECONDS} '
-        'seconds where scripts run. <label><input type="checkbox" id="pause"> Pause</label></p>'
-        if any(story.is_running for story in stages)
-        else ""
-    )
-    return (
-        f'<section id="summary"><h2>Verdict</h2>{reload}<div class="cards">{cards}</div>'
-        f'<div class="tables">{results}</div></section>\n'
-    )
-
-
-def _card(story: StageStory) -> str:
-    """The verdict on a run."""
-    outcome = outcome_of(story)
-    name = TITLES.get(story.name, story.name)
-    label = f" <small><bdi>{safe(story.label)}</bdi></small>" if story.label else ""
-    changes = "".join(f"<li>{safe(change.words)}</li>" for change in changes_of(story))
-    wrong = "".join(
-        f"<li><bdi>{safe(text)}</bdi>{f' <small>{safe(where)}</small>' if where else ''}</li>"
-        for text, where in doubts(story)
-    )
-    signs = (
-        f'<div class="warnings"><h4>What looks wrong</h4><ul>{wrong}</ul></div>'
-        if wrong
-        else "<p>Nothing looks wrong.</p>"
-    )
-    return (
-        f'<article class="card"><h3><span class="chip {outcome}">{WORDS[outcome]}</span> '
-        f"<bdi>{safe(name)}</bdi>{label}</h3><p>{safe(what_was_trained(story))}</p>"
-        f"<ul>{changes or _results(story)}</ul><p>{safe(cost(story))}</p>{signs}</article>"
-    )
-
-
-def _results(story: StageStory) -> str:
-    """The results in run.json, those before and after in one line, of a stage without curves."""
-    items, results = [], story.part("results")
-    words = {k: short(v) if isinstance(v, float) else value_text(v) for k, v in results.items()}
-    for name, value in words.items():
-        quantity = name.removesuffix(" before")
-        after = words.get(f"{quantity} after")
-        if name != quantity and after is not None:
-            items.append(f"{quantity}: {value} \u2192 {after}")
-        elif f"{name.removesuffix(' after')} before" not in words:
-            items.append(f"{name}: {value}")
-    return "".join(f"<li>{safe(each)}</li>" for each in items)
-
-
-def _stage(stories: Sequence[StageStory], curves: str, index: int) -> str:
-    """Curves, responses, data and settings of the runs of one stage."""
-    name = stories[0].name
-    parts = [curves, differences(stories), rollouts_section(stories, index)]
-    for story in stories:
-        several = len(stories) > 1
-        head = f"<h3><bdi>{safe(story.label)}</bdi></h3>" if several else ""
-        parts.append(f"{head}{tokens_section(story)}{data_section(story)}{settings_section(story)}")
-    seconds = f" <small>{duration(stories[0].seconds)}</small>" if len(stories) == 1 else ""
-    return (
-        f'<section id="stage-{index}"><h2 dir="auto">{safe(TITLES.get(name, name))}{seconds}</h2>'
-        f"{''.join(parts)}</section>\n"
-    )

@@ -8,15 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dschat_lora.config.files import named, naming
 from dschat_lora.config.options import harmless
 from dschat_lora.report.directory import open_alone
 from dschat_lora.report.terminal import RemainingTime, current_viewer, is_quiet, silence, wrapped
 from dschat_lora.report.trackers import Tracker, numbers_of
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class RunLog:
@@ -103,6 +104,8 @@ class RunLog:
         if (viewer := current_viewer()) is not None:
             viewer.expect(total_steps, done)
         elif sys.stderr.isatty():
+            from tqdm import tqdm
+
             self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True)
         else:
             self._remaining = RemainingTime(total_steps, done)
@@ -164,6 +167,8 @@ class RunLog:
             viewer.say(text)
             return
         try:
+            from tqdm import tqdm
+
             tqdm.write(harmless(text), file=sys.stdout)
             sys.stdout.flush()
         except OSError:

@@ -1,27 +1,33 @@
-"""Numbers, text and tables in the HTML of a report."""
+"""Numbers, texts and tokens as reports show them, in HTML or on a terminal."""
 
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 HUGE = 1e100  # nothing in training is that large; sums of larger numbers would overflow
+_BOLD_GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
 
 def safe(value: object) -> str:
-    """``value`` as text for HTML, between tags or in a quoted attribute.
+    """``value`` as text for HTML, between tags or in a quoted attribute."""
+    return escape(without_controls(value))
 
-    Characters that HTML cannot hold are replaced by visible ones: control characters by their
-    pictures, halves of surrogate pairs and the rest by U+FFFD.
+
+def without_controls(value: object) -> str:
+    """``value`` as text with visible characters for those that HTML cannot hold.
+
+    Control characters become their pictures, halves of surrogate pairs and the rest U+FFFD.
     """
 
-    def visible(match: re.Match[str]) -> str:
+    def picture(match: re.Match[str]) -> str:
         code = ord(match[0])
         return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
     unfit = "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
-    return escape(re.sub(unfit, visible, str(value)))
+    return re.sub(unfit, picture, str(value))
 
 
 def number(value: object) -> float:
@@ -29,6 +35,11 @@ def number(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < HUGE:
         return float(value)
     return math.nan
+
+
+def amount(value: object) -> float:
+    """A number that can be added up; 0 for anything else, or a negative one."""
+    return 0.0 if math.isnan(number(value)) else max(number(value), 0.0)
 
 
 def short(value: float) -> str:
@@ -39,11 +50,6 @@ def short(value: float) -> str:
     if size >= 1e7 or 0 < size < 1e-4:
         return f"{value:.2e}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
-
-
-def amount(value: object) -> float:
-    """A number that can be added up; 0 for anything else, or a negative one."""
-    return 0.0 if math.isnan(number(value)) else max(number(value), 0.0)
 
 
 def duration(seconds: float) -> str:
@@ -77,37 +83,35 @@ def value_text(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def meter(share: float, name: str) -> str:
-    """A bar that is ``share``, in [0, 1], of its full length, as HTML."""
-    return f'<meter value="{min(max(share, 0.0), 1.0):.4f}" aria-label="{safe(name)}"></meter>'
+def visible(token: str) -> str:
+    """A token with its line ends and other control characters written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
 
 
-def html_table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    caption: str = "",
-    kind: str = "",
-    markup: Collection[int] = (),
-) -> str:
-    """A table whose first column names the rows; empty without rows.
+def sample_text(tokens: Sequence[str], supervised: Sequence[int], *, colour: bool) -> str:
+    """Tokens with a bar between them; supervised ones in green, or else in square brackets."""
+    parts = []
+    for token, counts in zip(map(visible, tokens), supervised, strict=True):
+        if not counts:
+            parts.append(f"{token}|")
+        else:
+            parts.append(f"{_BOLD_GREEN}{token}{_PLAIN}|" if colour else f"[{token}]")
+    return "".join(parts)
 
-    Cells of the columns in ``markup`` are HTML, all others text.
-    """
-    if not rows:
-        return ""
-    head = "".join(f'<th scope="col">{safe(cell)}</th>' for cell in header)
-    body = "".join(
-        f'<tr><th scope="row">{safe(row[0])}</th>'
-        + "".join(
-            f"<td>{cell if n in markup else safe(cell)}</td>" for n, cell in enumerate(row[1:], 1)
-        )
-        + "</tr>"
-        for row in rows
-        if row
+
+def sample_html(tokens: Sequence[str], supervised: Sequence[int]) -> str:
+    """The same as HTML: supervised tokens are marked."""
+    parts = (
+        f"<mark>{safe(token)}</mark>" if counts else f"<span>{safe(token)}</span>"
+        for token, counts in zip(map(visible, tokens), supervised, strict=True)
     )
-    title = f"<caption>{safe(caption)}</caption>" if caption else ""
-    return (
-        f'<div class="scroll" tabindex="0"><table class="{kind}">{title}'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    return f'<p class="tokens">{"&#8203;".join(parts)}</p>'
+
+
+def histogram(above: dict[str, int], total: int, *, width: int = 40) -> list[str]:
+    """Lines of a histogram of lengths, from the number of rows above each limit."""
+    counts, lines = [total, *above.values()], []
+    for limit, (larger, rest) in zip(above, pairwise(counts), strict=True):
+        bar = "#" * round(width * (larger - rest) / max(1, total))
+        lines.append(f"  up to {int(limit):>7,} tokens {larger - rest:>9,} rows  {bar}".rstrip())
+    return lines + ([f"  more                 {counts[-1]:>9,} rows"] if counts[-1] else [])

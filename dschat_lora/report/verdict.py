@@ -5,14 +5,11 @@ bound; where no error is known, half a percent of the value.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from dschat_lora.report.costs import measured_peak, phases_of
+from dschat_lora.report.curves import standard_error
 from dschat_lora.report.markup import amount, duration, number, operations, short, value_text
-from dschat_lora.report.metrics import standard_error
-from dschat_lora.report.story import StageStory
+from dschat_lora.report.run_data import RunData
 
 TITLES = {
     "sft": "Supervised fine-tuning",
@@ -52,26 +49,25 @@ class Change:
     outcome: str  # learned, unclear or worse
 
 
-def outcome_of(story: StageStory) -> str:
+def outcome_of(run: RunData) -> str:
     """The run in one of :data:`WORDS`."""
-    status = str(story.facts.get("status", "unknown"))
-    if story.is_running:
+    if run.status == "running":
         return "running"
-    if status.startswith(("failed", "interrupted")):
+    if run.status.startswith(("failed", "interrupted")):
         return "failed"
-    outcomes = {change.outcome for change in changes_of(story)}
+    outcomes = {change.outcome for change in changes_of(run)}
     if {"learned", "worse"} <= outcomes:
         return "mixed"
     return next((each for each in ("worse", "learned", "unclear") if each in outcomes), "unknown")
 
 
-def what_was_trained(story: StageStory) -> str:
+def what_was_trained(run: RunData) -> str:
     """Model, method, data and steps in a sentence or two."""
-    config, audit = story.config, _audit(story)
+    config, audit = run.config, run.audit
     base = next((v for k, v in config.items() if k.endswith("model_name_or_path")), None)
     rank = number(next((v for k, v in config.items() if k.endswith("lora_dim")), None))
     how = f"LoRA of rank {rank:.0f}" if rank > 0 else "All weights" if rank == 0 else "Weights"
-    trained, total = (number(story.part("parameters").get(k)) for k in ("trainable", "total"))
+    trained, total = (number(run.part("parameters").get(k)) for k in ("trainable", "total"))
     share = f" ({trained:,.0f} of {total:,.0f} parameters)" if total > 0 and trained >= 0 else ""
     algorithm = (
         f", by {config['algorithm'].upper()}" if isinstance(config.get("algorithm"), str) else ""
@@ -79,37 +75,34 @@ def what_was_trained(story: StageStory) -> str:
     words = f"{how} on {value_text(base or 'the bundled tiny model')}{share}{algorithm}"
     if samples := amount(audit.get("train_samples")):
         words += f"; {samples:,.0f} {audit.get('kind', 'samples')} to train on"
-    epochs = max((amount(line.get("epoch")) for line in story.train), default=0.0)
+    epochs = run.greatest("epoch")
     passes = f", {short(epochs)} epochs" if epochs else ""
-    return f"{words}; {story.steps:,.0f} optimizer steps{passes}."
+    return f"{words}; {run.steps:,.0f} optimizer steps{passes}."
 
 
-def changes_of(story: StageStory) -> list[Change]:
+def changes_of(run: RunData) -> list[Change]:
     """What the first and the last evaluation say of each result."""
     found = []
     for name, words, better, share in _RESULTS:
-        lines = [line for line in story.evals if not math.isnan(number(line.get(name)))]
-        if len(lines) > 1:
-            found.append(_change(words, [lines[0], lines[-1]], name, better, share=share))
+        lines = [line for line in run.evals if not math.isnan(number(line.get(name)))]
+        if len(lines) < 2:
+            continue
+        before, after = number(lines[0].get(name)), number(lines[-1].get(name))
+        errors = [standard_error(line, name) for line in (lines[0], lines[-1])]
+        error = math.hypot(*errors)
+        limit = CLEAR_SHARE * abs(before) if math.isnan(error) else CLEAR_ERRORS * error
+        gain = after - before
+        clear = abs(gain) > limit
+        outcome = "unclear" if not clear else "learned" if gain * better > 0 else "worse"
+        verb = ("rose" if gain > 0 else "fell") if clear else "hardly changed:"
+        scale, unit = (100.0, " %") if share else (1.0, "")
+        first, last = (
+            _with_error(scale * value, scale * each) + unit
+            for value, each in zip((before, after), errors, strict=True)
+        )
+        how = "" if math.isnan(error) or not error else f", {abs(gain) / error:.1f} standard errors"
+        found.append(Change(f"{words} {verb} from {first} to {last}{how}.", outcome))
     return found
-
-
-def _change(
-    words: str, lines: Sequence[Mapping[str, Any]], name: str, better: int, *, share: bool
-) -> Change:
-    before, after = (number(line.get(name)) for line in lines)
-    errors = [standard_error(line, name) for line in lines]
-    error = math.hypot(*errors)
-    limit = CLEAR_SHARE * abs(before) if math.isnan(error) else CLEAR_ERRORS * error
-    gain = after - before
-    clear = abs(gain) > limit
-    outcome = "unclear" if not clear else "learned" if gain * better > 0 else "worse"
-    verb = ("rose" if gain > 0 else "fell") if clear else "hardly changed:"
-    scale, unit = (100.0, " %") if share else (1.0, "")
-    pairs = zip((before, after), errors, strict=True)
-    ends = [_with_error(scale * value, scale * e) + unit for value, e in pairs]
-    how = "" if math.isnan(error) or not error else f", {abs(gain) / error:.1f} standard errors"
-    return Change(f"{words} {verb} from {ends[0]} to {ends[1]}{how}.", outcome)
 
 
 def _with_error(value: float, error: float) -> str:
@@ -120,45 +113,41 @@ def _with_error(value: float, error: float) -> str:
     return f"{value:,.{decimals}f} \u00b1 {error:.{decimals}f}"
 
 
-def cost(story: StageStory) -> str:
+def cost(run: RunData) -> str:
     """Time, operations, throughput and memory in a sentence."""
-    flops = sum(each for _, each in phases_of(story).values())
-    parts = [f"It took {duration(story.seconds)}"]
+    flops = sum(each for _, each in run.phases.values())
+    parts = [f"It took {duration(run.seconds)}"]
     parts += [f"{operations(flops)} of model arithmetic"] if flops else []
-    if rate := amount(story.part("throughput").get("tokens_per_second")):
+    if rate := amount(run.part("throughput").get("tokens_per_second")):
         parts.append(f"{rate:,.0f} tokens a second")
-    if peak := measured_peak(story):
+    if peak := run.peak_memory:
         parts.append(f"at most {peak / 2**30:.2f} GiB a device")
     return ", ".join(parts) + "."
 
 
-def doubts(story: StageStory) -> list[tuple[str, str]]:
+def doubts(run: RunData) -> list[tuple[str, str]]:
     """What looks wrong and what to do, with where it was seen; of each text once."""
-    found: dict[str, list[str]] = {note: [] for note in story.notes}
-    status = str(story.facts.get("status", "unknown"))
-    if status not in ("finished", "running", "unknown"):
-        found[f"The run ended so: {status}"] = []
-    for line in story.events:
+    found: dict[str, list[str]] = {note: [] for note in run.notes}
+    if run.status not in ("finished", "running", "unknown"):
+        found[f"The run ended so: {run.status}"] = []
+    for line in run.events:
         text = ": ".join(value_text(line[name]) for name in ("event", "message") if name in line)
         text = text.removeprefix("warning: ")
         found.setdefault(text, []).append(value_text(line.get("step", "?")))
-    found |= {text: [] for text in (*_of_training(story), *_of_data(story))}
-    rows = [(text[:1].upper() + text[1:], _where(steps)) for text, steps in found.items()]
-    more = len(rows) - MOST_REMARKS
-    return rows[:MOST_REMARKS] + ([(f"and {more:,} more in metrics.jsonl", "")] if more > 0 else [])
+    found |= {text: [] for text in (*_of_training(run), *_of_data(run))}
+    rows = []
+    for text, steps in found.items():
+        more = f", ... ({len(steps):,} times)" if len(steps) > 5 else ""
+        where = f"step {', '.join(steps[:5])}{more}" if steps else ""
+        rows.append((text[:1].upper() + text[1:], where))
+    left = len(rows) - MOST_REMARKS
+    return rows[:MOST_REMARKS] + ([(f"and {left:,} more in metrics.jsonl", "")] if left > 0 else [])
 
 
-def _where(steps: Sequence[str]) -> str:
-    if not steps:
-        return ""
-    more = f", ... ({len(steps):,} times)" if len(steps) > 5 else ""
-    return f"step {', '.join(steps[:5])}{more}"
-
-
-def _of_training(story: StageStory) -> list[str]:
+def _of_training(run: RunData) -> list[str]:
     """Signs in the curves that nothing warned of while they were drawn."""
     found = []
-    losses = [(number(e.get("loss")), number(e.get("step"))) for e in story.evals]
+    losses = [(number(e.get("loss")), number(e.get("step"))) for e in run.evals]
     losses = [each for each in losses if not math.isnan(each[0] + each[1])]
     if len(losses) > 2 and losses[-1][0] > (low := min(losses))[0] * 1.02 and low[0] > 0:
         found.append(
@@ -166,12 +155,12 @@ def _of_training(story: StageStory) -> list[str]:
             f"{short(losses[-1][0])} at the end: later steps memorize the training data; train "
             "fewer steps, or at a lower learning rate"
         )
-    if skipped := sum(line.get("skipped") is True for line in story.train):
+    if skipped := sum(line.get("skipped") is True for line in run.train):
         found.append(
             f"{skipped:,} steps changed no weight because the gradient was not finite: lower the "
             "learning rate, or use --dtype bf16"
         )
-    cut = [number(line.get("truncated_fraction")) for line in story.train[-5:]]
+    cut = [number(line.get("truncated_fraction")) for line in run.train[-5:]]
     if cut and (share := sum(cut) / len(cut)) > 0.3:
         found.append(
             f"{share:.0%} of the last responses are cut off: raise --max_answer_seq_len, or "
@@ -180,8 +169,8 @@ def _of_training(story: StageStory) -> list[str]:
     return found
 
 
-def _of_data(story: StageStory) -> list[str]:
-    audit = _audit(story)
+def _of_data(run: RunData) -> list[str]:
+    audit = run.audit
     rows, found = amount(audit.get("train_rows")), []
     cut = amount(audit.get("dropped_rows")) + amount(audit.get("truncated_rows"))
     if rows and cut > 0.1 * rows:
@@ -194,8 +183,3 @@ def _of_data(story: StageStory) -> list[str]:
     if rows and not amount(audit.get("eval_samples")):
         found.append("no row is held out, so nothing tells learning from memorizing")
     return found
-
-
-def _audit(story: StageStory) -> Mapping[str, Any]:
-    audit = story.part("data").get("audit")
-    return audit if isinstance(audit, Mapping) else {}

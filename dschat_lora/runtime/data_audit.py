@@ -15,8 +15,7 @@ from dschat_lora.data.rows import DataKind
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.report.html import page, write_report
-from dschat_lora.report.markup import safe
-from dschat_lora.report.samples import histogram, sample_html, sample_text
+from dschat_lora.report.markup import histogram, safe, sample_html, sample_text
 from dschat_lora.report.terminal import is_terminal, log_once
 
 # By stage: which --data_split, and what is made of rows.
@@ -137,7 +136,7 @@ def _page(found: Findings) -> str:
         for name, (ids, supervised) in sample.sequences.items():
             parts.append(f"<h3>{safe(_headline(sample.row, name, supervised))}</h3>")
             parts.append(sample_html(_tokens(found.tokenizer, ids), supervised))
-    return page("Audit of data", "", "".join(parts))
+    return page("Audit of data", "".join(parts))
 
 
 def _headline(row: str, name: str, supervised: list[int]) -> str:

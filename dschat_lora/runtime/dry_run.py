@@ -13,8 +13,7 @@ from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.distributed import rank
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.perf.peak import device_peak, measured_peak
-from dschat_lora.report.markup import duration, operations
-from dschat_lora.report.samples import sample_text
+from dschat_lora.report.markup import duration, operations, sample_text
 from dschat_lora.runtime.run import OpenRun
 
 # Samples among which one is looked for that is short enough to be shown whole.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.report.live import FILE
+from dschat_lora.report.html import FILE
 from dschat_lora.runtime.run import OpenRun
 
 

@@ -19,7 +19,7 @@ from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import peers
 from dschat_lora.engine.collectives import broadcast_string, on_rank_zero
 from dschat_lora.engine.distributed import form_grid, init_distributed, rank, shutdown, world_size
-from dschat_lora.report.live import LiveReport
+from dschat_lora.report.html import LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message

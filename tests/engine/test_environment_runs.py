@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.report.rollout_file import FILE, read_rollouts
+from dschat_lora.report.rollouts import FILE, read_rollouts
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
 
 pytestmark = pytest.mark.stage

@@ -19,7 +19,7 @@ from dschat_lora.pipeline import run as course
 from dschat_lora.pipeline.launch import Relay
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.pipeline.validation import check_stages
-from dschat_lora.report.story import StageStory
+from dschat_lora.report.run_data import RunData
 from helpers.step1 import ROOT
 
 ALL = "stages: {sft: {lora_dim: 8}, reward: {}, rlhf: {}}"
@@ -457,7 +457,7 @@ def test_second_pipeline_is_kept_out(run):
 
 
 def test_results_before_and_after_share_a_row():
-    story = StageStory(
+    story = RunData(
         "rlhf",
         facts={"results": {"reward before": 0.5, "reward after": 1.25, "kl after": 2.0}},
         train=[{"time": 12.5}],
@@ -466,7 +466,7 @@ def test_results_before_and_after_share_a_row():
         ["rlhf", "12.5 s", "reward", "0.5", "1.25"],
         ["", "", "kl", "-", "2"],
     ]
-    assert course.result_rows("sft", StageStory("sft")) == [["sft", "0 s", "-", "-", "-"]]
+    assert course.result_rows("sft", RunData("sft")) == [["sft", "0 s", "-", "-", "-"]]
 
 
 # ---------------------------------------------------------------------------- signals

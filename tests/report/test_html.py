@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.report import html as html_module
-from dschat_lora.report.costs import phases_of
-from dschat_lora.report.curves import MOST_POINTS, chart_data, charts_of
+from dschat_lora.report.curves import MOST_POINTS, chart_data, charts_of, thin
 from dschat_lora.report.html import page, render_report, write_report
 from dschat_lora.report.markup import duration, number, operations, safe, short
-from dschat_lora.report.metrics import thin
-from dschat_lora.report.story import StageStory, read_stories, read_story
+from dschat_lora.report.run_data import RunData, read_run, read_runs
 
 STYLE = (Path(html_module.__file__).parent / "page" / "report.css").read_text()
 ATTACK = (
@@ -108,7 +106,7 @@ def rlhf_run(text="x"):
         {"kind": "event", "step": 9, "event": "warning", "message": text},
         {"kind": "event", "step": text, "event": text},
     ]
-    return StageStory(text, facts, train, evals, events, rollouts_of(text), notes=[text])
+    return RunData(text, facts, train, evals, events, rollouts_of(text), notes=[text])
 
 
 def rollouts_of(*prompts):
@@ -156,7 +154,7 @@ def data_of(html):
 
 def charts_and_lines(**lines):
     """Titles of the charts of a run, and what is said of quantities without one."""
-    charts, flat = charts_of([StageStory("s", **lines)], 0)
+    charts, flat = charts_of([RunData("s", **lines)], 0)
     return [chart.metric.title for chart in charts], flat
 
 
@@ -232,7 +230,7 @@ def test_policy_allows_exactly_the_scripts_and_styles_of_the_page():
 
 
 def test_a_page_without_data_has_no_script():
-    html = page("t", "", "<p>x</p>")
+    html = page("t", "<p>x</p>")
     assert "<script" not in html
     assert "script-src 'none'" in html
 
@@ -248,7 +246,7 @@ def test_nothing_is_fetched():
 
 
 def test_ids_are_unique_and_every_link_is_met():
-    stories = [rlhf_run("same"), rlhf_run("same"), StageStory("other")]
+    stories = [rlhf_run("same"), rlhf_run("same"), RunData("other")]
     document = Document(render_report("t", stories, {}))
     assert len(set(document.ids)) == len(document.ids)
     assert {"summary", "stage-0", "stage-1", "answers", "time"} <= set(document.ids)
@@ -258,7 +256,7 @@ def test_ids_are_unique_and_every_link_is_met():
 
 def test_every_chart_says_in_words_and_numbers_what_it_shows():
     lines = [{"step": step, "loss": loss} for step, loss in enumerate([0.5, 3.0, 2.0], 1)]
-    html, document = report_of(StageStory("sft", train=lines))
+    html, document = report_of(RunData("sft", train=lines))
     (plot,) = [each for each in document.of("div") if each.get("role") == "img"]
     assert plot["aria-label"] == ("Loss. training: 0.5 at step 1, 2 at step 3, between 0.5 and 3.")
     (row,) = re.findall(r"<tr><th scope=\"row\">Loss, training</th>(.*?)</tr>", html)
@@ -298,7 +296,7 @@ def test_colors_have_enough_contrast(scheme):
 def test_what_is_no_finite_number_is_a_gap(bad):
     values = [1.0, 2.0, bad, 3.0, 4.0]
     lines = [{"step": step, "loss": value} for step, value in enumerate(values)]
-    html, document = report_of(StageStory("sft", train=lines))
+    html, document = report_of(RunData("sft", train=lines))
     ((curve,),) = (chart["curves"] for chart in data_of(html)["charts"])
     assert (curve["x"], curve["y"]) == ([0, 1, 2, 3, 4], [1, 2, None, 3, 4])
     assert "training: 1 of 5 values not finite" in document.text
@@ -330,7 +328,7 @@ def test_rounding_around_zero_is_no_curve():
 def test_runs_of_a_stage_share_charts_and_constants_of_each_are_told():
     def run(name, coefficient):
         lines = [{"step": s, "reward": coefficient * s, "kl_coef": coefficient} for s in range(3)]
-        return StageStory("rlhf", {"config": {"seed": coefficient, "lam": 1}}, lines, label=name)
+        return RunData("rlhf", {"config": {"seed": coefficient, "lam": 1}}, lines, label=name)
 
     html, document = report_of(run("a", 1.0))
     assert "Options that differ" not in document.text
@@ -349,7 +347,7 @@ def test_bands_are_the_recorded_standard_errors_and_binomial_ones_of_accuracies(
         {"step": 1, "reward": 2.0, "accuracy": 0.9, "samples": 100},
         {"step": 2, "reward": 3.0, "reward_standard_error": 0.5, "accuracy": 1.0, "samples": 100},
     ]
-    charts, _ = charts_of([StageStory("rlhf", evals=evals)], 0)
+    charts, _ = charts_of([RunData("rlhf", evals=evals)], 0)
     curves = {chart.metric.title: chart.curves[0] for chart in charts}
     assert [str(error) for error in curves["Reward"].errors] == ["0.25", "nan", "0.5"]
     assert curves["Pairs ranked rightly"].errors == pytest.approx((5.0, 3.0, 0.0))  # percent
@@ -376,7 +374,7 @@ def test_many_long_runs_stay_under_two_megabytes():
     ]
     rows = rollouts_of(*(f"{n} " + "p" * 20_000 for n in range(20)))
     rows = [{**row, "rewards": {"rule": 1.0}} for row in rows]
-    runs = [StageStory("rlhf", train=lines, rollouts=rows, label=f"run {n}") for n in range(4)]
+    runs = [RunData("rlhf", train=lines, rollouts=rows, label=f"run {n}") for n in range(4)]
     html = render_report("t", runs, {})
     assert len(html.encode()) < 2_000_000
     points = sum(len(c["x"]) for chart in data_of(html)["charts"] for c in chart["curves"])
@@ -426,7 +424,7 @@ def test_the_curves_of_each_stage_are_drawn_under_names_a_person_knows():
 
 def test_shares_are_drawn_in_percent():
     lines = [{"step": step, "accuracy": share} for step, share in enumerate([0.5, 0.6, 0.975])]
-    html, _ = report_of(StageStory("reward", train=lines))
+    html, _ = report_of(RunData("reward", train=lines))
     (chart,) = data_of(html)["charts"]
     assert (chart["percent"], chart["curves"][0]["y"]) == (True, [50, 60, 97.5])
 
@@ -435,7 +433,7 @@ def test_warnings_are_listed_once_with_their_steps_and_marked_in_the_charts():
     train = [{"step": step, "reward": 1.0 * step} for step in range(1, 101)]
     events = [{"event": "warning", "step": step, "message": "KL is high"} for step in range(20, 27)]
     events.append({"event": "skipped_step", "step": 50})
-    html, document = report_of(StageStory("rlhf", train=train, events=events))
+    html, document = report_of(RunData("rlhf", train=train, events=events))
     assert document.text.count("KL is high") == 1
     assert "step 20, 21, 22, 23, 24, ... (7 times)" in document.text
     assert "Skipped_step step 50" in document.text
@@ -444,7 +442,7 @@ def test_warnings_are_listed_once_with_their_steps_and_marked_in_the_charts():
 
 def test_ten_thousand_different_warnings_stay_readable():
     events = [{"event": "warning", "step": i, "message": f"message {i}"} for i in range(10_000)]
-    _, document = report_of(StageStory("rlhf", events=events))
+    _, document = report_of(RunData("rlhf", events=events))
     assert "and 9,950 more in metrics.jsonl" in document.text
 
 
@@ -455,7 +453,7 @@ def test_tokens_are_shaded_by_loss_and_marked_where_they_are_trained_on():
         {**row, "when": "before", "loss": [None, 4.5, 0.05]},
         {**row, "when": "after", "loss": [None, 0.8, "nan"]},
     ]
-    html, _ = report_of(StageStory("sft", {"token_losses": rows}))
+    html, _ = report_of(RunData("sft", {"token_losses": rows}))
     (shown,) = re.findall(r"<summary>Loss of each token.*?</details>", html, re.S)
     assert shown.count("<span>&lt;a&gt;</span>") == 2
     assert '<mark class="down4" title="loss 4.5" tabindex="-1"> b</mark>' in shown
@@ -470,7 +468,7 @@ def test_tokens_are_shaded_by_loss_and_marked_where_they_are_trained_on():
 )
 def test_token_losses_that_cannot_be_read_are_left_out(changed):
     row = {"when": "after", "tokens": ["a", "b"], "supervised": [0, 1], "loss": [None, 2.0]}
-    html, _ = report_of(StageStory("sft", {"token_losses": [{**row, **changed}, "text"]}))
+    html, _ = report_of(RunData("sft", {"token_losses": [{**row, **changed}, "text"]}))
     assert "Loss of each token" not in html
 
 
@@ -481,7 +479,7 @@ def test_answers_to_one_prompt_stand_side_by_side():
         for prompt in ("one", "two")
     ]
     answers.append({"when": "before", "prompt": "three", "answer": ""})
-    html, _ = report_of(StageStory("sft", {"answers": answers}))
+    html, _ = report_of(RunData("sft", {"answers": answers}))
     samples = html.split("<main>")[1].split('<div class="sample">')[1:]
     texts = [re.findall(r'<div class="text" dir="auto">(.*?)</div>', each) for each in samples]
     assert texts[0] == ["one", "before one", "after one"]
@@ -491,7 +489,7 @@ def test_answers_to_one_prompt_stand_side_by_side():
 
 def test_the_best_worst_and_most_changed_responses_of_training_are_shown():
     rows = rollouts_of(*(f"p{n}" for n in range(6)))
-    html, document = report_of(StageStory("rlhf", rollouts=rows))
+    html, document = report_of(RunData("rlhf", rollouts=rows))
     assert "24 responses to 6 prompts in 2 iterations" in document.text
     assert "mean reward 5.5 in the first, 17.5 in the last" in document.text
     best, worst, changed = (
@@ -511,7 +509,7 @@ def test_the_best_worst_and_most_changed_responses_of_training_are_shown():
 def test_responses_that_cannot_be_read_are_noted(tmp_path, broken):
     run = write_run(tmp_path / "run", {"stage": "rlhf"}, [])
     (run / "rollouts.jsonl.gz").write_bytes(gzip.compress(broken.encode()))
-    _, document = report_of(read_story(run))
+    _, document = report_of(read_run(run))
     assert "rollouts.jsonl.gz holds no responses of a run" in document.text
 
 
@@ -525,7 +523,7 @@ def test_settings_that_matter_come_first_and_the_others_are_folded_again():
     }
     facts = {"config": config, "versions": {"torch": "2.13.0"}, "world_size": 2}
     facts["learns"] = {"model": {"words": "q_proj of 2 layers; frozen: norms"}, "other": 1}
-    html, _ = report_of(StageStory("sft", facts))
+    html, _ = report_of(RunData("sft", facts))
     _, first, second = html.split('<section id="stage-0">')[1].split("<details>")
     shown = ("lora_learning_rate", "0.0015", "lora_dim", "1234", "torch 2.13.0")
     for text in (*shown, "learns (model)", "q_proj of 2 layers; frozen: norms"):
@@ -542,7 +540,7 @@ def test_summary_tells_what_was_trained_and_holds_the_given_tables():
         "parameters": {"total": 1_300_000_000, "trainable": 13_000_000},
         "results": {"bleu before": 1.2577, "bleu after": 1.1083, "share": 0.5, "a after": "x"},
     }
-    story = StageStory("nlg", facts, train=[{"step": 146, "time": 27.0, "epoch": 2.0}])
+    story = RunData("nlg", facts, train=[{"step": 146, "time": 27.0, "epoch": 2.0}])
     tables = {"held-out rows": (["", "before", "after"], [["rule score", "0.000", "0.807"]])}
     text = Document(render_report("t", [story], tables)).text.split("Cost")[1]
     for part in (
@@ -576,8 +574,8 @@ def test_operations_of_a_stage_are_the_sum_over_its_steps():
         {"step": 2, "time": 7.0, "step_seconds": 1.0, "tflops_per_device": "nan"},
         {"step": 3, "time": 10.0, "step_seconds": 4.0, "tflops_per_device": 0.25},
     ]
-    story = StageStory("sft", {"world_size": 2}, train=lines)
-    assert phases_of(story) == {
+    story = RunData("sft", {"world_size": 2}, train=lines)
+    assert story.phases == {
         "training": (7.0, pytest.approx(2 * (2.0 * 0.5 + 4.0 * 0.25) * 1e12)),
         "evaluation and other": (3.0, 0.0),
     }
@@ -585,8 +583,8 @@ def test_operations_of_a_stage_are_the_sum_over_its_steps():
 
 def test_phases_of_run_json_are_taken_as_they_are():
     phases = {"generation": {"seconds": 60, "flops": 1e12}, "training": {"seconds": 30}}
-    story = StageStory("rlhf", {"phases": phases}, train=[{"step": 1, "time": 100.0}])
-    assert phases_of(story) == {
+    story = RunData("rlhf", {"phases": phases}, train=[{"step": 1, "time": 100.0}])
+    assert story.phases == {
         "generation": (60.0, 1e12),
         "training": (30.0, 0.0),
         "evaluation and other": (10.0, 0.0),
@@ -595,7 +593,7 @@ def test_phases_of_run_json_are_taken_as_they_are():
 
 def test_phases_of_an_interrupted_run_are_summed_over_its_lines():
     lines = [{"generation_seconds": 2.0, "scoring_seconds": 0.5, "training_seconds": 1.0}] * 3
-    assert phases_of(StageStory("rlhf", train=lines)) == {
+    assert RunData("rlhf", train=lines).phases == {
         "generation": (6.0, 0.0),
         "scoring": (1.5, 0.0),
         "training": (3.0, 0.0),
@@ -604,7 +602,7 @@ def test_phases_of_an_interrupted_run_are_summed_over_its_lines():
 
 def test_bars_are_shares_of_their_stage():
     phases = {"generation": {"seconds": 30.0, "flops": 6e12}, "training": {"seconds": 10.0}}
-    _, document = report_of(StageStory("rlhf", {"phases": phases}))
+    _, document = report_of(RunData("rlhf", {"phases": phases}))
     assert [(m["aria-label"], m["value"]) for m in document.of("meter")] == [
         ("rlhf: generation", "0.7500"),
         ("rlhf: training", "0.2500"),
@@ -615,7 +613,7 @@ def test_bars_are_shares_of_their_stage():
 def test_memory_is_shown_as_estimated_and_as_measured():
     facts = {"memory": {"weights": 2**30, "peak": 3 * 2**30, "keeps_cache": True}}
     lines = [{"step": 1, "peak_memory_bytes": 2 * 2**30}, {"step": 2, "peak_memory_bytes": 2**32}]
-    html, _ = report_of(StageStory("rlhf", facts, train=lines))
+    html, _ = report_of(RunData("rlhf", facts, train=lines))
     (row,) = re.findall(r"<h3>Memory</h3>.*?<tbody>(.*?)</tbody>", html)
     assert re.findall("<td>(.*?)</td>", row) == ["1", "3", "4", "75%"]
 
@@ -634,7 +632,7 @@ def test_data_tells_the_fate_of_rows():
         "length_quantiles": {"min": 3, "max": 200},
         "longer_rows": {"64": 60, "128": 10},
     }
-    _, document = report_of(StageStory("sft", {"data": {"audit": audit}}))
+    _, document = report_of(RunData("sft", {"data": {"audit": audit}}))
     for part in (
         "90 preference, 10 messages",
         "100 rows, 80 samples, 5,000 tokens",
@@ -676,7 +674,7 @@ def test_story_holds_what_the_run_left(tmp_path):
         {"kind": "train", "step": 1, "time": 1.5, "loss": "nan"},
         {"kind": "event", "step": 1, "time": 1.5, "event": "warning", "message": "m"},
     ]
-    story = read_story(write_run(tmp_path / "run", record, lines))
+    story = read_run(write_run(tmp_path / "run", record, lines))
     assert story.name == "sft"
     assert (story.config, story.part("throughput")) == ({"seed": 1}, {"steps": 3})
     assert (story.train, story.evals, story.events) == ((lines[1],), (lines[0],), (lines[2],))
@@ -687,7 +685,7 @@ def test_story_holds_what_the_run_left(tmp_path):
 def test_a_torn_last_line_is_told_and_the_others_are_drawn(tmp_path):
     lines = [{"kind": "train", "step": 1, "loss": 2.0}, {"kind": "train", "step": 2, "loss": 1.0}]
     run = write_run(tmp_path / "run", {"stage": "sft"}, lines, tail='{"kind": "train", "st')
-    story = read_story(run)
+    story = read_run(run)
     assert len(story.train) == 2
     _, document = report_of(story)
     assert "Loss: 2 \u2192 1" in document.text
@@ -695,7 +693,7 @@ def test_a_torn_last_line_is_told_and_the_others_are_drawn(tmp_path):
 
 
 def test_missing_files_are_told(tmp_path):
-    story = read_story(tmp_path / "rlhf")
+    story = read_run(tmp_path / "rlhf")
     _, document = report_of(story)
     assert story.name == "rlhf"
     assert f"{tmp_path / 'rlhf' / 'run.json'} does not exist" in document.text
@@ -705,8 +703,8 @@ def test_missing_files_are_told(tmp_path):
 
 def test_runs_are_called_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
     runs = [tmp_path / "one" / "rlhf", tmp_path / "two" / "rlhf"]
-    assert [story.label for story in read_stories(runs)] == ["one/rlhf", "two/rlhf"]
-    assert [story.label for story in read_stories(runs[:1])] == ["rlhf"]
+    assert [story.label for story in read_runs(runs)] == ["one/rlhf", "two/rlhf"]
+    assert [story.label for story in read_runs(runs[:1])] == ["rlhf"]
 
 
 def test_checkpoints_on_the_disk_are_told_with_their_sizes(tmp_path):
@@ -714,7 +712,7 @@ def test_checkpoints_on_the_disk_are_told_with_their_sizes(tmp_path):
     for step in (10, 20):
         (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         (run / "checkpoints" / f"step-{step:08d}" / "state").write_bytes(bytes(step * 2**20))
-    _, document = report_of(read_story(run))
+    _, document = report_of(read_run(run))
     assert "3 saved; on the disk: step-00000010 (10.0 MiB), step-00000020 (20.0 MiB)" in (
         document.text
     )
@@ -724,7 +722,7 @@ def test_checkpoints_on_the_disk_are_told_with_their_sizes(tmp_path):
 def test_files_without_any_object_are_told(tmp_path, content):
     for name in ("run.json", "metrics.jsonl"):
         (tmp_path / name).write_bytes(content)
-    _, document = report_of(read_story(tmp_path))
+    _, document = report_of(read_run(tmp_path))
     assert "run.json is no JSON object" in document.text
     assert "metrics.jsonl has no lines" in document.text
 
@@ -734,7 +732,7 @@ def test_fields_of_another_type_do_not_break_the_report(odd):
     names = "stage status config versions parameters results answers phases throughput data".split()
     line = {"step": odd, "time": odd, "loss": odd, "reward": odd, "event": odd, "message": odd}
     facts = dict.fromkeys((*names, "command", "world_size"), odd)
-    report_of(StageStory("s", facts, train=[line], evals=[line], events=[line]))
+    report_of(RunData("s", facts, train=[line], evals=[line], events=[line]))
 
 
 def test_a_report_replaces_the_earlier_one_whole(tmp_path):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
-from dschat_lora.report.live import FILE, LEAST_SECONDS, PAUSE, LiveReport
+from dschat_lora.report.html import FILE, LEAST_SECONDS, PAUSE, LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
 

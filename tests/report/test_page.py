@@ -3,7 +3,7 @@
 import pytest
 
 from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.story import StageStory
+from dschat_lora.report.run_data import RunData
 from helpers.chromium import Page, find_chromium
 from report.test_html import ATTACK, rlhf_run
 
@@ -24,9 +24,7 @@ def tokens_run():
     numbers = {"tokens": [ATTACK, "b", "c"], "token_kl": [0.0, 2.0, -1.0]}
     facts = {**story.facts, "stage": "rlhf", "status": "running"}
     rows = [{**first, **numbers, "response": "needle"}, *others]
-    return StageStory(
-        "rlhf", facts, story.train, evals, story.events, rows, story.notes, label=ATTACK
-    )
+    return RunData("rlhf", facts, story.train, evals, story.events, rows, story.notes, label=ATTACK)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from dschat_lora.__main__ import main
-from dschat_lora.report.rollout_file import FILE, read_rollouts
-from dschat_lora.report.rollouts import RolloutLog
+from dschat_lora.report.rollouts import FILE, RolloutLog, read_rollouts
 
 
 class Log:

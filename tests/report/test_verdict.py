@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_lora.report.story import StageStory
+from dschat_lora.report.run_data import RunData
 from dschat_lora.report.verdict import changes_of, cost, doubts, outcome_of, what_was_trained
 
 
@@ -15,7 +15,7 @@ def rewards(before, after, error, **more):
     for name, values in more.items():
         for line, value in zip(evals, values, strict=True):
             line |= {name: value, f"{name}_standard_error": error}
-    return StageStory("rlhf", {"status": "finished"}, evals=evals)
+    return RunData("rlhf", {"status": "finished"}, evals=evals)
 
 
 # The difference of two means of standard error 0.3 and 0.4 has one of 0.5.
@@ -28,22 +28,22 @@ def rewards(before, after, error, **more):
     ],
 )
 def test_a_change_counts_beyond_twice_its_standard_error(after, outcome, words):
-    story = rewards(1.0, after, 0.3)
-    story.evals[1]["reward_standard_error"] = 0.4
-    (change,) = changes_of(story)
-    assert change.outcome == outcome == outcome_of(story)
+    run = rewards(1.0, after, 0.3)
+    run.evals[1]["reward_standard_error"] = 0.4
+    (change,) = changes_of(run)
+    assert change.outcome == outcome == outcome_of(run)
     assert words in change.words
 
 
 def test_a_lower_perplexity_is_better():
     for after, outcome in ((1.9, "learned"), (2.1, "worse"), (2.001, "unclear")):
         evals = [{"step": 0, "perplexity": 2.0}, {"step": 9, "perplexity": after}]
-        assert outcome_of(StageStory("sft", {"status": "finished"}, evals=evals)) == outcome
+        assert outcome_of(RunData("sft", {"status": "finished"}, evals=evals)) == outcome
 
 
 def test_accuracy_has_the_binomial_standard_error_in_percent():
     evals = [{"step": s, "accuracy": a, "samples": 100} for s, a in ((0, 0.5), (5, 0.9))]
-    (change,) = changes_of(StageStory("reward", evals=evals))
+    (change,) = changes_of(RunData("reward", evals=evals))
     assert "rose from 50.0 \u00b1 5.0 % to 90.0 \u00b1 3.0 %" in change.words
 
 
@@ -59,38 +59,38 @@ def test_a_reward_that_rises_while_the_judge_falls_is_not_called_learning(judge,
     [("running", "running"), ("failed: x", "failed"), ("interrupted by SIGTERM", "failed")],
 )
 def test_a_run_that_has_not_finished_is_not_judged(status, outcome):
-    story = rewards(1.0, 9.0, 0.1)
-    assert outcome_of(StageStory("rlhf", {"status": status}, evals=story.evals)) == outcome
+    run = rewards(1.0, 9.0, 0.1)
+    assert outcome_of(RunData("rlhf", {"status": status}, evals=run.evals)) == outcome
 
 
 def test_without_two_evaluations_nothing_is_claimed():
-    assert outcome_of(StageStory("sft", {"status": "finished"})) == "unknown"
+    assert outcome_of(RunData("sft", {"status": "finished"})) == "unknown"
 
 
 @pytest.mark.parametrize(
-    ("story", "text"),
+    ("run", "text"),
     [
         (
-            StageStory("sft", evals=[{"step": s, "loss": v} for s, v in enumerate([3, 1, 1.1])]),
+            RunData("sft", evals=[{"step": s, "loss": v} for s, v in enumerate([3, 1, 1.1])]),
             "Held-out loss was lowest, 1, at step 1 and is 1.1 at the end",
         ),
-        (StageStory("sft", train=[{"step": 1, "skipped": True}] * 3), "3 steps changed no weight"),
+        (RunData("sft", train=[{"step": 1, "skipped": True}] * 3), "3 steps changed no weight"),
         (
-            StageStory("rlhf", train=[{"step": s, "truncated_fraction": 0.5} for s in range(9)]),
+            RunData("rlhf", train=[{"step": s, "truncated_fraction": 0.5} for s in range(9)]),
             "50% of the last responses are cut off: raise --max_answer_seq_len",
         ),
         (
-            StageStory("sft", {"data": {"audit": {"train_rows": 10, "eval_samples": 0}}}),
+            RunData("sft", {"data": {"audit": {"train_rows": 10, "eval_samples": 0}}}),
             "No row is held out",
         ),
         (
-            StageStory("sft", {"status": "failed: OSError: full"}),
+            RunData("sft", {"status": "failed: OSError: full"}),
             "The run ended so: failed: OSError: full",
         ),
     ],
 )
-def test_what_looks_wrong_is_said(story, text):
-    assert any(each.startswith(text) for each, _ in doubts(story))
+def test_what_looks_wrong_is_said(run, text):
+    assert any(each.startswith(text) for each, _ in doubts(run))
 
 
 def test_a_sound_run_raises_no_doubt():
@@ -98,7 +98,7 @@ def test_a_sound_run_raises_no_doubt():
     audit = {"train_rows": 100, "eval_samples": 5, "dropped_rows": 10}
     facts = {"status": "finished", "data": {"audit": audit}}
     train = [{"step": 1, "skipped": False, "truncated_fraction": 0.2}]
-    assert doubts(StageStory("sft", facts, train=train, evals=evals)) == []
+    assert doubts(RunData("sft", facts, train=train, evals=evals)) == []
 
 
 def test_cost_and_subject_are_told_in_numbers():
@@ -107,11 +107,9 @@ def test_cost_and_subject_are_told_in_numbers():
     facts = {"config": config, "data": {"audit": audit}}
     facts["phases"] = {"training": {"seconds": 60, "flops": 3e12}}
     train = [{"step": 20, "time": 90.0, "epoch": 0.5, "peak_memory_bytes": 3 * 2**29}]
-    story = StageStory("rlhf", facts, train=train)
-    assert what_was_trained(story) == (
+    run = RunData("rlhf", facts, train=train)
+    assert what_was_trained(run) == (
         "LoRA of rank 4 on out/sft, by GRPO; 4,000 prompts to train on; 20 optimizer steps, "
         "0.5 epochs."
     )
-    assert cost(story) == (
-        "It took 1.5 min, 3 TFLOP of model arithmetic, at most 1.50 GiB a device."
-    )
+    assert cost(run) == ("It took 1.5 min, 3 TFLOP of model arithmetic, at most 1.50 GiB a device.")

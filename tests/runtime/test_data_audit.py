@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from dschat_lora import __main__ as command
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.report.samples import histogram, sample_html, sample_text
+from dschat_lora.report.markup import histogram, sample_html, sample_text
 
 ROWS = [
     {"prompt": "Hello", "completion": " good morning"},

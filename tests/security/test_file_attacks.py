@@ -52,8 +52,8 @@ from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.pipeline.recipe import read_recipe
-from dschat_lora.report.rollout_file import read_rollouts
-from dschat_lora.report.story import read_story
+from dschat_lora.report.rollouts import read_rollouts
+from dschat_lora.report.run_data import read_run
 from dschat_lora.runtime.checks import check_adapter_files, model_fields
 from dschat_lora.runtime.describe import describe
 from dschat_lora.runtime.resume import settle
@@ -444,7 +444,7 @@ def report_part(name):
         put(kind, directory / name)
 
         def read():
-            notes = read_story(directory).notes
+            notes = read_run(directory).notes
             raise ValueError("; ".join(note for note in notes if name in note))
 
         return read
@@ -1277,7 +1277,7 @@ def test_control_characters_of_a_run_do_not_reach_the_terminal(capsys, tmp_path)
 
 
 def test_control_characters_of_responses_do_not_reach_the_terminal(capsys, tmp_path):
-    from dschat_lora.report.rollout_view import show_rollouts
+    from dschat_lora.report.rollouts import show_rollouts
 
     row = {"iteration": 1, "prompt": ESCAPES, "response": ESCAPES, "rewards": {ESCAPES: 1}}
     row |= {"reward": 1, "advantage": 0, "kl": 0, "length": 1}
@@ -1370,7 +1370,7 @@ ODD = [MARKUP, {MARKUP: MARKUP}, [MARKUP], -1, 1e308, NAN, HUGE, True, None, [],
 
 def test_a_report_shows_whatever_stands_in_place_of_a_value(tmp_path):
     from dschat_lora.report.html import render_report
-    from dschat_lora.report.story import read_stories
+    from dschat_lora.report.run_data import read_runs
     from report.test_html import ATTRIBUTES, TAGS, rlhf_run, rollouts_of
 
     run, rolled = rlhf_run(), rollouts_of("a", "b")
@@ -1389,5 +1389,5 @@ def test_a_report_shows_whatever_stands_in_place_of_a_value(tmp_path):
         (tmp_path / "metrics.jsonl").write_text(text)
         text = "".join(json.dumps(line) + "\n" for line in files["rolled"])
         (tmp_path / "rollouts.jsonl.gz").write_bytes(gzip.compress(text.encode(), 1))
-        found = Elements(render_report("t", read_stories([tmp_path]), {})).found
+        found = Elements(render_report("t", read_runs([tmp_path]), {})).found
         assert found <= allowed, (what, path, odd)

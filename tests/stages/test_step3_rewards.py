@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.report.rollout_file import FILE, read_rollouts
+from dschat_lora.report.rollouts import FILE, read_rollouts
 from helpers.launcher import ROOT
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
 from helpers.step1 import metrics
