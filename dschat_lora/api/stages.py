@@ -25,7 +25,7 @@ _PROGRAMS: Mapping[str, Callable[..., Path | None]] = {
     "sft": late("supervised.stages:run_sft"),
     "reward": late("supervised.stages:run_reward"),
     "dpo": late("supervised.stages:run_dpo"),
-    "rlhf": late("rl.stage:run_rlhf"),
+    "rlhf": late("rl.train:run_rlhf"),
 }
 
 

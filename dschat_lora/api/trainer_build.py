@@ -49,8 +49,7 @@ from dschat_lora.models.compile import FLEX_ATTENTION, check_compiler
 from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.views import share_parameters
-from dschat_lora.rl.rollout import whole_weights_fit
-from dschat_lora.rl.stops import stop_ids
+from dschat_lora.rl.rollout import stop_ids, whole_weights_fit
 from dschat_lora.runtime.consistency import check_same_models, tokenizer_digest
 from dschat_lora.runtime.setup import engine_settings, shard_model, tensor_group
 

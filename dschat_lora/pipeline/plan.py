@@ -27,10 +27,10 @@ from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.pipeline.stand_ins import as_planned
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.inputs import Sources, find_sources
 from dschat_lora.rl.memory import memory_plan, trained_models
 from dschat_lora.rl.roles import Roles, build_roles
 from dschat_lora.rl.setup import role_settings
-from dschat_lora.rl.sources import Sources, find_sources
 from dschat_lora.rl.throughput import FlopCounter
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
 from dschat_lora.runtime.setup import engine_settings, trained_elements

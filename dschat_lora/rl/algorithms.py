@@ -1,9 +1,10 @@
-"""Algorithms of the update, and the options that their papers set."""
+"""Algorithms of the update, with the options that their papers set, and pretraining text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import option
 
 AlgorithmName = Literal[
@@ -78,3 +79,127 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     # arXiv:2510.13786.
     "cispo": Algorithm("grpo", "cispo", kl_coef=0.0, cliprange_low=1.0, cliprange_high=4.0),
 }
+
+
+@dataclass(frozen=True)
+class PpoConfig:
+    """The update: PPO, RLOO, GRPO and what came after them."""
+
+    section = "algorithm"
+
+    algorithm: AlgorithmName = option(
+        "ppo",
+        help="ppo has a critic; reinforce_pp has none; the others compare the responses to a "
+        "prompt",
+    )
+    ppo_epochs: int = option(1, help="passes over the responses of an iteration")
+    kl_coef: float = by_algorithm("weight of the divergence from the reference (0.1 or 0)")
+    kl_estimator: KlEstimator = by_algorithm("estimator of the divergence at a token")
+    kl_in: KlPlace = by_algorithm(
+        "where the divergence is paid: in the reward of each token, or in the loss"
+    )
+    adaptive_kl_target: float = option(
+        0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"
+    )
+    kl_horizon: int = option(10000, help="responses over which kl_coef adapts")
+    gamma: float = option(1.0, help="discount of later rewards, in [0, 1]")
+    lam: float = option(
+        1.0,
+        help="bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t "
+        "tokens before the end only by lam^t, and by the critic's values for the rest",
+    )
+    cliprange: float = by_algorithm(
+        "bound on the change of a token's probability ratio, fall and rise alike (0.2)"
+    )
+    cliprange_low: float = by_algorithm("bound on the fall of the ratio, if not --cliprange")
+    cliprange_high: float = by_algorithm("bound on the rise of the ratio, if not --cliprange")
+    dual_clip: float = option(
+        0.0, help="bound on the loss of a token with negative advantage A, -A times this; 0: none"
+    )
+    loss_normalization: LossNormalization = by_algorithm(
+        "token: every token weighs alike; sequence: every response does; constant: divide by "
+        "--max_answer_seq_len"
+    )
+    mask_truncated_completions: bool = by_algorithm(
+        "leave responses that were cut off out of the loss (DAPO's overlong filter)"
+    )
+    dynamic_sampling: int = by_algorithm(
+        "replace prompts whose responses all got one reward by further prompts, at most so many "
+        "times an iteration; 0: never"
+    )
+    cliprange_value: float = option(0.2, help="bound on the change of a value")
+    whiten_advantages: bool = option(
+        True, help="advantages of an iteration get mean 0 and standard deviation 1"
+    )
+    critic_warmup_iterations: int = option(
+        0, help="first iterations at which the critic alone learns, the actor stays as it is"
+    )
+    importance_cap: float = option(
+        0.0,
+        help="largest weight of a token in the policy's loss, weights being its probability in the "
+        "policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1",
+    )
+    entropy_coef: float = option(0.0, help="weight of the entropy bonus")
+    target_kl: float = option(
+        0.0,
+        help="end an iteration's updates when the policy has moved this far from where it began "
+        "(mean nats per token); 0: never",
+    )
+
+    def __post_init__(self) -> None:
+        defaults = dict(vars(self.rules))
+        if self.cliprange is not None:
+            defaults |= {"cliprange_low": self.cliprange, "cliprange_high": self.cliprange}
+        for name, field in type(self).__dataclass_fields__.items():
+            if field.default is None and getattr(self, name) is None:
+                object.__setattr__(self, name, defaults[name])
+        require_numbers(self, ">= 1", "ppo_epochs")
+        require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
+        require_numbers(
+            self, ">= 0", "dynamic_sampling", "critic_warmup_iterations", "importance_cap"
+        )
+        require_numbers(self, ">= 1", "kl_horizon")
+        require_numbers(self, "in [0, 1]", "gamma", "lam")
+        clips = ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value")
+        require_numbers(self, "> 0", *clips)
+        require(not 0 < self.dual_clip <= 1, "dual_clip", self.dual_clip, "> 1, or 0 for none")
+        if self.dual_clip and self.rules.loss == "cispo":
+            raise ValueError(
+                f"--dual_clip {self.dual_clip:g} is not of --algorithm cispo, which bounds every "
+                "ratio by --cliprange_high"
+            )
+        if self.dynamic_sampling and not self.rules.compares:
+            raise ValueError(
+                f"--dynamic_sampling {self.dynamic_sampling} compares the responses to a prompt, "
+                f"--algorithm {self.algorithm} does not: leave it out, or use dapo"
+            )
+        if self.adaptive_kl_target and not self.kl_coef:
+            raise ValueError("--adaptive_kl_target scales --kl_coef, which is 0: give it a start")
+
+    @property
+    def rules(self) -> Algorithm:
+        """What the algorithm is by its paper."""
+        return ALGORITHMS[self.algorithm]
+
+
+@dataclass(frozen=True)
+class PretrainingConfig:
+    """Pretraining text mixed into the update (PTX)."""
+
+    section = "algorithm"
+
+    unsupervised_dataset_name: str | None = option(
+        None, help="text to mix in: files, a directory or a hub data set (name:configuration)"
+    )
+    unsupervised_dataset_config_name: str | None = option(
+        None, help="configuration of a hub data set, as in name:configuration"
+    )
+    unsup_coef: float = option(27.8, help="weight of its loss per token beside the policy's")
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "> 0", "unsup_coef")
+        if self.unsupervised_dataset_config_name and not self.unsupervised_dataset_name:
+            raise ValueError(
+                f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} is "
+                "of a data set: give its --unsupervised_dataset_name"
+            )

@@ -9,9 +9,9 @@ from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
 from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig
 from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin
 from dschat_lora.rl.role_config import RoleConfig
-from dschat_lora.rl.update_config import PpoConfig, PretrainingConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

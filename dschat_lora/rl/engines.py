@@ -1,11 +1,12 @@
 """The engines of a run, and each role's outputs for a batch of responses."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
@@ -16,12 +17,75 @@ from dschat_lora.models.policy import Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.batch import ResponseBatch
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.retry import Retry
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.roles import Network
+from dschat_lora.rl.rollout import Generator
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
+
+
+class Retry:
+    """Computes again what ran out of GPU memory, once: bit for bit what the first attempt would.
+
+    That takes memory to free, which decoding keeps between rollouts, and that the first attempt
+    has left nothing behind. Forward passes leave nothing, as no role has dropout. Backward passes
+    leave gradients, which can be dropped at ZeRO 0 alone. What other processes took part in is not
+    repeated: they would not do so again.
+
+        for attempt in retry.forward():
+            with attempt:
+                return compute()
+
+    Args:
+        engines: all that compute. generator: of responses; None: nothing is tried again.
+    """
+
+    def __init__(
+        self, engines: Collection[TrainEngine[nn.Module]] = (), generator: Generator | None = None
+    ) -> None:
+        self._engines, self._generator = engines, generator
+        self._in_collective = self._failed = False
+
+    def forward(self) -> Iterator[AbstractContextManager[None]]:
+        """One attempt at forward passes or, where it runs out of memory, two."""
+        yield self._attempt("repeats_forward")
+        if self._failed:
+            self._release()
+            yield nullcontext()
+
+    def step(self) -> Iterator[AbstractContextManager[None]]:
+        """The same at all passes of an optimizer step."""
+        yield self._attempt("repeats_backward")
+        if self._failed:
+            self._release()
+            for engine in self._engines:
+                engine.forget_gradients()
+            yield nullcontext()
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Within, all processes take part: what fails there is not tried again."""
+        self._in_collective = True
+        yield
+        self._in_collective = False
+
+    @contextmanager
+    def _attempt(self, repeats: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            generator = self._generator
+            keeps = generator is not None and generator.keeps and not self._in_collective
+            if not keeps or not all(getattr(each, repeats) for each in self._engines):
+                raise
+            self._failed = True
+
+    def _release(self) -> None:
+        # The error is gone, and with it the frames that held what the first attempt had made.
+        self._failed = False
+        assert self._generator is not None
+        self._generator.release()
 
 
 @dataclass(frozen=True)
@@ -66,58 +130,45 @@ class Engines:
         queued = {name: engine.queue_step() for name, engine in trained.items()}
         return {name: outcome() for name, outcome in queued.items()}
 
-    def policy(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
-        """The actor's (n, width) log-probabilities and entropies of response tokens, in nats."""
-        return self._policy("actor", batch, width)
+    def policy(
+        self, batch: ResponseBatch, width: int, role: str = "actor"
+    ) -> tuple[Tensor, Tensor]:
+        """(n, width) log-probabilities and entropies of response tokens, in nats.
 
-    def reference(self, batch: ResponseBatch, width: int) -> Tensor:
-        """The reference's (n, width) log-probabilities."""
-        return self._policy("reference", batch, width)[0]
-
-    def _policy(self, role: str, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor]:
-        logprobs, entropies = self._forward(
-            self.actor,
-            role,
-            *batch.inputs,
-            batch.logit_positions,
-            batch.target_ids,
-            self.temperature,
-            batch.spans,
-        )
+        ``role`` is the actor or the reference.
+        """
+        inputs = *batch.inputs, batch.logit_positions, batch.target_ids
+        for attempt in self.retry.forward():
+            with attempt:
+                logprobs, entropies = self.actor(role, *inputs, self.temperature, batch.spans)
         return batch.table(logprobs, width), batch.table(entropies, width)
 
     def values(self, batch: ResponseBatch, width: int) -> Tensor:
         """(n, width) values before each response token."""
         assert self.critic is not None
         inputs = *batch.inputs, None, batch.logit_positions, batch.spans
-        found = self._forward(self.critic, "critic", *inputs)
+        for attempt in self.retry.forward():
+            with attempt:
+                found = self.critic("critic", *inputs)
         return batch.table(found, width)
 
     def scores(self, batch: ResponseBatch) -> Tensor:
         """(n,) scores of the reward model at the end of each response."""
         assert self.reward is not None
         inputs = *batch.inputs, None, batch.ends, batch.spans
-        scores: Tensor = self._forward(self.reward, "reward", *inputs)
+        for attempt in self.retry.forward():
+            with attempt:
+                scores: Tensor = self.reward("reward", *inputs)
         return scores
 
     def text_loss(self, batch: Batch) -> Tensor:
         """Summed loss of the actor on text, in nats."""
-        logprobs, _ = self._forward(
-            self.actor,
-            "actor",
-            batch.input_ids,
-            batch.position_ids,
-            batch.segment_ids,
-            batch.logit_positions,
-            batch.target_ids,
-            1.0,
-            batch.spans,
-        )
-        loss: Tensor = -logprobs.sum()
+        places = batch.input_ids, batch.position_ids, batch.segment_ids, batch.logit_positions
+        for attempt in self.retry.forward():
+            with attempt:
+                logprobs, _ = self.actor("actor", *places, batch.target_ids, 1.0, batch.spans)
+                loss: Tensor = -logprobs.sum()
         return loss
-
-    def _forward(self, engine: TrainEngine[Network], *inputs: object) -> Any:
-        return self.retry.forward(partial(engine, *inputs))
 
 
 def build_engines(setup: RlhfSetup) -> Engines:

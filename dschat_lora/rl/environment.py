@@ -1,16 +1,26 @@
-"""The environment of an actor: a user's function that answers its turns."""
+"""Episodes of several turns: the actor and an environment answer each other."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.encoder import call
 from dschat_lora.data.messages import Message, check_message
-from dschat_lora.engine.collectives import gather_texts, raise_together
+from dschat_lora.data.template_probe import PROBE
+from dschat_lora.engine.collectives import gather_texts, max_over_ranks, raise_together
 from dschat_lora.engine.distributed import grid, rank, tensor_rank
 from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.rl.batch import Response
-from dschat_lora.rl.user_functions import UserFunction, UserFunctionError, find_function
+from dschat_lora.rl.user_functions import (
+    UserFunction,
+    UserFunctionError,
+    find_function,
+    messages_after_prompt,
+    prompt_messages,
+)
 
 OPTION = "environment"
 
@@ -84,3 +94,137 @@ def load_environment(
     """
     function = find_function(OPTION, name)
     return Environment(OPTION, name, function, tokenizer, retries=retries, timeout=timeout)
+
+
+_QUESTION: Message = {"role": "user", "content": "?"}
+_THOUGHT = f"<think>\n{PROBE}\n</think>\n\n{PROBE}"
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """Renders what follows a turn of the actor, as tokens that go on from the actor's own.
+
+    The actor's tokens are never made anew from text: later turns, and the update, read those that
+    were sampled.
+    """
+
+    chat: Chat
+    tokenizer: Tokenizer
+    _checked: set[tuple[str, ...]] = field(default_factory=set, compare=False, repr=False)
+
+    def __call__(self, response: Response, reply: Sequence[Message]) -> list[int]:
+        """Tokens of the messages that answer a response, up to where the actor speaks again.
+
+        Raises:
+            ValueError: if the chat template refuses the messages, or does not append them to what
+                it made of earlier ones.
+        """
+        self._check_appends(reply)
+        tokenizer = self.tokenizer
+        row = json.loads(response.columns or b"{}")
+        before = [*prompt_messages(response, tokenizer), *json.loads(response.earlier or b"[]")]
+        messages = [*before, _turn(PROBE), *reply]
+        text = self.chat.with_columns(row).render(messages, add_generation_prompt=True)
+        following = text.rpartition(PROBE)[2]
+        last = tokenizer.decode(list(response.last_turn[-1:]))
+        # The end that the template writes was sampled already.
+        if last.strip():
+            following = following.removeprefix(last)
+        alone, whole = call(tokenizer, [last, last + following], add_special_tokens=False)
+        if whole[: len(alone)] == alone:
+            return whole[len(alone) :]
+        return call(tokenizer, [following], add_special_tokens=False)[0]
+
+    def _check_appends(self, reply: Sequence[Message]) -> None:
+        """Refuse a template that renders earlier turns otherwise once messages of a role follow."""
+        roles = tuple(message["role"] for message in reply)
+        if roles in self._checked:
+            return
+        opening = self.chat.render([_QUESTION], add_generation_prompt=True)
+        for answer in (PROBE, *([] if "</think>" in opening else [_THOUGHT])):
+            exchange = [_turn(answer), *reply]
+            once = self.chat.render([_QUESTION, *exchange], add_generation_prompt=True)
+            twice = self.chat.render([_QUESTION, *exchange, *exchange], add_generation_prompt=True)
+            if not (_begins(once, opening + answer) and _begins(twice, once + answer)):
+                raise ValueError(
+                    "the chat template renders an earlier answer differently once a message of "
+                    f"role {' and '.join(map(repr, roles))} follows, so turns do not go on from "
+                    "the tokens before: let --environment return another role, or give another "
+                    "--chat_template"
+                )
+        self._checked.add(roles)
+
+
+def _turn(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _begins(text: str, start: str) -> bool:
+    """Whether a text begins so, white space aside: templates trim what they are given."""
+    return "".join(text.split()).startswith("".join(start.split()))
+
+
+# Numbers of responses, these with their environment's messages read, and the number of the turn.
+NextTurn = Callable[[Sequence[int], Sequence[Response], int], list[Response]]
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Plays episodes: turns of the actor, with an environment's messages between them.
+
+    An episode ends when the environment returns None. It is cut off, and does not count as ended,
+    where a turn is; where the environment has more to say after ``max_turns``; and where its
+    messages leave no room for another token.
+    """
+
+    environment: Environment
+    turn_tokens: TurnTokens
+    max_turns: int
+
+    def play(
+        self,
+        responses: Sequence[Response],
+        next_turn: NextTurn,
+        *,
+        max_tokens: int,
+    ) -> list[Response]:
+        """The episodes that begin with this rank's first turns; call on every rank.
+
+        ``next_turn`` returns responses with the actor's next turn; it is called equally often on
+        every rank. An episode has at most ``max_tokens`` after its prompt.
+        """
+        episodes = list(responses)
+        asking = [n for n, response in enumerate(episodes) if response.ended]
+        for turn in range(1, self.max_turns + 1):
+            replies = self.environment.replies([episodes[n] for n in asking])
+            answered = [(n, reply) for n, reply in zip(asking, replies, strict=True) if reply]
+            pairs = [(episodes[n], reply) for n, reply in answered]
+            longer = raise_together(partial(self._with_replies, pairs))
+            for number, _ in answered:
+                episodes[number] = replace(episodes[number], ended=False)
+            if turn == self.max_turns:
+                break
+            found = zip((n for n, _ in answered), longer, strict=True)
+            read = {n: each for n, each in found if len(each.tokens) < max_tokens}
+            if not max_over_ranks(float(len(read))):
+                break
+            next_turns = next_turn(list(read), list(read.values()), turn + 1)
+            for number, response in zip(read, next_turns, strict=True):
+                episodes[number] = response
+            asking = [number for number in read if episodes[number].ended]
+        return episodes
+
+    def _with_replies(self, pairs: Sequence[tuple[Response, Sequence[Message]]]) -> list[Response]:
+        return [self._with_reply(*pair) for pair in pairs]
+
+    def _with_reply(self, response: Response, reply: Sequence[Message]) -> Response:
+        """The response with messages of the environment behind it."""
+        tokens = self.turn_tokens(response, reply)
+        said = messages_after_prompt(response, self.environment.tokenizer)
+        mask = response.actor_mask or (True,) * len(response.tokens)
+        return replace(
+            response,
+            tokens=(*response.tokens, *tokens),
+            actor_mask=(*mask, *(False for _ in tokens)),
+            earlier=json.dumps([*said, *reply], ensure_ascii=False).encode(),
+        )

@@ -14,9 +14,8 @@ from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rl.batch import Response, collate
 from dschat_lora.rl.diagnostics import Diagnostics
 from dschat_lora.rl.engines import Engines
-from dschat_lora.rl.experience import score_responses
+from dschat_lora.rl.experience import check_scores, score_responses
 from dschat_lora.rl.metrics import rewards_by_name, turn_metrics
-from dschat_lora.rl.reward_shaping import check_scores
 from dschat_lora.rl.rewards import RewardFunctions
 from dschat_lora.rl.rollout import Generator
 from dschat_lora.rl.setup import RlhfSetup

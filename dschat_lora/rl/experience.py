@@ -1,8 +1,8 @@
 """Experience: responses with log-probabilities, values and scores, and their advantages."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
 from dschat_lora.algos.ppo import importance_weights
 from dschat_lora.engine.collectives import gather_over_ranks
+from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Response, ResponseBatch, response_mask
 from dschat_lora.rl.engines import Engines
-from dschat_lora.rl.update_config import PpoConfig
+from dschat_lora.rl.rewards import RewardFunctions, shortened
+from dschat_lora.rl.user_functions import UserFunctionError
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,6 @@ class AdvantagesAndReturns:
     returns: Tensor | None  # (N, R); None without a critic
 
 
-class Scorer(Protocol):
-    """Reward functions, such as :class:`dschat_lora.rl.rewards.RewardFunctions`."""
-
-    def __call__(self, responses: Sequence[Response], device: torch.device) -> dict[str, Tensor]:
-        """(N,) scores by name."""
-
-    def total(self, rewards: dict[str, Tensor], model: Tensor) -> Tensor:
-        """(N,) sum of them and the scores of the reward model."""
-
-
 @dataclass(frozen=True)
 class Scores:
     """Scores of N responses, on every rank."""
@@ -113,7 +105,7 @@ def score_responses(
     responses: Sequence[Response],
     batches: Sequence[ResponseBatch],
     *,
-    scorer: Scorer | None,
+    scorer: RewardFunctions | None,
     with_old: bool,
     known: Scores | None = None,
 ) -> Experience:
@@ -140,13 +132,43 @@ def score_responses(
     )
 
 
+class ScoreError(UserFunctionError):
+    """A score is no number; the cause says which one. Raised on every rank."""
+
+    what = "a score"
+
+
+def check_scores(experience: Experience, decode: Callable[[Sequence[int]], str]) -> None:
+    """Refuse scores of a reward model that are not finite, and sums that fp32 does not hold.
+
+    A NaN of another origin is a function's None, or of a response that could not be drawn. Call on
+    every rank.
+
+    Raises:
+        ScoreError: whose cause names the first response with such a score.
+    """
+    total, rewards = experience.scores, experience.rewards
+    model = rewards.get("reward_model", torch.zeros_like(total) if rewards else total)
+    scores = torch.stack([model, total], dim=1).tolist()  # read at once
+    for response, (own, added) in zip(experience.responses, scores, strict=True):
+        if response.undrawn or (math.isfinite(own) and not math.isinf(added)):
+            continue
+        who, found = "the weighted sum of rewards", added
+        if not math.isfinite(own):
+            who, found = "the reward model", own
+        raise ScoreError from ValueError(
+            f"{who} gives {found} for {shortened(decode(response.tokens))!r} after the prompt "
+            f"{shortened(decode(response.prompt))!r}; a score is a finite number"
+        )
+
+
 @torch.no_grad()
 def scores_alone(
     engines: Engines,
     responses: Sequence[Response],
     batches: Sequence[ResponseBatch],
     *,
-    scorer: Scorer | None,
+    scorer: RewardFunctions | None,
 ) -> Scores:
     """The scores of :func:`score_responses` without the rest; call on every rank."""
     engines.eval()
@@ -160,7 +182,7 @@ def scores_alone(
 
 
 def _added(
-    engines: Engines, responses: Sequence[Response], scorer: Scorer | None, model: Tensor
+    engines: Engines, responses: Sequence[Response], scorer: RewardFunctions | None, model: Tensor
 ) -> Scores:
     """The scores of functions and of the reward model, and their sum; NaN where one is undrawn."""
     undrawn = torch.tensor([each.undrawn for each in responses])
@@ -185,7 +207,7 @@ def _outputs(
     rows = []
     for batch in batches:
         batch = batch.to(engines.actor.device)
-        parts = [engines.reference(batch, width)]
+        parts = [engines.policy(batch, width, "reference")[0]]
         if with_old:
             parts.append(engines.policy(batch, width)[0])
             if engines.critic is not None:

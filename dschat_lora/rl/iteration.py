@@ -30,19 +30,19 @@ from dschat_lora.rl.experience import (
     Experience,
     Scores,
     advantages_and_returns,
+    check_scores,
     score_responses,
     scores_alone,
 )
-from dschat_lora.rl.iteration_report import IterationReport
 from dschat_lora.rl.metrics import (
+    IterationReport,
     importance_metrics,
     response_metrics,
     rollout_rows,
     update_metrics,
 )
 from dschat_lora.rl.pretraining import Pretraining
-from dschat_lora.rl.reward_shaping import (
-    check_scores,
+from dschat_lora.rl.rewards import (
     clipped_rewards,
     punish_overlong,
     rescale_values,

@@ -20,8 +20,8 @@ from dschat_lora.models.reward_model import RewardModel, load_reward_model, zero
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.views import share_parameters
 from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.inputs import Sources
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
-from dschat_lora.rl.sources import Sources
 
 
 @dataclass(frozen=True)

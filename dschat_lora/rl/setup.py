@@ -24,8 +24,14 @@ from dschat_lora.models.offload import offload_inputs
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.advice import explaining_memory
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.environment import load_environment
-from dschat_lora.rl.episodes import Episodes
+from dschat_lora.rl.environment import Episodes, TurnTokens, load_environment
+from dschat_lora.rl.inputs import (
+    Sources,
+    find_sources,
+    other_tokenizer,
+    shares_base,
+    text_data,
+)
 from dschat_lora.rl.memory import (
     keeping_cache,
     memory_plan,
@@ -40,15 +46,7 @@ from dschat_lora.rl.rewards import (
 )
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.roles import Roles, build_roles
-from dschat_lora.rl.sources import (
-    Sources,
-    find_sources,
-    other_tokenizer,
-    shares_base,
-    text_data,
-)
 from dschat_lora.rl.throughput import FlopCounter
-from dschat_lora.rl.turns import TurnTokens
 from dschat_lora.rl.user_functions import UserFunction
 from dschat_lora.rl.validation import fit_lengths
 from dschat_lora.runtime.consistency import check_same_models

@@ -1,6 +1,6 @@
-"""Training of step 3: an iteration after another, with evaluations and checkpoints on the way."""
+"""Step 3 from a checked config to the saved result: setup, iterations, evaluations, export."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,31 +8,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dschat_lora.engine.collectives import sum_over_processes
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.state import EngineState
+from dschat_lora.models.build import AdaptedModel
 from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rl.advice import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.diagnostics import Diagnostics
 from dschat_lora.rl.ema import MovingAverage
-from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.engines import Engines, Retry, build_engines
 from dschat_lora.rl.evaluation import RlhfEvaluator
 from dschat_lora.rl.iteration import Iterations
 from dschat_lora.rl.memory import cache_columns
 from dschat_lora.rl.pretraining import make_pretraining
-from dschat_lora.rl.retry import Retry
-from dschat_lora.rl.rollout import BrokenWeightsError, Generator
+from dschat_lora.rl.rollout import BrokenWeightsError, Generator, end_of_text, stop_ids
 from dschat_lora.rl.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
-from dschat_lora.rl.setup import RlhfSetup
-from dschat_lora.rl.stops import end_of_text, stop_ids
+from dschat_lora.rl.setup import RlhfSetup, set_up
+from dschat_lora.rl.throughput import PHASES
 from dschat_lora.rl.user_functions import UserFunctionError
+from dschat_lora.rl.validation import NAME, check_rlhf
+from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.dry_run import say_options, say_sample
+from dschat_lora.runtime.export import export_trained, first_ids
 from dschat_lora.runtime.loop import TrainingLoop
+from dschat_lora.runtime.next_steps import say_next_steps
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
-from dschat_lora.runtime.run import OpenRun
+from dschat_lora.runtime.run import OpenRun, open_run
 
 NOTE = (
     "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
@@ -225,3 +230,83 @@ def _make_checkpointer(
         },
         on_checkpoint=on_checkpoint,
     )
+
+
+def finish(setup: RlhfSetup, engines: Engines, result: TrainResult) -> None:
+    """Summarise the run and save what was trained; call on every rank."""
+    progress, roles = result.progress, setup.roles
+    phases = {
+        name: {"seconds": progress.seconds[name], "flops": progress.flops[name]} for name in PHASES
+    }
+    setup.run.record.update({"results": result.metrics, "phases": phases})
+    if not progress.step and not setup.config.run.merge_adapter:
+        return
+    if progress.step:
+        setup.run.log.say(_summary_line(progress))
+    engines.eval()
+    for role, adapted in roles.trained.items():
+        _export(setup, role, adapted, result.metrics)
+    if result.average is not None:
+        tensors = dict(result.average.tensors())
+        _export(setup, "actor_ema", roles.actor, result.metrics, tensors=tensors)
+    say_next_steps(setup.run)
+
+
+def _summary_line(progress: RlhfProgress) -> str:
+    total = sum(progress.seconds.values())
+    shares = ", ".join(
+        f"{name} {progress.seconds[name]:.1f} s ({progress.seconds[name] / total:.0%})"
+        for name in PHASES
+    )
+    return (
+        f"{progress.iteration} iterations, {progress.step} steps, "
+        f"{progress.responses:,} responses; {shares}; "
+        f"{progress.kl_spent:.3g} nats per response from the reference"
+    )
+
+
+def _export(
+    setup: RlhfSetup,
+    name: str,
+    adapted: AdaptedModel,
+    metrics: Mapping[str, float],
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write ``name/adapter``, or ``name/model`` where more than an adapter was trained."""
+    config, run, sources = setup.config, setup.run, setup.sources
+    assert run.directory is not None, "a dry run has no end"
+    ids = first_ids(setup.prompts.train, 8, max_length=config.data.max_seq_len)
+    report = export_trained(
+        run,
+        run.directory / name,
+        adapted,
+        source=(sources.critic if name == "critic" else None) or sources.actor,
+        tokenizer=setup.tokenizer,
+        model=config.actor.model(config.load),
+        data_path=config.data.data_path,
+        metrics=metrics,
+        probe_ids=torch.tensor([ids]),
+        label=f"{name}: ",
+        tensors=tensors,
+    )
+    if report is not None:
+        run.log.say(f"model written to {run.directory / name / 'model'}")
+
+
+def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
+    """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
+    with open_run(config, name=NAME, check=check_rlhf, caller=caller) as run:
+        train_rlhf(run)  # a function of its own: its engine must not outlive the run
+    return run.directory
+
+
+def train_rlhf(run: OpenRun[RlhfConfig]) -> None:
+    """Train, evaluate and save; call on every rank."""
+    setup = set_up(run)
+    if run.directory is None:
+        show_plan(setup)
+        return
+    engines = build_engines(setup)
+    result = train(setup, engines)
+    finish(setup, engines, result)

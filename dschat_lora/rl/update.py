@@ -21,11 +21,11 @@ from dschat_lora.algos.ppo import (
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
 from dschat_lora.lora.casts import FactorCasts
+from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Minibatch, ResponseBatch
 from dschat_lora.rl.engines import Engines
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience, add_old_outputs
 from dschat_lora.rl.pretraining import Pretraining, TextWindow
-from dschat_lora.rl.update_config import PpoConfig
 from dschat_lora.runtime.loop import broken_unless_finite
 
 
@@ -127,7 +127,7 @@ class Updater:
         self.importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
         self.experience = experience  # complete from the first step on
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
-        self._totals: _Sums | None = None  # of the step, of all ranks; None before they met
+        self._totals: _Sums | None = None  # of the step, of all ranks; None before they are
 
     def steps(
         self,
@@ -159,8 +159,9 @@ class Updater:
             texts = self._pretraining.window() if self._pretraining is not None else None
             first, self._totals = self.targets is None, None
             with self._casts.in_use():
-                passes = partial(self._backward, batches, divisors, texts)
-                sums, largest = self._engines.retry.step(passes)
+                for attempt in self._engines.retry.step():
+                    with attempt:
+                        sums, largest = self._backward(batches, divisors, texts)
             ratio_error = max_over_ranks(float(largest)) if first else None
             if texts is not None:
                 sums.text = sum_tensor_(sums.text) / texts.num_targets
@@ -191,7 +192,7 @@ class Updater:
                 values = self._rescale_values(engines.values(batch, width))
             if self.experience.logprobs is None:
                 assert len(batches) == 1, "responses of other batches have to be known"
-                with engines.retry.meeting():
+                with engines.retry.collective():
                     old = logprobs, values
                     self.experience = add_old_outputs(self.experience, batch.numbers, *old)
             if self.targets is None:
@@ -203,7 +204,7 @@ class Updater:
                 losses["critic"] = self._value_loss(rows, values, sums)
             largest = torch.maximum(largest, ratio_error)
             if last:
-                with engines.retry.meeting():
+                with engines.retry.collective():
                     sums = self._totals = self._totals or sums.over_ranks()
             for role, loss in losses.items():
                 if last:

@@ -15,15 +15,16 @@ from dschat_lora.models.tensor_parallel_checks import check_processes, check_tra
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.notes import announce, note_without_effect
-from dschat_lora.rl.role_config import RoleConfig, option_errors_for
-from dschat_lora.rl.sources import (
+from dschat_lora.rl.inputs import (
     RlhfInputs,
+    announce,
     check_vocabularies,
     find_sources,
+    note_without_effect,
     shares_base,
     text_data,
 )
+from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,

@@ -16,7 +16,7 @@ import dschat_lora
 from dschat_lora.api.trainer import Trainer
 from dschat_lora.config.options import parse_config
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.stage import run_rlhf
+from dschat_lora.rl.train import run_rlhf
 from dschat_lora.rl.validation import check_rlhf
 from helpers.launcher import ROOT
 from helpers.trainer_runs import random_sequences

@@ -31,7 +31,7 @@ from dschat_lora.engine.distributed import shutdown
 from dschat_lora.generation.beam_search import Search, TextRules
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.environment import Environment
-from dschat_lora.rl.reward_shaping import check_scores
+from dschat_lora.rl.experience import check_scores
 from dschat_lora.rl.rewards import RewardFunction
 from dschat_lora.rl.user_functions import UserFunctionError
 from helpers.glue_toys import save_encoder, write_task

@@ -15,6 +15,7 @@ from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
+from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Minibatch, Response, collate, make_minibatches
 from dschat_lora.rl.ema import MovingAverage
 from dschat_lora.rl.engines import Engines
@@ -22,7 +23,6 @@ from dschat_lora.rl.experience import advantages_and_returns, score_responses
 from dschat_lora.rl.pretraining import Pretraining
 from dschat_lora.rl.rewards import RewardFunction
 from dschat_lora.rl.update import Updater
-from dschat_lora.rl.update_config import PpoConfig
 from dschat_lora.runtime.setup import shard_model
 from helpers.plain_ppo import LONGEST
 from helpers.roles import Words, config_of, networks_of, roles_of

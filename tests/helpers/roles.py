@@ -12,8 +12,8 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.inputs import Sources
 from dschat_lora.rl.roles import Network, build_roles
-from dschat_lora.rl.sources import Sources
 from helpers.tiny import VOCAB
 
 # Every linear layer of a block, as each architecture calls them.

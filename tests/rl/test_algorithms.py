@@ -11,11 +11,11 @@ from torch import nn
 
 from dschat_lora.algos.ppo import importance_weights
 from dschat_lora.engine.build import StepOutcome
+from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Minibatch, Response, collate, response_mask
+from dschat_lora.rl.engines import Retry
 from dschat_lora.rl.experience import Experience, advantages_and_returns
-from dschat_lora.rl.retry import Retry
 from dschat_lora.rl.update import Updater
-from dschat_lora.rl.update_config import PpoConfig
 from helpers.iterations import ragged_responses
 
 CPU, LONGEST = torch.device("cpu"), 12

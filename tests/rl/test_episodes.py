@@ -13,14 +13,18 @@ from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.algos.ppo import policy_loss
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE
+from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Response, collate, response_mask
-from dschat_lora.rl.environment import Environment, EnvironmentFailedError, load_environment
-from dschat_lora.rl.episodes import Episodes
+from dschat_lora.rl.environment import (
+    Environment,
+    EnvironmentFailedError,
+    Episodes,
+    TurnTokens,
+    load_environment,
+)
 from dschat_lora.rl.experience import Experience, advantages_and_returns
-from dschat_lora.rl.reward_arguments import calls_of
 from dschat_lora.rl.train import _failures_saved
-from dschat_lora.rl.turns import TurnTokens
-from dschat_lora.rl.update_config import PpoConfig
+from dschat_lora.rl.user_functions import calls_of
 from helpers.roles import Words
 
 CPU, T, F = torch.device("cpu"), True, False

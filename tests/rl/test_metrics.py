@@ -11,7 +11,7 @@ from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.metrics import importance_metrics, rollout_rows, sampler_errors
 from dschat_lora.rl.pretraining import Pretraining
-from dschat_lora.rl.reward_shaping import clipped_rewards
+from dschat_lora.rl.rewards import clipped_rewards
 
 
 def test_sampler_error_is_over_the_tokens_that_count():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_lora.rl.retry import Retry
+from dschat_lora.rl.engines import Retry
 from dschat_lora.rl.rollout import Generator
 
 
@@ -52,22 +52,29 @@ class Full:
         return self.calls
 
 
+def result_of(attempts, compute):
+    for attempt in attempts:
+        with attempt:
+            return compute()
+    raise AssertionError("no attempt was the last")
+
+
 def test_a_second_attempt_follows_once_memory_was_given_back(monkeypatch):
     kept, engines = generator(monkeypatch), [engine(), engine()]
     retry = Retry(engines, kept)
-    assert retry.forward(Full(0)) == 1
+    assert result_of(retry.forward(), Full(0)) == 1
     assert kept.keeps
-    assert retry.step(Full(1)) == 2
+    assert result_of(retry.step(), Full(1)) == 2
     assert (kept.keeps, kept.released, kept.emptied) == (False, True, [True])
     assert [each.noted for each in engines] == [["forgotten"]] * 2
     # nothing is kept any more
     with pytest.raises(torch.OutOfMemoryError):
-        retry.forward(Full(1))
+        result_of(retry.forward(), Full(1))
 
 
 def test_a_forward_pass_drops_no_gradient(monkeypatch):
     own = engine(backward=False)
-    assert Retry([own], generator(monkeypatch)).forward(Full(1)) == 2
+    assert result_of(Retry([own], generator(monkeypatch)).forward(), Full(1)) == 2
     assert own.noted == []
 
 
@@ -83,7 +90,7 @@ def test_a_forward_pass_drops_no_gradient(monkeypatch):
 def test_elsewhere_the_first_failure_is_the_last(monkeypatch, kind, keeps, engines):
     compute, kept = Full(1), generator(monkeypatch, keeps=keeps)
     with pytest.raises(torch.OutOfMemoryError):
-        getattr(Retry(engines, kept), kind)(compute)
+        result_of(getattr(Retry(engines, kept), kind)(), compute)
     assert compute.calls == 1
     assert kept.keeps == keeps
 
@@ -92,11 +99,11 @@ def test_what_fails_where_processes_meet_is_not_tried_again(monkeypatch):
     retry, compute = Retry([engine()], generator(monkeypatch)), Full(1)
 
     def meets():
-        with retry.meeting():
+        with retry.collective():
             return compute()
 
     with pytest.raises(torch.OutOfMemoryError):
-        retry.step(meets)
+        result_of(retry.step(), meets)
     assert compute.calls == 1
 
 
@@ -114,7 +121,7 @@ def test_the_first_attempt_is_gone_before_the_second():
         held.append(weakref.ref(made))
         return Full(len(held) == 1)()
 
-    assert Retry([engine()], Kept()).forward(compute) == 1
+    assert result_of(Retry([engine()], Kept()).forward(), compute) == 1
     assert released == [[None]]
 
 

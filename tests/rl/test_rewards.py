@@ -11,8 +11,7 @@ import torch
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.config import RewardsConfig
-from dschat_lora.rl.reward_shaping import rescale_values, shaped_rewards
-from dschat_lora.rl.rewards import RewardFunction, load_function
+from dschat_lora.rl.rewards import RewardFunction, load_function, rescale_values, shaped_rewards
 from helpers.roles import Words
 
 CPU = torch.device("cpu")

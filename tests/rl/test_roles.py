@@ -55,7 +55,7 @@ def answers(roles):
     """What every role says of the responses; tables by what they hold."""
     engines, each = asked_of(roles), batch()
     found = dict(zip(("logprobs", "entropies"), engines.policy(each, WIDTH), strict=True))
-    found["reference"] = engines.reference(each, WIDTH)
+    found["reference"] = engines.policy(each, WIDTH, "reference")[0]
     if roles.critic is not None:
         found["values"] = engines.values(each, WIDTH)
     if roles.reward is not None:
@@ -119,7 +119,7 @@ def test_temperature_is_that_of_actor_and_reference(family, temperature):
         logprobs, entropies = engines.policy(each, WIDTH)
         torch.testing.assert_close(logprobs, padded([each for each, _ in both]), **CLOSE)
         torch.testing.assert_close(entropies, padded([each for _, each in both]), **CLOSE)
-        torch.testing.assert_close(engines.reference(each, WIDTH), logprobs, **CLOSE)
+        torch.testing.assert_close(engines.policy(each, WIDTH, "reference")[0], logprobs, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -29,7 +29,13 @@ def outputs(engines, batch):
     """What the roles say, and the gradients of a sum that weighs every number differently."""
     logprobs, entropies = engines.policy(batch, WIDTH)
     values = engines.values(batch, WIDTH)
-    found = [logprobs, entropies, engines.reference(batch, WIDTH), values, engines.scores(batch)]
+    found = [
+        logprobs,
+        entropies,
+        engines.policy(batch, WIDTH, "reference")[0],
+        values,
+        engines.scores(batch),
+    ]
     weights = torch.linspace(-1, 2, logprobs.numel()).view(logprobs.shape)
     modules = torch.nn.ModuleList([engines.actor, engines.critic])
     parameters = [p for p in modules.parameters() if p.requires_grad]

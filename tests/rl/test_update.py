@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
+from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Minibatch, Response, collate, response_mask, step_counts
-from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.engines import Engines, Retry
 from dschat_lora.rl.experience import (
     AdvantagesAndReturns,
     Experience,
@@ -19,9 +20,7 @@ from dschat_lora.rl.experience import (
 )
 from dschat_lora.rl.metrics import update_metrics
 from dschat_lora.rl.pretraining import Pretraining
-from dschat_lora.rl.retry import Retry
 from dschat_lora.rl.update import StepResult, Updater
-from dschat_lora.rl.update_config import PpoConfig
 from helpers.iterations import ragged_responses, ragged_texts, text_loader
 
 CPU = torch.device("cpu")
@@ -57,7 +56,9 @@ class Roles:
     def trained(self):
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
-    def policy(self, batch, width):
+    def policy(self, batch, width, role="actor"):
+        if role == "reference":
+            return -2.0 * batch.table(batch.step + 1.0, width), None
         self.passes.append(batch.numbers)
         table = batch.table(torch.ones(len(batch.target_ids)), width)
         return (self.logprob * table).requires_grad_(), 0.25 * table
@@ -84,9 +85,6 @@ class Roles:
 
     def scores(self, batch):
         return 10.0 * torch.tensor(batch.numbers, dtype=torch.float32)
-
-    def reference(self, batch, width):
-        return -2.0 * batch.table(batch.step + 1.0, width)
 
     def step(self, roles):
         return {name: StepOutcome(1.0, False, 1.0) for name in self.trained if name in roles}

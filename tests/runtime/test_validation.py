@@ -10,7 +10,7 @@ from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.glue import validation as glue
 from dschat_lora.experiments.nlg import validation as nlg
-from dschat_lora.rl import notes as rlhf_notes
+from dschat_lora.rl import inputs as rlhf_inputs
 from dschat_lora.rl import validation as rlhf
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime import validation as supervised
@@ -358,7 +358,7 @@ def test_checks_resolve_in_turn_and_the_first_mistake_is_told():
     ("modules", "checks"),
     [
         ([supervised], supervised.SUPERVISED_CHECKS),
-        ([rlhf, rlhf_notes], rlhf.RLHF_CHECKS),
+        ([rlhf, rlhf_inputs], rlhf.RLHF_CHECKS),
         ([glue], glue.GLUE_CHECKS),
         ([nlg], nlg.NLG_CHECKS),
     ],
