@@ -30,9 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.counts import count_samples
-from dschat_lora.data.packed_rows import keep_rows
-from dschat_lora.data.packing import make_rows
+from dschat_lora.data.packing import keep_rows, make_rows
 from dschat_lora.data.prepare import Prepared, prepare
 
 ROWS, SMALL, LENGTH, VOCABULARY = 2_000_000, 1000, 512, 32_000
@@ -79,7 +77,7 @@ def run(path: Path, tokenizer: Any, cache: Path) -> Prepared:
 def count_and_pack(prepared: Prepared, cache: Path) -> None:
     """What else a start does with each sample: count it, and find its row."""
     train = prepared.train
-    counts = count_samples(SampleCollator(0), train, len(train))
+    counts = SampleCollator(0).counts(train)
     keep_rows(
         cache,
         [LENGTH, prepared.train.digest],

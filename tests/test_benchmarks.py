@@ -30,7 +30,7 @@ from benchmarks.common.turns import Runner, times_ours
 from benchmarks.contenders.common import ModelSize, Task, Work, draw_adapters_
 from benchmarks.contenders.sft import CONTENDERS
 from benchmarks.parts import attention, sft, throughput
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -220,7 +220,7 @@ def ways():
     generator = np.random.default_rng(0)
     ids = generator.integers(4, 64, size=(40, 8), dtype=np.int32)
     labels = np.where(np.arange(8) < 3, np.int32(-100), ids)
-    samples = [Sample(*each) for each in zip(ids, labels, strict=True)]
+    samples = [SequenceSample(*each) for each in zip(ids, labels, strict=True)]
     tiny = replace(
         task(0, micro_batch=4, accumulation=2),
         samples=samples,

@@ -47,8 +47,7 @@ FLOORS = [
         "data": Room(
             "algos config",
             "datasets jinja2 numpy pyarrow tokenizers torch transformers",
-            "arrow_rows columns directories json_stream layouts lengths messages nlg readers rows "
-            "sharegpt sources suffixes templates",
+            "arrow_rows json_stream layouts messages nlg readers rows sources templates",
         ),
         "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
         "lora": Room("config", "bitsandbytes regex torch", "names"),

@@ -18,7 +18,7 @@ from dschat_lora.data.packing import make_rows
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import parse_row
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.lora.collectives import TensorGroup
@@ -140,7 +140,7 @@ def bundled_engine(
     return adapted, engine
 
 
-def _samples(tokenizer: Any, size: DataSize) -> list[Sample]:
+def _samples(tokenizer: Any, size: DataSize) -> list[SequenceSample]:
     eos_id = int(tokenizer.eos_token_id)
     chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
     rows = islice(iter_file(BUNDLED_DATA["train"]), size.num_samples)

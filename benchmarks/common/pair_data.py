@@ -16,7 +16,7 @@ from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import DataKind, parse_row
-from dschat_lora.data.samples import PairSample, Sample
+from dschat_lora.data.samples import PairSample, SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
@@ -49,7 +49,9 @@ def read_pairs(path: Path, *, vocab_size: int, max_seq_len: int, limit: int) -> 
     return Pairs(samples[:limit], text, "file")
 
 
-def read_samples(path: Path, *, vocab_size: int, max_seq_len: int) -> tuple[list[Sample], str]:
+def read_samples(
+    path: Path, *, vocab_size: int, max_seq_len: int
+) -> tuple[list[SequenceSample], str]:
     """A file's prompts with their (chosen) answers, at random, and the tokenizer of its texts."""
     return _read(path, vocab_size, max_seq_len, "samples")
 

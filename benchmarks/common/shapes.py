@@ -12,9 +12,8 @@ from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import Batch, SampleCollator
-from dschat_lora.data.packed_rows import PackedRows
-from dschat_lora.data.packing import make_rows
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.packing import PackedRows, make_rows
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.lora import nf4
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora, replace_part
@@ -168,7 +167,7 @@ def draw_weights_(model: Any, device: torch.device) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def mixed_rows(shape: Shape) -> list[list[Sample]]:
+def mixed_rows(shape: Shape) -> list[list[SequenceSample]]:
     """Packed rows of samples whose lengths are log-normal, cut at the longest.
 
     Their mean is about 0.45 of the longest, 230 of 512 tokens, as of instructions and answers.
@@ -191,7 +190,7 @@ def _packed(lengths: NDArray[np.int64], shape: Shape) -> PackedRows:
     return make_rows(lengths, max_seq_len=shape.row_length, packing=True, seed=SEED)
 
 
-def full_rows(shape: Shape) -> list[list[Sample]]:
+def full_rows(shape: Shape) -> list[list[SequenceSample]]:
     """As many tokens as packed rows can hold, a row for each sample of the longest length."""
     generator = np.random.default_rng(SEED)
     count = shape.rows * shape.row_length // shape.max_sample
@@ -199,7 +198,7 @@ def full_rows(shape: Shape) -> list[list[Sample]]:
 
 
 def micro_batches(
-    rows: Sequence[Sequence[Sample]], tokens: int, *, multiple_of: int = 1
+    rows: Sequence[Sequence[SequenceSample]], tokens: int, *, multiple_of: int = 1
 ) -> list[Batch]:
     """The rows in micro-batches of at most so many positions, but of a row at least.
 
@@ -214,8 +213,8 @@ def micro_batches(
     return [collate(rows[first : first + count]) for first in range(0, len(rows), count)]
 
 
-def _sample(length: int, vocab_size: int, generator: np.random.Generator) -> Sample:
+def _sample(length: int, vocab_size: int, generator: np.random.Generator) -> SequenceSample:
     """Random tokens; the loss is on the second half."""
     ids = generator.integers(4, vocab_size, size=length).astype(np.int32)
     answer = np.arange(length) >= length // 2
-    return Sample(ids, np.where(answer, ids, np.int32(IGNORE_INDEX)))
+    return SequenceSample(ids, np.where(answer, ids, np.int32(IGNORE_INDEX)))

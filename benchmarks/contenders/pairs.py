@@ -42,8 +42,7 @@ from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
-from dschat_lora.data.samples import PairSample
-from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.samples import PairSample, TokenSet, write_samples
 from dschat_lora.engine.distributed import device, init_distributed
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.lora.model import apply_lora
@@ -80,7 +79,7 @@ class Ours:
         self._directory = tempfile.TemporaryDirectory()
         tokens = self._stored(task.samples)
         capacity = 2 * task.size.max_seq_len
-        lengths = self._collate.lengths(tokens)
+        lengths = self._collate.counts(tokens).positions
         rows = make_rows(lengths, max_seq_len=capacity, packing=packing, seed=SEED)
         micro, _ = task.rows_like_samples(len(rows))
         self.reference_seconds: float | None = None
@@ -101,7 +100,7 @@ class Ours:
     def _stored(self, pairs: list[PairSample]) -> TokenSet:
         path = Path(self._directory.name) / "pairs.arrow"
         write_samples(path, pairs, "pairs")
-        return TokenSet(path, "pairs")
+        return TokenSet.read(path, "pairs")
 
     def _set_objective(
         self, task: Task, tokens: TokenSet, rows: Any, micro: int, *, cached: bool

@@ -38,7 +38,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import make_rows
-from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.samples import TokenSet, write_samples
 from dschat_lora.engine.distributed import device, init_distributed
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import CausalLMLoss
@@ -59,8 +59,8 @@ class Ours:
         self._directory = tempfile.TemporaryDirectory()
         path = Path(self._directory.name) / "samples.arrow"
         write_samples(path, task.samples, "samples")
-        self._samples = TokenSet(path, "samples")
-        lengths = self._collate.lengths(self._samples)
+        self._samples = TokenSet.read(path, "samples")
+        lengths = self._samples.lengths
         rows = make_rows(lengths, max_seq_len=task.size.max_seq_len, packing=packing, seed=SEED)
         micro_batch, accumulation = task.rows_like_samples(len(rows))
         self.engine = make_engine(

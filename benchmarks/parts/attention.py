@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.common.report import PartReport, print_table
 from benchmarks.common.shapes import PAD_ID, Shape, mixed_rows, random_base
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.samples import PairSample, Sample
+from dschat_lora.data.samples import PairSample, SequenceSample
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.backbone import Backbone
@@ -130,7 +130,7 @@ def _kinds(shape: Shape) -> dict[str, RowKind]:
     }
 
 
-def _pair(sample: Sample, shape: Shape) -> PairSample:
+def _pair(sample: SequenceSample, shape: Shape) -> PairSample:
     """A sample's second half against other tokens, of which there are fewer."""
     ids, start = sample.input_ids, len(sample.input_ids) // 2
     other = (ids[start + 1 :] + 1) % shape.vocab_size

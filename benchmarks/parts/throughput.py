@@ -23,7 +23,7 @@ from benchmarks.common.turns import forget_peak, peak_bytes
 from benchmarks.contenders.common import CHAT, OURS
 from benchmarks.contenders.throughput import Way, build_ways, held_bytes
 from dschat_lora.data.batch import Batch
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.perf.cards import USABLE
@@ -34,7 +34,7 @@ from dschat_lora.perf.shape import ModelShape, describe
 from dschat_lora.perf.throughput import Meter, Metrics
 from dschat_lora.supervised.loop import count
 
-Rows = Sequence[Sequence[Sample]]
+Rows = Sequence[Sequence[SequenceSample]]
 RANKS = (16, 128)
 TINY_RANKS = (2, 8)
 ROUNDS, TINY_ROUNDS = 5, 1

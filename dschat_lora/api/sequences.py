@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.segments import Spans
-from dschat_lora.data.batch import Grid, batch_to_device
+from dschat_lora.data.batch import PaddedRows, batch_to_device
 
 Numbers = Mapping[str, Tensor]  # of a sequence, by name, (T,) fp32 each
 _WHAT = "a list of numbers, one for each of its tokens"
@@ -199,7 +199,7 @@ def _batch(
 ) -> SequenceBatch:
     chosen = [sequences[n] for n in numbers]
     width = max(map(len, chosen), default=1)
-    grid = Grid(max(1, len(chosen)), width, pad_id)
+    grid = PaddedRows(max(1, len(chosen)), width, pad_id)
     for row, each in enumerate(chosen):
         size = len(each)
         grid.put(row, each.tokens.numpy(), np.arange(size), (size,))

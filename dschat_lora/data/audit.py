@@ -8,14 +8,14 @@ import numpy as np
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
-from dschat_lora.data.tally import Tally
+from dschat_lora.data.token_files import Tally
 
 MAX_SHOWN = 5  # bad rows that are quoted in the table
 LENGTHS = tuple(2**power for power in range(6, 18))  # of the histogram, in tokens
 
 
 @dataclass(frozen=True)
-class Audit:
+class DataAudit:
     """Counts of one prepared data set. Shares follow from them; ``train`` means this step's part.
 
     Rows are counted once, however often ``--data_weights`` uses them; samples and tokens are
@@ -60,7 +60,7 @@ class Audit:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Audit":
+    def from_dict(cls, values: dict[str, Any]) -> "DataAudit":
         """The audit whose :meth:`to_dict` was written as JSON."""
         return cls(**values | {"bad_row_examples": tuple(values["bad_row_examples"])})
 
@@ -81,48 +81,46 @@ class Audit:
         Raises:
             ValueError: with what to do.
         """
+        if self.refusal:
+            raise ValueError(self.refusal)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why :meth:`check` stops a run; None if it does not."""
+        longest = self.length_quantiles["max"]
         if self.train_rows == 0:
-            raise ValueError(
+            return (
                 "no training rows are left after the split; give more data in --data_path or "
                 "smaller --eval_ratio, or look at --data_split and --data_weights "
                 f"({self.overlap_rows} rows were left out as copies of held-out ones)"
             )
         if self.kind == "prompts":
-            if self.train_samples == 0:
-                raise ValueError(
-                    f"none of the {self.train_rows} prompts has at most --max_prompt_seq_len "
-                    f"{self.max_seq_len} tokens (the longest has {self.length_quantiles['max']}); "
-                    "raise it, or use --overlong truncate"
-                )
-            return
+            if self.train_samples:
+                return None
+            return (
+                f"none of the {self.train_rows} prompts has at most --max_prompt_seq_len "
+                f"{self.max_seq_len} tokens (the longest has {longest}); "
+                "raise it, or use --overlong truncate"
+            )
         if self.supervised_tokens == 0 and self.identical_rows:
-            raise ValueError(
+            return (
                 f"no pair is left to learn from: of {self.train_rows} training rows "
                 f"{self.identical_rows} have equal answers (perhaps once cut to --max_seq_len "
                 f"{self.max_seq_len}) and {self.dropped_rows} are longer than that"
             )
         if self.supervised_tokens == 0:
-            raise ValueError(
+            return (
                 f"no token of the {self.train_rows} training rows would be learnt: "
                 f"{self.dropped_rows} rows were dropped because prompt and completion do not fit "
-                f"--max_seq_len {self.max_seq_len} (longest row: {self.length_quantiles['max']} "
-                "tokens); raise it"
+                f"--max_seq_len {self.max_seq_len} (longest row: {longest} tokens); raise it"
             )
         # Of marked text a template's author answers for the end.
         if self._ended_answers == 0 and not self.chat_rows.get("marks"):
-            raise ValueError(
+            return (
                 f"none of the {self.train_samples} training samples ends in end-of-sequence, so "
                 "nothing would be learnt of where answers end; raise --max_seq_len "
                 f"{self.max_seq_len}, or use --overlong drop to leave out the rows that are cut"
             )
-
-    @property
-    def refusal(self) -> str | None:
-        """Why :meth:`check` stops a run; None if it does not."""
-        try:
-            self.check()
-        except ValueError as error:
-            return str(error)
         return None
 
     def warnings(self) -> tuple[str, ...]:
@@ -152,6 +150,7 @@ class Audit:
         fate = "kept out of training" if self.overlap_removed else "still trained on"
         too_long = self._share_of_samples(self.dropped_rows + self.truncated_rows)
         supervised = self.supervised_tokens / max(1, self.tokens)
+        pieces = f"and {self.split_rows:,} cut into pieces " if self.split_rows else ""
         table = {
             "rows": f"{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
             "repeated": f"{self.duplicate_rows:,} duplicates; {self.overlap_rows:,} of train in "
@@ -161,7 +160,7 @@ class Audit:
             "eval": f"{self.eval_rows:,} rows, {self.eval_samples:,} samples",
             "length": f"{quantiles} tokens",
             "too long": f"{self.dropped_rows:,} dropped, {self.truncated_rows:,} truncated "
-            f"{self._split_rows}({too_long:.1%} of the rows); eval {self.eval_dropped_rows:,} "
+            f"{pieces}({too_long:.1%} of the rows); eval {self.eval_dropped_rows:,} "
             "dropped",
             "supervised": f"{self.supervised_tokens:,} tokens ({supervised:.1%})",
             "ends in EOS": f"{self.eos_samples:,} samples ({self.eos_share:.1%})",
@@ -178,10 +177,6 @@ class Audit:
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples[:MAX_SHOWN]]
         return lines + [f"warning      {text}" for text in self.warnings()]
-
-    @property
-    def _split_rows(self) -> str:
-        return f"and {self.split_rows:,} cut into pieces " if self.split_rows else ""
 
     def _share_of_samples(self, count: int) -> float:
         """Share of the samples that training rows become before the length limit."""
@@ -201,10 +196,10 @@ class Audit:
         return "; ".join(words)
 
 
-def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> Audit:
+def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> DataAudit:
     """The audit of what was read and what was written."""
     by_answers = rows.kind == "unpaired"  # of which a row may have two
-    return Audit(
+    return DataAudit(
         rows_by_type=dict(rows.counts.by_type),
         bad_rows=rows.counts.bad,
         empty_rows=rows.counts.empty,

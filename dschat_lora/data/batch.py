@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -12,9 +13,8 @@ from torch import Tensor
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import Sizes, Spans, causal_pairs, make_spans
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.packing import first_fit, round_up
-from dschat_lora.data.samples import PairSample, Sample
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.packing import SampleCounts, first_fit, round_up
+from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -85,14 +85,14 @@ class SampleCollator:
     pad_id: int  # of padding, which segment 0 marks: nothing reads it
     multiple_of: int = 1  # width is rounded up to it
 
-    def __call__(self, rows: Sequence[Sequence[Sample]]) -> Batch:
+    def __call__(self, rows: Sequence[Sequence[SequenceSample]]) -> Batch:
         """One batch row per element of ``rows``, none of which is empty.
 
         Nothing predicts a sample's first token, whatever its label: in a packed row that would
         be another sample.
         """
-        longest = max(sum(len(sample.input_ids) for sample in row) for row in rows)
-        grid = Grid(len(rows), round_up(longest, self.multiple_of), self.pad_id)
+        sizes = [[len(sample.input_ids) for sample in row] for row in rows]
+        grid = PaddedRows(*self.shape([sum(row) for row in sizes]), self.pad_id)
         logit_positions, target_ids = [], []
         for index, row in enumerate(rows):
             for sample in row:
@@ -102,7 +102,7 @@ class SampleCollator:
                 (steps,) = np.nonzero(sample.labels[1:] != IGNORE_INDEX)
                 logit_positions.append(index * grid.shape[1] + start + steps)
                 target_ids.append(sample.labels[1:][steps].astype(np.int64))
-        sizes = [len(sample.input_ids) for row in rows for sample in row]
+        lengths = [size for row in sizes for size in row]
         return Batch(
             input_ids=torch.from_numpy(grid.input_ids),
             position_ids=torch.from_numpy(grid.positions),
@@ -111,20 +111,35 @@ class SampleCollator:
             target_ids=_integers(target_ids),
             spans=grid.spans(),
             num_targets=sum(map(len, target_ids)),
-            num_tokens=sum(sizes),
-            num_samples=len(sizes),
-            num_attended=sum(map(causal_pairs, sizes)),
+            num_tokens=sum(lengths),
+            num_samples=len(lengths),
+            num_attended=sum(map(causal_pairs, lengths)),
         )
-
-    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
-        """(len(samples),) tokens of each sample."""
-        return samples.lengths
 
     def empty(self) -> Batch:
         """One row of one padding token."""
         zero = torch.zeros(1, 1, dtype=torch.int64)
         none, spans = _integers([]), make_spans([[]], 1)
         return Batch(zero + self.pad_id, zero, zero, none, none, spans, 0, 0, 0, 0)
+
+    def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """(B, T) of the batch of rows of these lengths."""
+        return len(lengths), round_up(max(lengths), self.multiple_of)
+
+    def counts(self, samples: TokenSet) -> SampleCounts:
+        """Counts of each sample; a label that is its first never counts as a target."""
+        tokens, targets = samples.lengths, [np.zeros(0, np.int64)]
+        for offsets, labels in samples.lists("labels"):
+            before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
+            # An empty sample has no first token to leave out.
+            first = np.minimum(offsets[:-1] + 1, offsets[1:])
+            targets.append(before[offsets[1:]] - before[first])
+        learnt, none = np.concatenate(targets), np.zeros_like(tokens)
+        return SampleCounts(tokens, learnt, causal_pairs(tokens), tokens, none)
+
+
+# Tokens of a tree, or of one sequence, and their numbers.
+_Piece = tuple[NDArray[np.int32], Sizes]
 
 
 @dataclass(frozen=True)
@@ -145,44 +160,58 @@ class PairCollator:
     def __call__(self, rows: Sequence[Sequence[PairSample]]) -> PairBatch:
         """One batch row per element of ``rows``, or one per sequence of its only pair."""
         pairs = [pair for row in rows for pair in row]
-        pieces = [piece for pair in pairs for piece in self._pieces(pair)]
-        row_of = self._rows(rows)
+        pieces = [[piece for pair in row for piece in self._pieces(pair)] for row in rows]
+        moved = [[index] * len(row) for index, row in enumerate(pieces)]  # to which batch row
+        if self.layout == "alone":
+            assert all(len(row) == 1 for row in rows), "a row of its own holds one sequence"
+            moved = [[2 * index, 2 * index + 1] for index in range(len(rows))]
+        elif self.tight:
+            totals = [sum(len(ids) for ids, _ in row) for row in pieces]
+            for index, members in enumerate(first_fit(totals, max(totals))):
+                for row in members:
+                    moved[row] = [index] * len(pieces[row])
+        row_of, flat = list(chain.from_iterable(moved)), list(chain.from_iterable(pieces))
         filled = [0] * (max(row_of) + 1)
-        for row, (ids, *_) in zip(row_of, pieces, strict=True):
+        for row, (ids, _) in zip(row_of, flat, strict=True):
             filled[row] += len(ids)
-        grid = Grid(len(filled), round_up(max(filled), self.multiple_of), self.pad_id)
+        grid = PaddedRows(len(filled), round_up(max(filled), self.multiple_of), self.pad_id)
         paths = [
             path
-            for row, piece in zip(row_of, pieces, strict=True)
+            for row, piece in zip(row_of, flat, strict=True)
             for path in grid.put_tree(row, *piece)
         ]
-        return _pair_batch(grid, pairs, paths, pieces)
+        return _pair_batch(grid, pairs, paths, flat)
 
     def empty(self) -> PairBatch:
         """One row of one padding token, and no pair."""
-        return _pair_batch(Grid(1, 1, self.pad_id), [], [], [])
+        return _pair_batch(PaddedRows(1, 1, self.pad_id), [], [], [])
 
-    def lengths(self, pairs: TokenSet) -> NDArray[np.int64]:
-        """(len(pairs),) tokens of each pair in this layout."""
-        if self.layout == "shared":
-            return pairs.lengths
-        return pairs.lengths + pairs.column("shared_length")
-
-    def _rows(self, rows: Sequence[Sequence[PairSample]]) -> list[int]:
-        """The batch row of each piece, pair by pair."""
-        sizes = [[len(piece[0]) for pair in row for piece in self._pieces(pair)] for row in rows]
+    def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """(B, T) of the batch of rows of these lengths."""
+        height, width = len(lengths), max(lengths)
         if self.layout == "alone":
-            assert all(len(row) == 1 for row in rows), "a row of its own holds one sequence"
-            return list(range(2 * len(rows)))
-        moved = list(range(len(rows)))
-        if self.tight:
-            totals = [sum(each) for each in sizes]
-            for index, members in enumerate(first_fit(totals, max(totals))):
-                for row in members:
-                    moved[row] = index
-        return [row for row, each in zip(moved, sizes, strict=True) for _ in each]
+            height, width = 2 * height, width // 2
+        elif self.tight:
+            height = len(first_fit(lengths, width))
+        return height, round_up(width, self.multiple_of)
 
-    def _pieces(self, pair: PairSample) -> list["_Piece"]:
+    def counts(self, pairs: TokenSet) -> SampleCounts:
+        """Counts of each pair in this layout; nothing predicts the first token of a sequence."""
+        names = ("prompt_length", "shared_length", "chosen_length")
+        prompt, shared, first = (pairs.column(name).astype(np.int64) for name in names)
+        tree = pairs.lengths
+        chosen, rejected = shared + first, tree - first
+        unanswered = np.maximum(1, prompt)
+        answered = np.maximum(0, chosen - unanswered)
+        targets = answered + np.maximum(0, rejected - unanswered)
+        attended = causal_pairs(chosen) + causal_pairs(rejected)
+        if self.layout == "shared":
+            return SampleCounts(tree, targets, attended - causal_pairs(shared), tree, answered)
+        tokens = tree + shared  # of both sequences, whole
+        positions = 2 * np.maximum(chosen, rejected) if self.layout == "alone" else tokens
+        return SampleCounts(tokens, targets, attended, positions, answered)
+
+    def _pieces(self, pair: PairSample) -> list[_Piece]:
         if self.layout == "shared":
             ids, shared = pair.input_ids, pair.shared_length
             rest = len(ids) - shared - pair.chosen_length
@@ -190,11 +219,7 @@ class PairCollator:
         return [(ids, (len(ids),)) for ids in (pair.chosen, pair.rejected)]
 
 
-# Tokens of a tree, or of one sequence, and their numbers.
-_Piece = tuple[NDArray[np.int32], Sizes]
-
-
-class Grid:
+class PaddedRows:
     """Arrays (B, T) of a batch, filled row by row from the left."""
 
     def __init__(self, rows: int, width: int, pad_id: int) -> None:
@@ -217,10 +242,6 @@ class Grid:
         self.segments[row, start:end] = len(self._samples[row])
         return start
 
-    def spans(self) -> Spans:
-        """The spans of all samples."""
-        return make_spans(self._samples, self.shape[1])
-
     def put_tree(self, row: int, ids: NDArray[np.int32], sizes: Sizes) -> list[NDArray[np.int64]]:
         """Append a tree to a row; returns the places of each sequence's tokens.
 
@@ -235,9 +256,13 @@ class Grid:
         prefix, *others = np.split(places, np.cumsum(sizes)[:-1])
         return [np.concatenate([prefix, branch]) for branch in others] or [prefix]
 
+    def spans(self) -> Spans:
+        """The spans of all samples."""
+        return make_spans(self._samples, self.shape[1])
+
 
 def _pair_batch(
-    grid: Grid,
+    grid: PaddedRows,
     pairs: Sequence[PairSample],
     paths: Sequence[NDArray[np.int64]],
     pieces: Sequence[_Piece],

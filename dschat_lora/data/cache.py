@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,13 @@ def load_or_build(
     content = read_content(directory)
     if content is not None:
         return content, True
-    _remove_abandoned(directory.parent)
+    for left in directory.parent.glob(".building-*"):  # by processes that were killed
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > ABANDONED:
+                lock = _claim(left)
+                if lock is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(lock)
     with _building(directory) as temporary:
         # Of a process that was killed before it renamed the directory.
         (temporary / MANIFEST).unlink(missing_ok=True)
@@ -62,18 +68,27 @@ def read_content(directory: Path) -> dict[str, Any] | None:
 
 def file_digest(path: Path) -> str:
     """Hash of a file's content, of blocks that several threads hash."""
+
+    def block_digest(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.blake2b(file.read(BLOCK), digest_size=16).digest()
+
     starts = range(0, path.stat().st_size, BLOCK)
     if len(starts) < 2:
-        return _block_digest(path, 0).hex()
+        return block_digest(0).hex()
     with ThreadPoolExecutor() as pool:
-        blocks = pool.map(partial(_block_digest, path), starts)
+        blocks = pool.map(block_digest, starts)
         return hashlib.blake2b(b"".join(blocks), digest_size=16).hexdigest()
 
 
-def _block_digest(path: Path, start: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        return hashlib.blake2b(file.read(BLOCK), digest_size=16).digest()
+def code_digest() -> str:
+    """Hash of the modules that decide what is prepared: this package's, and the shuffling's."""
+    digest, root = hashlib.blake2b(digest_size=16), files("dschat_lora")
+    modules = [item for item in (root / "data").iterdir() if item.name.endswith(".py")]
+    for module in [*sorted(modules, key=lambda item: item.name), root / "algos" / "seeds.py"]:
+        digest.update(module.name.encode() + module.read_bytes())
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -89,7 +104,13 @@ def _building(directory: Path) -> Iterator[Path]:
     claimed, temporary = _claim(left), left
     if claimed is None:
         temporary = left.with_name(f"{left.name}-{os.getpid()}-{secrets.token_hex(4)}")
-        _make(temporary)
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--data_output_path {temporary.parent} cannot be written ({error.strerror}); "
+                "name a directory that can"
+            ) from error
     try:
         yield temporary
     except BaseException as error:
@@ -103,17 +124,6 @@ def _building(directory: Path) -> Iterator[Path]:
     finally:
         if claimed is not None:
             os.close(claimed)
-
-
-def _make(path: Path) -> None:
-    """A directory that all who may read the cache may read."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--data_output_path {path.parent} cannot be written ({error.strerror}); "
-            "name a directory that can"
-        ) from error
 
 
 def _claim(path: Path) -> int | None:
@@ -139,17 +149,6 @@ def _is_at(lock: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(lock), path.lstat())
     except OSError:
         return False
-
-
-def _remove_abandoned(cache: Path) -> None:
-    """Remove what processes that were killed long ago have left."""
-    for path in cache.glob(".building-*"):
-        with suppress(OSError):
-            if time.time() - path.lstat().st_mtime > ABANDONED:
-                lock = _claim(path)
-                if lock is not None:
-                    shutil.rmtree(path, ignore_errors=True)
-                    os.close(lock)
 
 
 def _put_in_place(temporary: Path, directory: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,9 +12,14 @@ from dschat_lora.config.data import parse_variables
 from dschat_lora.config.files import parse_json
 from dschat_lora.data.encoder import Tokenizer
 from dschat_lora.data.messages import Message
-from dschat_lora.data.template_probe import TemplateFacts, fit_messages, probe_template
 from dschat_lora.data.template_process import template_process
-from dschat_lora.data.templates import BUILT_IN_TEMPLATE, render_built_in
+from dschat_lora.data.templates import (
+    BUILT_IN_TEMPLATE,
+    TemplateFacts,
+    fit_messages,
+    probe_template,
+    render_built_in,
+)
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -25,30 +31,12 @@ class Span(NamedTuple):
     target: bool
 
 
-class AddedTokens:
-    """The tokens that a tokenizer finds in a text before all others, collected when asked for."""
+class AddedTokens(NamedTuple):
+    """The tokens that a tokenizer finds in a text before all others."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def special(self) -> tuple[str, ...]:
-        """Text of each special token."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        return tuple(token.content for token in added if token.special)
-
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Any of the tokens."""
-        added = (token.content for token in self._tokenizer.added_tokens_decoder.values())
-        longest_first = sorted(filter(str.strip, added), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    @cached_property
-    def longest(self) -> int:
-        """Characters of the longest token."""
-        added = self._tokenizer.added_tokens_decoder.values()
-        return max((len(token.content) for token in added), default=1)
+    special: tuple[str, ...]  # text of each special token
+    pattern: re.Pattern[str]  # any of the tokens
+    longest: int  # characters of the longest one
 
 
 @dataclass(frozen=True)
@@ -61,11 +49,20 @@ class Chat:
     tools: Sequence[Any] | None = None  # JSON schemas that the messages come with
     # Shared with the copies for rows that bring columns of their own.
     _facts: dict[str, TemplateFacts] = field(default_factory=dict, compare=False, repr=False)
-    _shared_tokens: AddedTokens | None = field(default=None, compare=False, repr=False)
+    _found_tokens: list[AddedTokens] = field(default_factory=list, compare=False, repr=False)
 
-    @cached_property
+    @property
     def _tokens(self) -> AddedTokens:
-        return self._shared_tokens or AddedTokens(self.tokenizer)
+        if not self._found_tokens:
+            added = self.tokenizer.added_tokens_decoder.values()
+            texts = [token.content for token in added]
+            longest_first = sorted(filter(str.strip, texts), key=len, reverse=True)
+            pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+            special = tuple(token.content for token in added if token.special)
+            self._found_tokens.append(
+                AddedTokens(special, pattern, max(map(len, texts), default=1))
+            )
+        return self._found_tokens[0]
 
     def with_columns(self, values: Mapping[str, Any]) -> "Chat":
         """With a row's ``tools`` and ``chat_template_kwargs``, which win over the option's.
@@ -75,13 +72,21 @@ class Chat:
         """
         if not values.keys() & {"tools", "chat_template_kwargs"}:
             return self
-        tools = _from_json(values.get("tools"))
-        if not (tools is None or (isinstance(tools, list) and all(map(_is_object, tools)))):
+        tools = values.get("tools")
+        if isinstance(tools, str):  # as some files hold it; text that is none is refused
+            with suppress(ValueError):
+                tools = parse_json(tools)
+        if tools is not None and not (
+            isinstance(tools, list)
+            and all(
+                isinstance(each, dict) and all(isinstance(k, str) for k in each) for each in tools
+            )
+        ):
             raise ValueError(f"`tools` must be a list of JSON schemas, found {tools!s:.200}")
         own = parse_variables(values.get("chat_template_kwargs"), "`chat_template_kwargs`")
         own = {name: value for name, value in own.items() if value is not None}
         variables = {**self.variables, **own}
-        return replace(self, variables=variables, tools=tools or None, _shared_tokens=self._tokens)
+        return replace(self, variables=variables, tools=tools or None)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Text of messages; with ``add_generation_prompt``, up to the assistant's turn.
@@ -222,17 +227,3 @@ def make_chat(
 def end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Special tokens that end an answer in the tokenizer's chat template, beside its own end."""
     return make_chat(tokenizer).end_tokens
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-
-def _from_json(value: object) -> object:
-    """A column's value, which some files hold as JSON text; text that is none stays as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError:
-        return value

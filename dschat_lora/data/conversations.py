@@ -6,7 +6,7 @@ from typing import Literal
 
 from dschat_lora.data.chat import Chat, Span, common_prefix
 from dschat_lora.data.messages import Message, called_function, content_text
-from dschat_lora.data.template_probe import PROBE
+from dschat_lora.data.templates import PROBE
 
 # How the assistant's text is found: by the template's own marks, turn by turn in one rendering, or
 # answer by answer, each in a rendering of its own.
@@ -14,7 +14,7 @@ Method = Literal["marks", "turns", "answers"]
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ConversationSamples:
     """Spans of each sample that a conversation becomes, in order."""
 
     method: Method
@@ -23,7 +23,7 @@ class Conversation:
 
 def supervise(
     messages: Sequence[Message], chat: Chat, *, first_target: int = 0, by_marks: bool = True
-) -> Conversation:
+) -> ConversationSamples:
     """Text of a conversation up to its last answer; what the assistant says is the target.
 
     A template with ``{% generation %}`` marks says itself what that is. Else a turn is what
@@ -38,13 +38,15 @@ def supervise(
     """
     answers = _answers(messages, first_target)
     if by_marks and chat.has_marks:
-        return Conversation("marks", (_by_marks(messages, answers, chat, first_target),))
+        return ConversationSamples("marks", (_by_marks(messages, answers, chat, first_target),))
     renderings = [_render_around(messages, index, chat) for index in answers]
     spans = _turn_by_turn(messages, answers, renderings, chat)
     if spans is not None:
-        return Conversation("turns", (spans,))
+        return ConversationSamples("turns", (spans,))
     pairs = zip(answers, renderings, strict=True)
-    return Conversation("answers", tuple(_alone(messages, i, *texts, chat) for i, texts in pairs))
+    return ConversationSamples(
+        "answers", tuple(_alone(messages, i, *texts, chat) for i, texts in pairs)
+    )
 
 
 def prompt_spans(

@@ -1,10 +1,22 @@
 """Encoding of text with exactly one beginning-of-sequence and no end-of-sequence."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dschat_lora.data.templates import BUILT_IN_TEMPLATE
+
 PROBES = ("a", "1", "\u4e2d")  # a vocabulary may lack some scripts
+# Spaces, digits, line ends, other scripts and a joiner: options of tokenizers act on these.
+DESCRIBED = [
+    "a",
+    " a  b",
+    "Hello, world! 12345",
+    "\n\nHuman: x\n\nAssistant:",
+    "\u00e9\u4e2d\U0001f600",
+]
 
 
 class Tokenizer(Protocol):
@@ -95,13 +107,25 @@ def make_encoder(tokenizer: Tokenizer) -> Encoder:
 def call(
     tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of each text."""
+    """Token ids of each text.
+
+    By the tokenizer of ``tokenizers`` itself, unless its class calls it in a way of its own, or
+    padding, truncation or the reading of special tokens are set otherwise, which a call sets right.
+    """
     if not texts:
         return []
-    backend = _plain_backend(tokenizer)
-    if backend is not None:  # without the position of each token in the text
-        encode = backend.encode_batch_fast
-        return [each.ids for each in encode(list(texts), add_special_tokens=add_special_tokens)]
+    from transformers import PreTrainedTokenizerFast as Fast  # heavy
+
+    own = type(tokenizer)
+    if isinstance(tokenizer, Fast) and all(
+        getattr(own, name, None) is getattr(Fast, name, None)
+        for name in ("__call__", "_encode_plus", "_batch_encode_plus", "backend_tokenizer")
+    ):
+        backend = tokenizer.backend_tokenizer
+        cuts_or_pads = backend.truncation is not None or backend.padding is not None
+        if not cuts_or_pads and backend.encode_special_tokens == tokenizer.split_special_tokens:
+            encode = backend.encode_batch_fast  # without the position of each token in the text
+            return [each.ids for each in encode(list(texts), add_special_tokens=add_special_tokens)]
     return tokenizer(
         list(texts),
         add_special_tokens=add_special_tokens,
@@ -111,21 +135,19 @@ def call(
     )["input_ids"]
 
 
-def _plain_backend(tokenizer: Tokenizer) -> Any:
-    """The tokenizer of ``tokenizers`` if calling ``tokenizer`` gives the token ids of that alone.
-
-    None where its class calls it in a way of its own, or where padding, truncation or the reading
-    of special tokens are set otherwise; a call of ``tokenizer`` sets them right.
-    """
-    from transformers import PreTrainedTokenizerFast as Fast  # heavy
-
-    own = type(tokenizer)
-    if not isinstance(tokenizer, Fast) or any(
-        getattr(own, name, None) is not getattr(Fast, name, None)
-        for name in ("__call__", "_encode_plus", "_batch_encode_plus", "backend_tokenizer")
-    ):
-        return None
-    backend = tokenizer.backend_tokenizer
-    cuts_or_pads = backend.truncation is not None or backend.padding is not None
-    splits = backend.encode_special_tokens != tokenizer.split_special_tokens
-    return None if cuts_or_pads or splits else backend
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Everything about a tokenizer that may change its output."""
+    # Encoding comes first: it resets padding and truncation of an earlier caller, which the
+    # serialised form would include.
+    probes = [call(tokenizer, DESCRIBED, add_special_tokens=special) for special in (True, False)]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    template = tokenizer.chat_template
+    return {
+        "class": type(tokenizer).__name__,
+        "probes": probes,
+        "rules": hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
+        "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
+        # That of the package stands where the tokenizer has none.
+        "chat_template": None if template == BUILT_IN_TEMPLATE else template,
+    }

@@ -1,13 +1,34 @@
-"""Layouts of published data sets, such as Alpaca and ShareGPT, as the columns of the row types."""
+"""Columns of rows: names by ``--columns``, and layouts of published data sets, such as Alpaca."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dschat_lora.config.files import parse_json
-from dschat_lora.data.columns import Columns, EmptyTextError, Messages, message, text_of
 from dschat_lora.data.nlg import TOKEN_IDS, is_token_row
-from dschat_lora.data.sharegpt import conversation_of
 from dschat_lora.data.templates import HUMAN
 
+Columns = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+# Columns that hold what is learnt, those of the richest row type first.
+LEARNT = (
+    {"chosen", "rejected"},
+    {"messages", "conversations"},
+    {"completion"},
+    {"output"},
+    {"answer"},
+    {"text"},
+)
+ASKED = {"prompt", "instruction", "question"}
+# Of these, what is learnt by one name is asked by one name.
+ASKED_BY = {"conversations": "", "output": "instruction", "answer": "question"}
+# ShareGPT's names of the speakers, and the roles of chat templates.
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "function_call"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation"), "tool"),
+}
 OF_LAYOUTS = frozenset(
     ("chosen", "rejected", "messages", "conversations", "instruction", "question", "message_id")
 )
@@ -16,6 +37,55 @@ _BEFORE_TOKENS = {"chosen", "rejected", "messages", "prompt"}
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # What a question is about: without it, its answer would be another task's.
 BESIDE_A_QUESTION = {"context", "choices", "options"}
+
+
+class EmptyTextError(ValueError):
+    """A text that a layout needs is there but empty."""
+
+
+def rename(values: Columns, names: Mapping[str, str]) -> Columns:
+    """A row's columns as ``--columns`` names them: ``{"prompt": "question"}`` reads ``question``.
+
+    A column that is read loses its own name. Left out are the row's own columns of a name that is
+    given, and those of a richer row type than the one that ``names`` describe.
+
+    Raises:
+        ValueError: if the row lacks a column.
+    """
+    for name, column in names.items():
+        if column not in values:
+            raise ValueError(
+                f"row lacks {column!r} of --columns {name}={column}; it has {sorted(values)}"
+            )
+    hidden = {*names, *names.values()}
+    if names.keys() & ASKED:
+        hidden |= ASKED | LEARNT[1]
+    for name in names.keys() & ASKED_BY.keys():
+        hidden |= ASKED - {ASKED_BY[name]}
+    named = [place for place, columns in enumerate(LEARNT) if names.keys() & columns]
+    hidden.update(*LEARNT[: named[0] if named else 0])
+    own = {name: value for name, value in values.items() if name not in hidden}
+    return own | {name: values[column] for name, column in names.items()}
+
+
+def message(role: str, content: str) -> dict[str, Any]:
+    """A message of a conversation."""
+    return {"role": role, "content": content}
+
+
+def text_of(values: Columns, column: str, *, required: bool = True) -> str:
+    """A column's text, "" where the row lacks it.
+
+    Raises:
+        EmptyTextError: if it is required and there is none.
+        ValueError: if it is something else.
+    """
+    value = values.get(column, "")
+    if not isinstance(value, str):
+        raise ValueError(f"`{column}` must be text, found {type(value).__name__}")
+    if required and not value.strip():
+        raise EmptyTextError(f"`{column}` is empty")
+    return value
 
 
 def to_canonical(values: Columns) -> tuple[Columns, str]:
@@ -178,19 +248,15 @@ def _alpaca_prompt(values: Columns) -> Messages:
     text = "\n".join(part for part in parts if part.strip())
     if not text:
         raise EmptyTextError("`instruction` is empty")
-    history = values.get("history") or []
-    if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
-        raise ValueError("`history` must be a list of pairs of texts, a question and its answer")
-    earlier = [each for turn in history for each in _turn(*turn)]
+    history, earlier = values.get("history") or [], []
+    for turn in history if isinstance(history, list) else [history]:
+        is_turn = isinstance(turn, list) and len(turn) == 2
+        if not is_turn or not all(isinstance(text, str) for text in turn):
+            raise ValueError(
+                "`history` must be a list of pairs of texts, a question and its answer"
+            )
+        earlier += [message("user", turn[0]), message("assistant", turn[1])]
     return [*_system(values), *earlier, message("user", text)]
-
-
-def _turn(question: str, answer: str) -> Messages:
-    return [message("user", question), message("assistant", answer)]
-
-
-def _is_turn(turn: object) -> bool:
-    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(t, str) for t in turn)
 
 
 def _question_prompt(values: Columns) -> Messages:
@@ -216,3 +282,42 @@ def _answered(values: Columns, prompt: Messages, column: str) -> Columns:
 def _system(values: Columns) -> Messages:
     text = text_of(values, "system", required=False)
     return [message("system", text)] if text.strip() else []
+
+
+def conversation_of(values: Columns, column: str) -> Messages:
+    """The messages of a ShareGPT column."""
+    items = values[column]
+    if not isinstance(items, list):
+        raise ValueError(f"`{column}` must be a message list, found {type(items).__name__}")
+    if not items:
+        raise EmptyTextError(f"`{column}` is empty")
+    return [_from_sharegpt(f"`{column}` item {n}", item) for n, item in enumerate(items, 1)]
+
+
+def _from_sharegpt(where: str, item: object) -> dict[str, Any]:
+    keys = item.keys() if isinstance(item, dict) else set()
+    if not isinstance(item, dict) or not ({"from", "value"} <= keys or {"role", "content"} <= keys):
+        found = sorted(item) if isinstance(item, dict) else type(item).__name__
+        raise ValueError(f"{where} must have 'from' and 'value', found {found}")
+    speaker = item.get("from") or item.get("role")
+    if not isinstance(speaker, str) or speaker not in ROLES:
+        raise ValueError(f"{where}: {speaker!r} is no speaker; use one of {', '.join(ROLES)}")
+    if item.get("from") is None:
+        return {**item, "role": ROLES[speaker]}
+    content = item.get("value")
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: 'value' must be text, found {type(content).__name__}")
+    if speaker == "function_call":
+        try:
+            value = parse_json(content)
+        except ValueError:
+            value = None
+        calls = value if isinstance(value, list) else [value]
+        if not all(isinstance(c, dict) and {"name", "arguments"} <= c.keys() for c in calls):
+            raise ValueError(f"{where}: a function call must be JSON with 'name' and 'arguments'")
+        written = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+        written = [{"type": "function", "function": call} for call in written]
+        return {"role": "assistant", "content": None, "tool_calls": written}
+    if ROLES[speaker] == "assistant" and not content.strip():
+        raise EmptyTextError(f"{where}: the answer is empty")
+    return message(ROLES[speaker], content)

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.data.budget import TokenBudget
-from dschat_lora.data.counts import SampleCounts, Samples, count_samples, count_step, row_lengths
-from dschat_lora.data.packed_rows import PackedRow, PackedRows
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.packing import Integers, PackedRow, PackedRows, SampleCounts, TokenBudget
+from dschat_lora.data.samples import Samples, TokenSet
 
 
 class Collator(Protocol):
@@ -20,11 +18,14 @@ class Collator(Protocol):
     def __call__(self, rows: Sequence[Sequence[Any]]) -> object:
         """One batch of rows of samples."""
 
-    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
-        """(len(samples),) tokens of each sample in a row."""
-
     def empty(self) -> object:
         """A batch of padding alone: a rank without rows still takes part in the forward pass."""
+
+    def counts(self, samples: TokenSet) -> SampleCounts:
+        """Counts of each sample in the rows of these batches."""
+
+    def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """(B, T) of the batch of n >= 1 rows of these lengths."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +77,22 @@ class StepLoader:
         """
         assert 0 <= rank < world_size
         assert min(micro_batch_size, gradient_accumulation_steps) >= 1
-        assert budget is None or micro_batch_size == 1
         rows = PackedRows.of(rows)
-        size = 1 + int(rows.samples.max(initial=-1))
-        self.counts = counts or count_samples(collate, samples, size)
+        if counts is None:
+            size, stored = 1 + int(rows.samples.max(initial=-1)), samples
+            if not isinstance(stored, TokenSet):
+                stored = TokenSet.of([samples[index] for index in range(size)])
+            counts = collate.counts(stored)
+        self.counts, self.num_rows = counts, len(rows)
         self._samples, self._rows, self._collate, self._budget = samples, rows, collate, budget
         self._micro_batch_size, self._seed = micro_batch_size, seed
         self._rank, self._world_size = rank, world_size
-        self.num_rows = len(rows)
-        several = bool((rows.sizes > 1).any())
-        self.packs = several if budget is None else budget.row_tokens is not None
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world_size
-        assert budget is None or budget.micro_batches == self.rows_per_step
-        self._taken = self.rows_per_step if budget is None else budget.groups_per_step
+        self._taken = self.rows_per_step
+        self.packs = bool((np.diff(rows.ends, prepend=0) > 1).any())  # several samples a row
+        if budget is not None:
+            assert (micro_batch_size, budget.micro_batches) == (1, self.rows_per_step)
+            self._taken, self.packs = budget.groups_per_step, budget.row_tokens is not None
         self.steps_per_epoch = -(-len(rows) // self._taken)
 
     def epoch(self, number: int, start_step: int = 0) -> Iterator[Window]:
@@ -99,13 +103,12 @@ class StepLoader:
         order = permutation(len(self._rows), "epoch", self._seed, number)
         for step in range(start_step, self.steps_per_epoch):
             first = step * self._taken
-            batches = self._micro_batches(
-                [self._rows[i] for i in order[first : first + self._taken]]
-            )
+            rows = [self._rows[index] for index in order[first : first + self._taken]]
+            batches = self._micro_batches(rows)
             own = batches[self._rank :: self._world_size]
             yield Window(
                 [_collated(self._samples, batch, self._collate) for batch in own],
-                count_step(self._collate, self.counts, batches),
+                self._count(batches),
             )
 
     def _micro_batches(self, rows: list[PackedRow]) -> list[list[PackedRow]]:
@@ -114,9 +117,35 @@ class StepLoader:
             return self._budget.assign_to_ranks(rows, self.counts, world_size=self._world_size)
         # Rows of similar length share a micro-batch: little padding, and ranks wait little for
         # each other. Within a step the order has no effect on the gradient's sum.
-        order = np.argsort(-row_lengths(self.counts, rows), kind="stable")
+        order = np.argsort(-self._row_lengths(rows), kind="stable")
         rows = [rows[index] for index in order]
         return assign_to_ranks(rows, batch_size=self._micro_batch_size, world_size=self._world_size)
+
+    def _row_lengths(self, rows: Sequence[PackedRow]) -> Integers:
+        """(len(rows),) positions of each row."""
+        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        samples = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+        up_to = np.concatenate([[0], np.cumsum(self.counts.positions[samples])])
+        return np.diff(up_to[ends], prepend=0)
+
+    def _count(self, batches: Sequence[Sequence[PackedRow]]) -> dict[str, int]:
+        """Counts of a step's batches on all ranks, which are not made, by ``StepCounts``' names."""
+        counts, rows = self.counts, list(chain.from_iterable(batches))
+        samples = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+        lengths = iter(self._row_lengths(rows).tolist())
+        shapes = [
+            self._collate.shape(list(islice(lengths, len(each)))) if each else (1, 1)
+            for each in batches
+        ]
+        return {
+            "num_samples": len(samples),
+            "num_tokens": int(counts.tokens[samples].sum()),
+            "num_targets": int(counts.targets[samples].sum()),
+            "num_attended": int(counts.attended[samples].sum()),
+            "num_positions": sum(height * width for height, width in shapes),
+            "num_scored_pairs": sum(height * width**2 for height, width in shapes),
+            "num_chosen_targets": int(counts.chosen_targets[samples].sum()),
+        }
 
 
 def eval_batches(

@@ -1,30 +1,47 @@
-"""Preparation of data: rows to cached token sets, with an audit."""
+"""Preparation of data: rows to cached token sets, with an audit, and a preview of samples."""
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.audit import Audit, make_audit
-from dschat_lora.data.cache import load_or_build
+from dschat_lora.data.audit import DataAudit, make_audit
+from dschat_lora.data.cache import code_digest, file_digest, load_or_build
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.collect import Collected, Indices, collect
-from dschat_lora.data.encoder import Tokenizer, make_encoder
-from dschat_lora.data.fingerprint import fingerprint
-from dschat_lora.data.readers import count_rows
-from dschat_lora.data.rows import DataKind, config_sources
-from dschat_lora.data.sources import Source
-from dschat_lora.data.store import TokenSet, join
-from dschat_lora.data.tally import add_up
-from dschat_lora.data.token_writer import TokenTask, TokenWriter, read_tally, token_tasks
-from dschat_lora.data.tokenize import TokenRule
-from dschat_lora.data.unpaired import mismatched_records
+from dschat_lora.data.collect import collect
+from dschat_lora.data.encoder import Tokenizer, describe_tokenizer, make_encoder
+from dschat_lora.data.readers import count_rows, iter_rows, load_hub
+from dschat_lora.data.record_files import RowCounts, RowReader
+from dschat_lora.data.records import answers_of
+from dschat_lora.data.rows import DataKind, config_sources, row_options
+from dschat_lora.data.samples import (
+    AnySample,
+    PairSample,
+    SequenceSample,
+    TokenSet,
+    UnpairedSample,
+    join,
+)
+from dschat_lora.data.sources import Source, data_suffix
+from dschat_lora.data.token_files import Tally, TokenWriter, mismatched_records, token_tasks
+from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.data.workers import map_in_order, usable_cores
+
+MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
+# Options that decide what is prepared.
+OPTIONS = (
+    *("max_seq_len", "overlong", "bad_rows", "columns", "unpaired_rows", "train_on_prompt"),
+    *("eos_after_prompt", "data_split", "data_weights", "eval_ratio", "chat_template_kwargs"),
+)
 
 
 class Bar(Protocol):
@@ -35,20 +52,7 @@ class Bar(Protocol):
 
 
 # Makes a bar of a name, and of what tells how many there are (None: that is not known).
-Progress = Callable[[str, Callable[[], int | None]], AbstractContextManager[Bar]]
-
-
-class _NoBar:
-    def update(self, count: int) -> None:
-        """Show nothing."""
-
-
-def no_progress(what: str, count: Callable[[], int | None]) -> AbstractContextManager[Bar]:
-    """No bar."""
-    return nullcontext(_NoBar())
-
-
-MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
+Progress = Callable[[str, Callable[[], int | None]], AbstractContextManager[Bar | None]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Prepared:
 
     train: TokenSet
     eval: TokenSet
-    audit: Audit
+    audit: DataAudit
     fingerprint: str
     from_cache: bool
 
@@ -71,12 +75,12 @@ def prepare(
     eos_id: int,
     cache_dir: Path,
     kind: DataKind = "samples",
-    progress: Progress = no_progress,
+    progress: Progress = lambda what, count: nullcontext(),
 ) -> Prepared:
     """Token sets of samples or pairs, from the cache if they were made before.
 
     Safe to call in several processes at once; the first to finish fills the cache, which is
-    ``cache_dir/FINGERPRINT``. :meth:`Audit.check` refuses data that is not fit to train on.
+    ``cache_dir/FINGERPRINT``. :meth:`DataAudit.check` refuses data that is not fit to train on.
 
     The split is disjoint between phases 1, 2 and 3 of equal ``seed``. ``eos_id`` ends a sequence;
     it need not be the tokenizer's own.
@@ -85,40 +89,27 @@ def prepare(
         ValueError: for data that cannot be found, read or used, naming file and row.
     """
     sources = config_sources(config)
-    key = fingerprint(config, sources, tokenizer, phase=phase, seed=seed, eos_id=eos_id, kind=kind)
-    rule = token_rule(config, eos_id, kind)
-
-    def build(directory: Path) -> dict[str, Any]:
-        return _build(
-            config,
-            sources,
-            tokenizer,
-            rule,
-            directory,
-            phase=phase,
-            seed=seed,
-            eos_id=eos_id,
-            progress=progress,
-        )
-
+    run: dict[str, Any] = {"phase": phase, "seed": seed, "eos_id": eos_id, "kind": kind}
+    key = fingerprint(config, sources, tokenizer, **run)
+    build = partial(_build, config, sources, tokenizer, progress=progress, **run)
     content, from_cache = load_or_build(cache_dir / key, build)
     train, held_out = (
-        TokenSet(cache_dir / key / f"{name}.arrow", kind, digest=content["digests"][name])
+        TokenSet.read(cache_dir / key / f"{name}.arrow", kind, content["digests"][name])
         for name in ("train", "eval")
     )
-    return Prepared(train, held_out, Audit.from_dict(content["audit"]), key, from_cache)
+    return Prepared(train, held_out, DataAudit.from_dict(content["audit"]), key, from_cache)
 
 
 def _build(
     config: DataConfig,
     sources: Sequence[Source],
     tokenizer: Tokenizer,
-    rule: TokenRule,
     directory: Path,
     *,
     phase: int,
     seed: int,
     eos_id: int,
+    kind: DataKind,
     progress: Progress,
 ) -> dict[str, Any]:
     """Write both token sets; returns their digests and audit.
@@ -127,38 +118,32 @@ def _build(
     killed leaves them to the next one. Nothing else grows with the number of rows but a few bytes
     for each.
     """
-    parts, kind = directory / "parts", rule.kind
+    parts = directory / "parts"
     parts.mkdir(exist_ok=True)
     workers = config.preprocessing_num_workers or min(MAX_WORKERS, usable_cores())
     chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
     encoder = make_encoder(tokenizer)
-    with progress("reading rows", lambda: _count(sources)) as bar:
-        rows = collect(
-            config,
-            sources,
-            chat,
-            parts,
-            phase=phase,
-            seed=seed,
-            kind=kind,
-            workers=workers,
-            on_rows=bar.update,
-        )
-    tasks = {
-        "train": _tasks(rows, "train", rows.train, rows.train_repeats, parts, seed),
-        "eval": _tasks(rows, "eval", rows.eval, np.ones_like(rows.eval), parts, seed),
-    }
-    writer = TokenWriter(rows.rows, encoder, rule)
+    own: dict[str, Any] = {"phase": phase, "seed": seed, "kind": kind}
+    with progress("reading rows", lambda: count_rows(sources)) as bar:
+        on_rows = bar.update if bar is not None else lambda count: None
+        rows = collect(config, sources, chat, parts, workers=workers, on_rows=on_rows, **own)
+    used = {"train": (rows.train, rows.train_repeats), "eval": (rows.eval, np.ones_like(rows.eval))}
+    writer = TokenWriter(rows.rows, encoder, token_rule(config, eos_id, kind))
     digests, tallies = {}, []
     with progress("tokenising rows", lambda: len(rows.train) + len(rows.eval)) as bar:
-        for name, own in tasks.items():
+        for name, (numbers, repeats) in used.items():
+            others = None
+            if kind == "unpaired":
+                others = mismatched_records(rows.rows, numbers, rows.train, seed=seed)
+            tasks = token_tasks(parts, name, rows.rows, numbers, repeats, others)
             paths, counted = [], []
-            for path in map_in_order(writer, own, workers=workers):
+            for path in map_in_order(writer, tasks, workers=workers):
                 paths.append(path)
-                counted.append(read_tally(path))
-                bar.update(counted[-1].rows)
+                counted.append(Tally.read(path))
+                if bar is not None:
+                    bar.update(counted[-1].rows)
             digests[name] = join(paths, directory / f"{name}.arrow", kind)
-            tallies.append(add_up(counted))
+            tallies.append(Tally.of(counted))
     shutil.rmtree(parts)
     return {"audit": make_audit(config, rows, *tallies).to_dict(), "digests": digests}
 
@@ -175,20 +160,85 @@ def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
     )
 
 
-def _tasks(
-    rows: Collected, name: str, numbers: Indices, repeats: Indices, directory: Path, seed: int
-) -> Iterator[TokenTask]:
-    others = None
-    if rows.kind == "unpaired":
-        others = mismatched_records(rows.rows, numbers, rows.train, seed=seed)
-    return token_tasks(directory, name, rows.rows, numbers, repeats, others)
+def fingerprint(
+    config: DataConfig,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    *,
+    phase: int,
+    seed: int,
+    eos_id: int,
+    kind: DataKind,
+) -> str:
+    """32 hex digits, equal only if the prepared data would be equal.
 
-
-def _count(sources: Sequence[Source]) -> int | None:
-    total = 0
+    Files count by content, not by name or time, and a hub data set by its own fingerprint. The
+    code counts by its text, so that a changed rule never meets data made by the old one.
+    """
+    described: list[list[Any]] = []
     for source in sources:
-        rows = count_rows(source)
-        if rows is None:
-            return None
-        total += rows
-    return total
+        found: list[Any] = [[data_suffix(file), file_digest(file)] for file in source.files]
+        if source.hub_name is not None:
+            found = [load_hub(source)._fingerprint]
+        elif source.rows is not None:
+            digest = hashlib.blake2b(digest_size=16)
+            for row in iter_rows(source):
+                text = json.dumps([row.values, row.problem], default=repr)
+                digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
+            found = ["rows", digest.hexdigest()]
+        described.append([source.option, *found])
+    parts = {
+        "sources": described,
+        "options": {name: getattr(config, name) for name in OPTIONS},
+        "run": [phase, seed, eos_id, kind],
+        "tokenizer": describe_tokenizer(tokenizer),
+        "code": code_digest(),
+    }
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """Sequences of one sample: one, or of a pair the chosen and the rejected one."""
+
+    row: str  # "file:line"
+    sequences: dict[str, tuple[list[int], list[int]]]  # by name: tokens, and 1 where supervised
+
+
+def preview(
+    config: DataConfig, tokenizer: Tokenizer, *, eos_id: int, kind: DataKind
+) -> Iterator[ShownSample]:
+    """Samples as they are trained on, in the order of the rows; rows that cannot be used are none.
+
+    Raises:
+        ValueError: if a file cannot be read.
+    """
+    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
+    reader = RowReader(row_options(config), chat, kind, skips=True)
+    rule, encoder = token_rule(config, eos_id, kind), make_encoder(tokenizer)
+    for source in config_sources(config):
+        for raw in iter_rows(source):
+            records, _ = reader.records(raw, RowCounts())
+            if kind == "unpaired":
+                # Its own answer stands for that to another prompt, which is not shown.
+                answers = answers_of(*records)
+                records = tuple(each._replace(mismatched=each.completion) for each in answers)
+            for record, result in zip(records, tokenize(records, encoder, rule), strict=True):
+                for sample in result.samples:
+                    yield ShownSample(record.location, _sequences(sample))
+
+
+def _sequences(sample: AnySample) -> dict[str, tuple[list[int], list[int]]]:
+    if isinstance(sample, SequenceSample):
+        supervised = (sample.labels != IGNORE_INDEX).astype(int)
+        return {"sample": (sample.input_ids.tolist(), supervised.tolist())}
+    shown = {"prompt": sample.input_ids}
+    if isinstance(sample, PairSample):
+        shown = {"chosen": sample.chosen, "rejected": sample.rejected}
+    elif isinstance(sample, UnpairedSample):
+        shown = {"good answer" if sample.label else "bad answer": sample.input_ids}
+    begin = len(sample.prompt)
+    return {
+        n: (ids.tolist(), [int(i >= begin) for i in range(len(ids))]) for n, ids in shown.items()
+    }

@@ -6,7 +6,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,7 @@ from dschat_lora.config.files import TOO_DEEP, json_object
 from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of
 from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
-from dschat_lora.data.sources import Source
-from dschat_lora.data.suffixes import kind_of_file
+from dschat_lora.data.sources import Source, kind_of_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,8 +80,18 @@ class Line:
 
     def read(self) -> RawRow:
         """The row, with a ``problem`` if the line cannot be read."""
-        # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
-        return _parse_line(self.location, self.text, self.parse)
+        try:
+            # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
+            return self.parse(self.location, self.text.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            problem = f"not UTF-8 (byte {error.start + 1} of the line)"
+        except json.JSONDecodeError as error:
+            problem = f"not valid JSON ({error.msg}, column {error.colno})"
+        except RecursionError:
+            problem = TOO_DEEP
+        except ValueError as error:
+            problem = str(error)
+        return RawRow(self.location, {}, problem)
 
 
 def iter_rows(source: Source) -> Iterator[RawRow]:
@@ -119,35 +128,38 @@ def iter_file(path: Path) -> Iterator[RawRow]:
     return (row.read() for row in _iter_unread_file(path))
 
 
-def count_rows(source: Source) -> int | None:
-    """Rows of a source, or None where to count them takes as long as to read them."""
-    if source.hub_name is not None:
-        return len(load_hub(source))
+def count_rows(sources: Sequence[Source]) -> int | None:
+    """Rows of all sources, or None where to count them takes as long as to read them."""
     total = 0
-    if source.rows is not None:
-        return len(source.rows) if isinstance(source.rows, Sized) else None
-    for path in source.files:
-        kind = kind_of_file(path)
-        if kind == ".parquet":
-            import pyarrow.parquet
+    for source in sources:
+        if source.hub_name is not None:
+            total += len(load_hub(source))
+        elif source.rows is not None:
+            if not isinstance(source.rows, Sized):
+                return None
+            total += len(source.rows)
+        for path in source.files:
+            if kind_of_file(path) == ".parquet":
+                import pyarrow.parquet
 
-            total += pyarrow.parquet.read_metadata(path).num_rows
-        elif kind == ".jsonl":
-            with _open(path) as file:
-                total += sum(block.count(b"\n") for block in iter(partial(file.read, 2**20), b""))
-        else:
-            return None
+                total += pyarrow.parquet.read_metadata(path).num_rows
+            elif kind_of_file(path) == ".jsonl":
+                with _open(path) as file:
+                    blocks = iter(partial(file.read, 2**20), b"")
+                    total += sum(block.count(b"\n") for block in blocks)
+            else:
+                return None
     return total
 
 
 def _iter_unread_file(path: Path) -> Iterator[RawRow | Line]:
     readers: dict[str, Callable[[Path], Iterator[RawRow | Line]]] = {
-        ".jsonl": _iter_jsonl,
+        ".jsonl": partial(_iter_lines, parse=_json_row),
         ".json": _iter_json,
         ".txt": _iter_txt,
         ".csv": _iter_csv,
-        ".parquet": _iter_parquet,
-        ".arrow": _iter_arrow,
+        ".parquet": partial(_iter_batches, read=parquet_batches),
+        ".arrow": partial(_iter_batches, read=arrow_batches),
     }
     try:
         unpacked, most = 0, max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size)
@@ -191,10 +203,6 @@ def load_hub(source: Source) -> "Dataset":
         ) from error
 
 
-def _iter_jsonl(path: Path) -> Iterator[Line]:
-    return _iter_lines(path, _json_row)
-
-
 def _json_row(location: str, line: str) -> RawRow:
     return _object_row(location, _DECODE(line))
 
@@ -208,11 +216,8 @@ def _iter_txt(path: Path) -> Iterator[RawRow | Line]:
     with _open(path) as file:
         first = next((line for line in _Lines(path, file) if line.strip()), b"")
     if b"||" in first:
-        return _iter_lines(path, _e2e_row)
-    return _iter_document(path)
-
-
-def _iter_document(path: Path) -> Iterator[RawRow]:
+        yield from _iter_lines(path, _e2e_row)
+        return
     with _open(path) as file:
         data = file.read(MOST_ROW + 1)
     if len(data) > MOST_ROW:
@@ -276,19 +281,6 @@ def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[Lin
                 lines.size = 0
 
 
-def _parse_line(location: str, line: bytes, parse: Callable[[str, str], RawRow]) -> RawRow:
-    try:
-        return parse(location, line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return RawRow(location, {}, f"not UTF-8 (byte {error.start + 1} of the line)")
-    except json.JSONDecodeError as error:
-        return RawRow(location, {}, f"not valid JSON ({error.msg}, column {error.colno})")
-    except RecursionError:
-        return RawRow(location, {}, TOO_DEEP)
-    except ValueError as error:
-        return RawRow(location, {}, str(error))
-
-
 def _object_row(location: str, value: object) -> RawRow:
     if isinstance(value, Mapping):
         return RawRow(location, dict(value))
@@ -299,29 +291,24 @@ def _iter_json(path: Path) -> Iterator[RawRow]:
     """Rows of a JSON list, or of objects one after another, each with the line it begins on."""
     try:
         with _open(path) as file:
-            text = io.TextIOWrapper(file, "utf-8-sig")
-            yield from _iter_json_text(path, JsonStream(text))
+            text = JsonStream(io.TextIOWrapper(file, "utf-8-sig"))
+            opening = text.skip_match(JSON_LIST)
+            in_list, entries = opening is not None, opening is not None and opening[1] is not None
+            while (character := text.next()) and not (in_list and character == "]"):
+                yield from _json_rows(f"{path}:{text.line}", text.value(), webnlg=entries)
+                if in_list and not text.skip(",") and text.next() != "]":
+                    raise text.error("Expecting ',' or ']'")
+            what = "WebNLG's file to end after its entries" if entries else "one list of objects"
+            error = text.error(f"Expecting {what}")
+            if in_list and not (
+                text.skip("]") and (not entries or text.skip("}")) and not text.next()
+            ):
+                raise error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8") from error
     except JsonError as error:
         reason = f"not valid JSON ({error.message}, column {error.column})"
         raise RowError(f"{path}:{error.line}", reason) from error
-
-
-def _iter_json_text(path: Path, text: JsonStream) -> Iterator[RawRow]:
-    opening = text.skip_match(JSON_LIST)
-    in_list, entries = opening is not None, opening is not None and opening[1] is not None
-    while (character := text.next()) and not (in_list and character == "]"):
-        location = f"{path}:{text.line}"
-        yield from _json_rows(location, text.value(), webnlg=entries)
-        if in_list and not text.skip(",") and text.next() != "]":
-            raise text.error("Expecting ',' or ']'")
-    if in_list:
-        what = "WebNLG's file to end after its entries" if entries else "one list of objects"
-        error = text.error(f"Expecting {what}")
-        ends = text.skip("]") and (not entries or text.skip("}")) and not text.next()
-        if not ends:
-            raise error
 
 
 def _json_rows(location: str, value: object, *, webnlg: bool) -> Iterator[RawRow]:
@@ -354,34 +341,24 @@ def _iter_csv(path: Path) -> Iterator[RawRow]:
             first_line = reader.line_num + 1
             for cells in reader:
                 if cells:
-                    yield _csv_row(f"{path}:{first_line}", header, cells)
+                    problem = None
+                    if len(cells) != len(header):
+                        problem = f"row has {len(cells)} cells, the header names {len(header)}"
+                    values = {} if problem else dict(zip(header, cells, strict=True))
+                    yield RawRow(f"{path}:{first_line}", values, problem)
                     lines.size = 0
                 first_line = reader.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:
             raise RowError(f"{path}:{reader.line_num + 1}", f"not valid CSV ({error})") from error
 
 
-def _csv_row(location: str, header: list[str], cells: list[str]) -> RawRow:
-    if len(cells) != len(header):
-        return RawRow(location, {}, f"row has {len(cells)} cells, the header names {len(header)}")
-    return RawRow(location, dict(zip(header, cells, strict=True)))
-
-
-def _iter_parquet(path: Path) -> Iterator[RawRow]:
-    return _iter_batches(path, parquet_batches(path))
-
-
-def _iter_arrow(path: Path) -> Iterator[RawRow]:
-    return _iter_batches(path, arrow_batches(path))
-
-
-def _iter_batches(path: Path, batches: Iterator[Any]) -> Iterator[RawRow]:
+def _iter_batches(path: Path, read: Callable[[Path], Iterator[Any]]) -> Iterator[RawRow]:
     """Rows of Arrow's record batches."""
     import pyarrow
 
     number = 0
     try:
-        for batch in batches:
+        for batch in read(path):
             for values in rows_of(batch, most=MOST_ROW):
                 number += 1
                 if values is None:

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
-from dschat_lora.data.messages import Message
 from dschat_lora.data.nlg import TOKEN_IDS, token_texts
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
@@ -77,6 +76,19 @@ def row_digest(records: Sequence[TextRecord], kind: DataKind = "samples") -> byt
     return hashlib.blake2b(b"".join(digests), digest_size=16).digest()
 
 
+def answers_of(*records: TextRecord) -> tuple[TextRecord, ...]:
+    """The records, of pairs the chosen answer as a desirable one and the rejected one."""
+    answers: list[TextRecord] = []
+    for record in records:
+        if record.rejected is None:
+            answers.append(record)
+            continue
+        answers.append(record._replace(rejected=None, label=True))
+        spans = (*record.spans[:-1], Span(record.rejected, target=True))
+        answers.append(record._replace(spans=spans, rejected=None, label=False))
+    return tuple(answers)
+
+
 def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[TextRecord, ...]:
     """The record of a row, or one for each answer where a chat template rewrites the history.
 
@@ -86,35 +98,32 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
     Raises:
         RowError: if its messages cannot be rendered or its pair has no shared prompt.
     """
+    values = row.values
+    label = values["label"] if row.kind == "unpaired preference" else None
     try:
-        if row.kind == "text":
-            spans: tuple[Span, ...] = (Span(row.values["text"], target=True),)
-        elif row.layout == TOKEN_IDS:
-            spans = _plain(token_texts(row.values, chat.tokenizer))
-        elif row.kind == "preference":
+        if row.kind == "preference":
             return (_preference(row, chat, kind),)
-        elif row.kind != "conversation" and isinstance(row.values["prompt"], str):
-            spans = _plain(row.values)
+        if row.kind == "text":
+            spans: tuple[Span, ...] = (Span(values["text"], target=True),)
+        elif row.layout == TOKEN_IDS:
+            texts = token_texts(values, chat.tokenizer)
+            spans = _pair(texts["prompt"], texts["completion"])
+        elif row.kind == "conversation" or not isinstance(values["prompt"], str):
+            return _rendered(row, chat.with_columns(values), kind, label)
+        elif "completion" in values:
+            spans = _pair(values["prompt"], values["completion"])
         else:
-            return _rendered(row, chat.with_columns(row.values), kind)
-        return (TextRecord(row.location, row.kind, spans, label=_label(row)),)
+            spans = (Span(values["prompt"], target=False),)
+        return (TextRecord(row.location, row.kind, spans, label=label),)
     except ValueError as error:
         raise RowError(row.location, str(error)) from error
     except RecursionError:
         raise RowError(row.location, TOO_DEEP) from None
 
 
-def _label(row: ParsedRow) -> bool | None:
-    return row.values["label"] if row.kind == "unpaired preference" else None
-
-
-def _plain(values: dict[str, Any]) -> tuple[Span, ...]:
-    if "completion" in values:
-        return _pair(values["prompt"], values["completion"])
-    return (Span(values["prompt"], target=False),)
-
-
-def _rendered(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[TextRecord, ...]:
+def _rendered(
+    row: ParsedRow, chat: Chat, kind: DataKind, label: bool | None
+) -> tuple[TextRecord, ...]:
     """Records of a row of messages."""
     prompt = row.values["prompt"] if row.kind != "conversation" else []
     if row.kind == "prompt":
@@ -126,36 +135,31 @@ def _rendered(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[TextRecord, .
         return (TextRecord(row.location, row.kind, spans),)
     by_marks = kind == "samples"
     found = supervise(messages, chat, first_target=len(prompt), by_marks=by_marks)
-    return tuple(
-        TextRecord(
-            row.location,
-            row.kind,
-            spans,
-            label=_label(row),
-            end=_end(spans[-1].text, chat, found.method),
-            method=found.method,
-            goes_on=number > 0,
-        )
-        for number, spans in enumerate(found.samples)
-    )
-
-
-def _end(text: str, chat: Chat, method: Method) -> End:
-    if chat.is_ended(text):
-        return "template"
-    return "none" if method == "marks" else "eos"
+    records: list[TextRecord] = []
+    for spans in found.samples:
+        end: End = "none" if found.method == "marks" else "eos"
+        if chat.is_ended(spans[-1].text):
+            end = "template"
+        more: dict[str, Any] = {"end": end, "goes_on": bool(records), "method": found.method, "label": label}
+        records.append(TextRecord(row.location, row.kind, spans, **more))
+    return tuple(records)
 
 
 def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     prompt, chosen, rejected = _split_preference(row.values)
-    margin = _margin(row.values)
+    margin = _margin(row.values.get("margin"))
     if isinstance(prompt, str):
         return TextRecord(row.location, row.kind, _pair(prompt, chosen), rejected, margin)
-    chat = chat.with_columns(row.values)
-    pair = [
-        answer_spans(_with_answer(name, prompt, answer), len(prompt), chat)
-        for name, answer in (("chosen", chosen), ("rejected", rejected))
-    ]
+    chat, pair = chat.with_columns(row.values), []
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        roles = [message["role"] for message in answer]
+        if roles != ["assistant"]:
+            raise ValueError(
+                f"`{name}` must add one assistant message to the prompt, it adds {roles}"
+            )
+        if not prompt:
+            raise ValueError("the first message is the assistant's; it answers nothing")
+        pair.append(answer_spans([*prompt, *answer], len(prompt), chat))
     # What a template opens an answer with may depend on it: both follow the shorter prompt.
     shared = min((context.text for context, _ in pair), key=len)
     texts = [context.text[len(shared) :] + answer.text for context, answer in pair]
@@ -166,29 +170,22 @@ def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
 
 
 def _split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Prompt, chosen and rejected; without a prompt, what both answers begin with."""
+    """Prompt, chosen and rejected; without a prompt, it is what both answers begin with."""
     chosen, rejected = values["chosen"], values["rejected"]
     if "prompt" in values:
         return values["prompt"], chosen, rejected
-    if isinstance(chosen, str):
-        length = _shared_text(chosen, rejected)
-    else:  # the answers themselves may be the same
-        length = min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    length = shared_length(chosen, rejected)
+    if isinstance(chosen, list):  # the answers themselves may be the same
+        length = min(length, len(chosen) - 1, len(rejected) - 1)
+    elif (turn := chosen.rfind(ASSISTANT, 0, length)) >= 0:
+        length = turn + len(ASSISTANT)
+    else:  # up to a whole word; the white space belongs to the answer, as in the Assistant format
+        length = max((i for i in range(length) if chosen[i].isspace()), default=0)
     if length == 0:
         raise ValueError("`chosen` and `rejected` begin differently; give their `prompt`")
     if not (chosen[length:] and rejected[length:]):
         raise ValueError("one of `chosen` and `rejected` adds nothing to the shared prompt")
     return chosen[:length], chosen[length:], rejected[length:]
-
-
-def _shared_text(chosen: str, rejected: str) -> int:
-    """Length of the shared prefix up to the last ``Assistant:``, or else up to a whole word."""
-    shared = chosen[: shared_length(chosen, rejected)]
-    turn = shared.rfind(ASSISTANT)
-    if turn >= 0:
-        return turn + len(ASSISTANT)
-    # The white space belongs to the answer, as in the Assistant format.
-    return max((i for i, character in enumerate(shared) if character.isspace()), default=0)
 
 
 def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
@@ -197,23 +194,11 @@ def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
-def _with_answer(
-    name: str, prompt: Sequence[Message], answer: Sequence[Message]
-) -> Sequence[Message]:
-    roles = [message["role"] for message in answer]
-    if roles != ["assistant"]:
-        raise ValueError(f"`{name}` must add one assistant message to the prompt, it adds {roles}")
-    if not prompt:
-        raise ValueError("the first message is the assistant's; it answers nothing")
-    return [*prompt, *answer]
-
-
 def _pair(prompt: str, completion: str) -> tuple[Span, ...]:
     return Span(prompt, target=False), Span(completion, target=True)
 
 
-def _margin(values: dict[str, Any]) -> float | None:
-    margin = values.get("margin")
+def _margin(margin: Any) -> float | None:
     if margin is None or margin == "":
         return None
     try:

@@ -1,14 +1,14 @@
-"""Row types: checks that a raw row is one of the six, and usable for a stage."""
+"""Row types: a raw row is one of the six, and a stage can use it; checks of data before a run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns
 from dschat_lora.config.files import TOO_DEEP
-from dschat_lora.data.columns import EmptyTextError, rename
-from dschat_lora.data.layouts import is_good, to_canonical
+from dschat_lora.data.layouts import EmptyTextError, is_good, rename, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message
 from dschat_lora.data.nlg import TOKEN_IDS
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
@@ -87,6 +87,63 @@ def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
         if source.rows is not None and config.bad_rows == "stop":
             for raw in islice(iter_rows(source), CHECKED_ROWS):
                 require_usable(parse_row(raw, options), wanted, options)
+
+
+def check_some_prompt_fits(config: DataConfig, tokenizer: str, kind: DataKind = "samples") -> None:
+    """Refuse data in which every prompt alone has more tokens than a row may take.
+
+    Only what is certain is refused, and soon known: nothing where files are too large to be read at
+    start-up, where ``tokenizer`` is no local directory with a ``tokenizer.json``, where a
+    conversation has several questions, of which a chat template may leave some out, or where rows
+    are cut to fit. The tokenizer is read only if the first prompt is long enough in bytes.
+
+    Raises:
+        ValueError: naming the option, its value and the shortest prompt.
+    """
+    limit, file = config.max_seq_len, Path(tokenizer) / "tokenizer.json"
+    if config.overlong not in ("split", "drop") or not file.is_file():
+        return
+    lengths: list[int] = []
+    for text in _prompts(config):
+        if text is None or len(text.encode()) <= limit:
+            return
+        if not lengths:
+            from tokenizers import Tokenizer  # a vocabulary takes up to half a second to read
+
+            reader = Tokenizer.from_file(str(file))
+            reader.no_padding()  # files may ask for both
+            reader.no_truncation()
+        lengths.append(len(reader.encode(text, add_special_tokens=False).ids))
+        if lengths[-1] <= limit:
+            return
+    if lengths:
+        option = "max_prompt_seq_len" if kind == "prompts" else "max_seq_len"
+        cut = ", or use --overlong truncate" if kind == "prompts" else ""
+        raise ValueError(
+            f"--{option} {limit}: none of the {len(lengths):,} prompts of --data_path fits (the "
+            f"shortest has {min(lengths):,} tokens); raise it{cut}"
+        )
+
+
+def _prompts(config: DataConfig) -> Iterator[str | None]:
+    """Each row's prompt, a conversation's only question; None where it is not known as text."""
+    options = row_options(config)
+    sources = [each for each in config_sources(config) if each.option != "eval_data_path"]
+    files = [file for source in sources for file in source.files]
+    whole = all(source.files for source in sources)
+    if not whole or sum(file.stat().st_size for file in files) > SMALL_FILE:
+        yield None
+    for file in files:
+        for raw in iter_file(file):
+            try:
+                row = parse_row(raw, options)
+            except RowError:
+                continue  # one that is skipped, or refused by who reads it
+            value = row.values.get("messages", row.values.get("prompt"))
+            if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+                questions = [each.get("content") for each in value if each["role"] == "user"]
+                value = questions[0] if len(questions) == 1 else None
+            yield value if isinstance(value, str) else None
 
 
 def config_sources(config: DataConfig) -> tuple[Source, ...]:
@@ -188,19 +245,11 @@ def require_usable(
             "(--columns completion=COLUMN)"
         )
     else:
-        if kind in ("samples", "unpaired") and row.kind == "unpaired preference":
-            _check_label(row, kind, options)
+        lacks = reason = ""
+    if lacks:
+        raise RowError(row.location, f"row lacks {lacks}; it has {sorted(row.values)}; {reason}")
+    if kind not in ("samples", "unpaired") or row.kind != "unpaired preference":
         return row
-    raise RowError(row.location, f"row lacks {lacks}; it has {sorted(row.values)}; {reason}")
-
-
-def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
-    """False for an answer that its label calls bad, where answers are learnt."""
-    unpaired = row.kind == "unpaired preference" and kind == "samples"
-    return not (unpaired and row.values["label"] is False)
-
-
-def _check_label(row: ParsedRow, kind: DataKind, options: RowOptions) -> None:
     label = row.values["label"]
     if not isinstance(label, bool):
         raise RowError(
@@ -214,6 +263,13 @@ def _check_label(row: ParsedRow, kind: DataKind, options: RowOptions) -> None:
             "row has a `label`, so its answer may be a bad one; --unpaired_rows good_only learns "
             "those with label true, all learns every answer",
         )
+    return row
+
+
+def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
+    """False for an answer that its label calls bad, where answers are learnt."""
+    unpaired = row.kind == "unpaired preference" and kind == "samples"
+    return not (unpaired and row.values["label"] is False)
 
 
 def _check_field(location: str, name: str, value: object, *, text_only: bool) -> None:

@@ -1,19 +1,27 @@
-"""Tokenised samples, preference pairs and prompts."""
+"""Tokenised samples, and sets of them on disk: memory-mapped Arrow files."""
 
+import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.config.files import naming
+from dschat_lora.data.rows import DataKind
 
 Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class SequenceSample:
     """One tokenised record. The first label is ignored: nothing precedes it."""
 
     input_ids: Tokens  # (n,)
@@ -80,28 +88,6 @@ class PairSample:
 
 
 @dataclass(frozen=True, eq=False)
-class PromptSample:
-    """A prompt to be answered, and the row that it comes from."""
-
-    input_ids: Tokens  # (n,)
-    columns: bytes  # the row as JSON, UTF-8
-
-    @property
-    def prompt(self) -> Tokens:
-        """Tokens of the prompt."""
-        return self.input_ids
-
-    @property
-    def num_supervised(self) -> int:
-        """None."""
-        return 0
-
-    def ends_in(self, token: int) -> bool:
-        """Never: there is no answer."""
-        return False
-
-
-@dataclass(frozen=True, eq=False)
 class UnpairedSample:
     """A prompt with an answer that is good or bad, and an answer to another prompt."""
 
@@ -132,4 +118,244 @@ class UnpairedSample:
         return bool(self.input_ids[-1] == token)
 
 
-AnySample = Sample | PairSample | UnpairedSample | PromptSample
+@dataclass(frozen=True, eq=False)
+class PromptSample:
+    """A prompt to be answered, and the row that it comes from."""
+
+    input_ids: Tokens  # (n,)
+    columns: bytes  # the row as JSON, UTF-8
+
+    @property
+    def prompt(self) -> Tokens:
+        """Tokens of the prompt."""
+        return self.input_ids
+
+    @property
+    def num_supervised(self) -> int:
+        """None."""
+        return 0
+
+    def ends_in(self, token: int) -> bool:
+        """Never: there is no answer."""
+        return False
+
+
+AnySample = SequenceSample | PairSample | UnpairedSample | PromptSample
+
+LIST = pa.large_list(pa.int32())  # 64-bit offsets: more than 2**31 tokens fit
+TEXT = pa.large_binary()
+CLASSES: dict[DataKind, type] = {
+    "samples": SequenceSample,
+    "pairs": PairSample,
+    "unpaired": UnpairedSample,
+    "prompts": PromptSample,
+}
+# Fields of the classes, as they are stored.
+COLUMNS = {
+    "samples": {"input_ids": LIST, "labels": LIST},
+    "pairs": {
+        "input_ids": LIST,
+        "prompt_length": pa.int32(),
+        "shared_length": pa.int32(),
+        "chosen_length": pa.int32(),
+        "margin": pa.float32(),
+    },
+    "unpaired": {
+        "input_ids": LIST,
+        "mismatched_ids": LIST,
+        "prompt_length": pa.int32(),
+        "label": pa.int32(),
+    },
+    "prompts": {"input_ids": LIST, "columns": TEXT},
+}
+_DTYPES = {pa.int32(): np.int32, pa.float32(): np.float32}
+SAMPLES_PER_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Column:
+    """Numbers, or with ``offsets``, where each begins and the last ends, lists or bytes."""
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    as_bytes: bool = False
+
+    def __getitem__(self, row: int) -> Any:
+        if not self.offsets.size:
+            return self.values[row].item()
+        start, end = self.offsets[row : row + 2]
+        part = self.values[start:end]
+        return part.tobytes() if self.as_bytes else part
+
+
+Columns = dict[str, Column]
+
+
+class Samples(Protocol):
+    """Samples by index: a :class:`TokenSet` or a list."""
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class TokenSet:
+    """``token_set[i]`` is sample or pair ``i``, its arrays views of the columns."""
+
+    def __init__(
+        self, chunks: list[Columns], kind: DataKind = "samples", *, digest: str | None = None
+    ) -> None:
+        """With the ``digest`` that :func:`join` returned, if it is known."""
+        sizes = [np.diff(chunk["input_ids"].offsets) for chunk in chunks]
+        self._chunks, self._class, self._digest = chunks, CLASSES[kind], digest
+        self._starts = np.cumsum([0, *map(len, sizes)])
+        #: (len,) int64, tokens of each sample
+        self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *sizes])
+
+    @classmethod
+    def read(cls, path: Path, kind: DataKind = "samples", digest: str | None = None) -> "TokenSet":
+        """The samples of an Arrow file, which is memory-mapped."""
+        return cls(read_table(path)[0], kind, digest=digest)
+
+    @classmethod
+    def of(cls, samples: Sequence[AnySample]) -> "TokenSet":
+        """Samples of one class, in memory."""
+        kinds = [kind for kind, each in CLASSES.items() if samples and type(samples[0]) is each]
+        kind = kinds[0] if kinds else "samples"
+        columns = {
+            name: _column(_arrow([getattr(sample, name) for sample in samples], stored))
+            for name, stored in COLUMNS[kind].items()
+        }
+        return cls([columns], kind)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
+        row = int(index - self._starts[chunk])
+        return self._class(**{name: c[row] for name, c in self._chunks[chunk].items()})
+
+    def column(self, name: str) -> NDArray[Any]:
+        """(len,) all values of a field that is a number."""
+        chunks = [chunk[name].values for chunk in self._chunks]
+        return np.concatenate(chunks) if chunks else np.zeros(0)
+
+    def lists(self, name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+        """Chunks of a field that is a list: offsets of the lists and of the end, and all values."""
+        for chunk in self._chunks:
+            yield chunk[name].offsets, chunk[name].values
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits of every field of every sample in order, however they are in chunks."""
+        if self._digest is not None:
+            return self._digest
+        parts: dict[str, Any] = {}
+        for chunk in self._chunks:
+            lengths = np.diff(chunk["input_ids"].offsets)
+            for name, values in {"": lengths, **{n: c.values for n, c in chunk.items()}}.items():
+                part = parts.setdefault(name, hashlib.blake2b(digest_size=16))
+                part.update(np.ascontiguousarray(values).data)
+        whole = b"".join(part.digest() for part in parts.values())
+        return hashlib.blake2b(whole, digest_size=16).hexdigest()
+
+
+def write_samples(
+    path: Path,
+    samples: Iterable[AnySample],
+    kind: DataKind = "samples",
+    notes: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write samples to an Arrow file, a few thousand in memory at a time."""
+    rest, types = iter(samples), COLUMNS[kind]
+    groups = iter(lambda: list(islice(rest, SAMPLES_PER_BATCH)), [])
+    batches = ({name: [getattr(s, name) for s in group] for name in types} for group in groups)
+    write_table(path, batches, types, notes)
+
+
+def write_table(
+    path: Path,
+    batches: Iterable[Mapping[str, Sequence[Any]]],
+    types: Mapping[str, pa.DataType],
+    notes: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write rows of columns to an Arrow file, a batch in memory at a time."""
+    arrays = ([_arrow(batch[name], stored) for name, stored in types.items()] for batch in batches)
+    _write(path, arrays, types, notes)
+
+
+def join(parts: Iterable[Path], path: Path, kind: DataKind) -> str:
+    """Write the samples of several files to one, and return the digest of all."""
+
+    def columns() -> Iterator[list[pa.Array]]:
+        for part in parts:
+            with pa.memory_map(str(part)) as source:
+                reader = pa.ipc.open_file(source)
+                for number in range(reader.num_record_batches):
+                    yield reader.get_batch(number).columns
+
+    _write(path, columns(), COLUMNS[kind])
+    return TokenSet.read(path, kind).digest
+
+
+def _write(
+    path: Path,
+    batches: Iterable[Sequence[pa.Array]],
+    types: Mapping[str, pa.DataType],
+    notes: Mapping[str, bytes] | None = None,
+) -> None:
+    schema = pa.schema([pa.field(*field) for field in types.items()], metadata=notes)
+    with naming(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        for arrays in batches:
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+
+
+def read_table(path: Path) -> tuple[list[Columns], Mapping[bytes, bytes]]:
+    """The batches of columns that :func:`write_table` wrote, memory-mapped, and its notes.
+
+    Raises:
+        ValueError: if the file is not whole.
+        OSError: if it cannot be read.
+    """
+    with pa.memory_map(str(path)) as file:
+        reader = pa.ipc.open_file(file)
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        names, notes = reader.schema.names, reader.schema.metadata or {}
+    return [{name: _column(batch.column(name)) for name in names} for batch in batches], notes
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there and was written to its end."""
+    try:
+        read_table(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _column(array: pa.Array) -> Column:
+    """A column as views of its buffers, since the array's own ``to_numpy`` would import pandas."""
+    size, first, buffers = len(array), array.offset, array.buffers()
+    if array.type in _DTYPES:
+        dtype = np.dtype(_DTYPES[array.type])
+        return Column(np.frombuffer(buffers[1], dtype, size, dtype.itemsize * first))
+    offsets = np.frombuffer(buffers[1], np.int64, size + 1, 8 * first)
+    is_text = array.type == TEXT
+    values: NDArray[Any] = np.frombuffer(
+        (buffers[2] or b"") if is_text else buffers[3], np.uint8 if is_text else np.int32
+    )
+    return Column(values[offsets[0] : offsets[-1]], offsets - offsets[0], as_bytes=is_text)
+
+
+def _arrow(rows: Sequence[Any], stored: pa.DataType) -> pa.Array:
+    """An Arrow array; made from buffers because ``pa.array`` would import pandas."""
+    if stored in _DTYPES:
+        numbers = pa.py_buffer(np.array(rows, dtype=_DTYPES[stored]))
+        return pa.Array.from_buffers(stored, len(rows), [None, numbers])
+    ends = pa.py_buffer(np.cumsum([0, *map(len, rows)], dtype=np.int64))
+    if stored == TEXT:
+        return pa.Array.from_buffers(TEXT, len(rows), [None, ends, pa.py_buffer(b"".join(rows))])
+    values = np.concatenate([np.zeros(0, np.int32), *rows], dtype=np.int32)
+    flat = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
+    return pa.Array.from_buffers(LIST, len(rows), [None, ends], children=[flat])

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 SECONDS = 5  # of the processor, for one rendering
@@ -50,7 +50,9 @@ class TemplateProcess:
         with self._lock:
             reply, shortest = {}, self._endless.get(template)
             if shortest is None or len(line) < shortest:
-                reply = _answer(line, _bounded_here) if _works_here else self._ask(line)
+                reply = (
+                    _reply_to(line, wall_seconds=12 * SECONDS) if _works_here else self._ask(line)
+                )
                 if not reply:
                     self._endless[template] = len(line)
         if "text" in reply:
@@ -106,8 +108,12 @@ def template_process() -> TemplateProcess:
 
 def render_here() -> None:
     """Have this process, which prepares data for another one, render by itself: that is faster."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
     global _works_here
-    signal.signal(signal.SIGPROF, _give_up)
+    signal.signal(signal.SIGPROF, give_up)
     _works_here = True
 
 
@@ -117,11 +123,11 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is printed is no reply
     for line in os.fdopen(0, "rb"):
-        replies.write(json.dumps(_answer(line, _bounded_process)).encode() + b"\n")
+        replies.write(json.dumps(_reply_to(line)).encode() + b"\n")
         replies.flush()
 
 
-def _answer(line: bytes, bounded: Callable[[], AbstractContextManager[None]]) -> dict[str, Any]:
+def _reply_to(line: bytes, wall_seconds: float = 0) -> dict[str, Any]:
     """The text and its marks, or the error; nothing where a bound is exceeded."""
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -133,7 +139,7 @@ def _answer(line: bytes, bounded: Callable[[], AbstractContextManager[None]]) ->
     request = json.loads(line)
     messages, variables = request.pop("messages"), request.pop("variables")
     try:
-        with bounded():
+        with _bounded(wall_seconds):
             texts, marks = render_jinja_template(conversations=[messages], **request, **variables)
     except refusals as error:
         return {"error": str(error)[:2000] or type(error).__name__}
@@ -145,34 +151,20 @@ def _answer(line: bytes, bounded: Callable[[], AbstractContextManager[None]]) ->
 
 
 @contextmanager
-def _bounded_process() -> Iterator[None]:
-    """Within, what takes too long ends the process."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    try:
-        with _bounded_memory():
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+def _bounded(wall_seconds: float = 0) -> Iterator[None]:
+    """Bounds time and memory within.
 
-
-@contextmanager
-def _bounded_here() -> Iterator[None]:
-    """Within, what takes too long raises TimeoutError.
-
-    A single operation of Python's own that takes minutes ends the process.
+    What takes too long ends the process, or raises where :func:`render_here` said so; there a
+    single operation of Python's own that takes ``wall_seconds`` ends the process.
     """
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, 12 * SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
     try:
         with _bounded_memory():
             yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _give_up(*_: object) -> None:
-    raise TimeoutError
 
 
 @contextmanager

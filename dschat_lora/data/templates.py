@@ -1,15 +1,16 @@
-"""Chat templates as text: the built-in one, and files that the user names."""
+"""Chat templates: the built-in one, files that the user names, and probing of what one takes."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
-from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
-from dschat_lora.data.messages import Message
+from dschat_lora.config.files import MOST_TYPED_BYTES, parse_json, read_text
+from dschat_lora.data.messages import Message, content_text
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
+# A letter for private use: no template knows it, none trims it.
+PROBE = "\ue0ff"
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 # What a turn begins with, and whether it ends in end-of-sequence.
@@ -59,8 +60,17 @@ def read_chat_template(path: str) -> str:
     Raises:
         ValueError: in one line, if it cannot be read or is no template.
     """
-    from jinja2 import TemplateSyntaxError
+    from jinja2 import Environment, TemplateSyntaxError, nodes
+    from jinja2.ext import Extension
     from jinja2.meta import find_undeclared_variables
+    from jinja2.parser import Parser
+
+    class Generation(Extension):  # a tag that transformers knows, as it does loop controls
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     try:
         text = read_text(Path(path).expanduser(), most=MOST_TYPED_BYTES)
@@ -71,7 +81,8 @@ def read_chat_template(path: str) -> str:
     except OSError as error:
         raise ValueError(f"--chat_template {path} cannot be read: {error.strerror}") from error
     try:
-        variables = find_undeclared_variables(_environment().parse(text))
+        environment = Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+        variables = find_undeclared_variables(environment.parse(text))
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
         raise ValueError(f"--chat_template {path} is no Jinja template: {reason}") from error
@@ -83,17 +94,94 @@ def read_chat_template(path: str) -> str:
     return text
 
 
-def _environment() -> "Environment":
-    """One that knows the tags of transformers: loop controls and generation marks."""
-    from jinja2 import Environment, nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
+@dataclass(frozen=True)
+class TemplateFacts:
+    """The form of messages that a template takes, and the end that it gives an answer."""
 
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012
+    takes_text: bool = True
+    takes_parts: bool = False
+    takes_no_content: bool = True  # beside tool calls
+    # Form of a call's arguments; None: as they are
+    arguments: Literal["object", "text"] | None = None
+    after_answer: str = ""  # what follows an answer that is the last message
+    after_earlier: str = ""  # what follows one that is not
+    after_call: str = ""  # what follows the last argument of a call that is the last message
 
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    return Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
+    """What renderings of a letter tell; ``render`` raises ValueError where a template refuses."""
+
+    def rendered(*messages: Message) -> str:
+        try:
+            return render(list(messages))
+        except ValueError:
+            return ""
+
+    def asks(content: object) -> str:
+        return rendered({"role": "user", "content": content})
+
+    plain, by_part = asks(PROBE), asks([{"type": "text", "text": PROBE}])
+    takes_text = PROBE in plain
+    # Some write a list out as it is.
+    takes_parts = PROBE in by_part and (not takes_text or by_part == plain)
+    by_parts = takes_parts and not takes_text
+    question, answer, silent = (
+        {"role": role, "content": [{"type": "text", "text": text}] if by_parts else text}
+        for role, text in (("user", "?"), ("assistant", PROBE), ("assistant", ""))
+    )
+    calls, values = {}, {"x": PROBE}
+    for form, given in (("object", values), ("text", json.dumps(values, ensure_ascii=False))):
+        call = {"type": "function", "function": {"name": "f", "arguments": given}}
+        for content in ({}, silent):
+            said = {**content, "role": "assistant", "tool_calls": [call]}
+            calls[form, bool(content)] = rendered(question, said)
+    good = {key for key, text in calls.items() if PROBE in text and not _is_quoted(text)}
+    forms = {form for form, _ in good}
+    return TemplateFacts(
+        takes_text,
+        takes_parts,
+        takes_no_content=any(not has_content for _, has_content in good),
+        arguments=forms.pop() if len(forms) == 1 else None,  # type: ignore[arg-type]
+        after_answer=_behind(rendered(question, answer)),
+        after_earlier=_behind(rendered(question, answer, question)),
+        after_call=_behind(next((calls[key] for key in sorted(good)), "")),
+    )
+
+
+def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:
+    """Messages without empty keys, in the form that the template takes."""
+    by_parts, made = facts.takes_parts and not facts.takes_text, []
+    for message in messages:
+        fitted = {k: v for k, v in message.items() if v is not None and v != []}
+        if "tool_calls" in fitted:
+            fitted["tool_calls"] = [_fit_call(call, facts) for call in fitted["tool_calls"]]
+            if not facts.takes_no_content:
+                fitted.setdefault("content", "")
+        content = fitted.get("content")
+        if isinstance(content, list) and not facts.takes_parts:
+            fitted["content"] = content_text(content)
+        elif isinstance(content, str) and by_parts:
+            fitted["content"] = [{"type": "text", "text": content}]
+        made.append(fitted)
+    return made
+
+
+def _fit_call(call: dict[str, Any], facts: TemplateFacts) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _fit_call(call["function"], facts)}
+    arguments = call.get("arguments")
+    if facts.arguments == "object" and isinstance(arguments, str):
+        return {**call, "arguments": parse_json(arguments or "{}")}
+    if facts.arguments == "text" and isinstance(arguments, dict):
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return call
+
+
+def _behind(text: str) -> str:
+    return text.rpartition(PROBE)[2] if PROBE in text else ""
+
+
+def _is_quoted(text: str) -> bool:
+    """Whether arguments were written as a text in quotes, their own ones escaped."""
+    at = text.rindex(PROBE)
+    return '\\"' in text[max(0, at - 2) : at + 3]

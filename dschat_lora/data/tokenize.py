@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -12,7 +12,13 @@ from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.records import TextRecord, shared_length
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import AnySample, PairSample, PromptSample, Sample, UnpairedSample
+from dschat_lora.data.samples import (
+    AnySample,
+    PairSample,
+    PromptSample,
+    SequenceSample,
+    UnpairedSample,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Tokenized:
     identical: bool = False  # a pair that was dropped because nothing tells its answers apart
     ended: bool = False  # by a token of the chat template's own
     is_text: bool = False  # plain text, which answers nothing
-    rest: tuple[Sample, ...] = ()  # further pieces of a text longer than a row
+    rest: tuple[SequenceSample, ...] = ()  # further pieces of a text longer than a row
 
     @property
     def samples(self) -> tuple[AnySample, ...]:
@@ -63,7 +69,12 @@ def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -
         "unpaired": _tokenize_unpaired,
         "prompts": _tokenize_prompt,
     }[rule.kind]
-    texts = [_texts(record, rule.kind) for record in records]
+    texts: list[list[str]] = []  # of a record: up to each span's end, and to that of another answer
+    for record in records:
+        spans = record.context if rule.kind == "prompts" else record.spans
+        texts.append(list(accumulate(span.text for span in spans)))
+        if rule.kind in ("pairs", "unpaired"):
+            texts[-1].append(record.prompt + _other_answer(record, rule))
     encoded = iter(encoder.encode_raw([text for each in texts for text in each]))
     return [
         tokenize_one(record, [next(encoded) for _ in own], encoder, rule)
@@ -71,27 +82,10 @@ def tokenize(records: Sequence[TextRecord], encoder: Encoder, rule: TokenRule) -
     ]
 
 
-def _texts(record: TextRecord, kind: DataKind) -> list[str]:
-    """The texts to encode: up to each span's end, and to that of another answer."""
-    if kind == "prompts":
-        return _prefixes(record.context)
-    texts = _prefixes(record.spans)
-    if kind == "pairs":
-        assert record.rejected is not None, "rows without two answers were refused"
-        texts.append(record.prompt + record.rejected)
-    if kind == "unpaired":
-        assert record.mismatched is not None, "every record was given one"
-        texts.append(record.prompt + record.mismatched)
-    return texts
-
-
-def _prefixes(spans: Sequence[Span]) -> list[str]:
-    """The text up to the end of each span."""
-    texts, text = [], ""
-    for span in spans:
-        text += span.text
-        texts.append(text)
-    return texts
+def _other_answer(record: TextRecord, rule: TokenRule) -> str:
+    other = record.rejected if rule.kind == "pairs" else record.mismatched
+    assert other is not None, "rows without two answers were refused, or given a mismatched one"
+    return other
 
 
 def _tokenize_sample(
@@ -106,30 +100,22 @@ def _tokenize_sample(
         pieces[-1] = ended(pieces[-1], rule.eos_id)
     length, is_text = sum(map(len, pieces)), record.kind == "text"
     if length > rule.max_seq_len and is_text and rule.overlong == "split":
-        first, *rest = split_text([token for piece in pieces for token in piece], rule.max_seq_len)
+        first, *rest = _split_text([*chain.from_iterable(pieces)], rule.max_seq_len)
         return Tokenized(first, length, doubled_bos=doubled, is_text=True, rest=tuple(rest))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
         return Tokenized(None, length, doubled_bos=doubled)
     sample = _to_sample(record, pieces, rule)
-    learns = sample.num_supervised > 0
-    truncated = length > rule.max_seq_len
-    is_ended = record.end == "template" and not truncated
-    return Tokenized(
-        sample if learns else None,
-        length,
-        truncated and learns,
-        doubled,
-        ended=is_ended,
-        is_text=is_text,
-    )
+    learns, truncated = sample.num_supervised > 0, length > rule.max_seq_len
+    kept, is_ended = sample if learns else None, record.end == "template" and not truncated
+    return Tokenized(kept, length, truncated and learns, doubled, ended=is_ended, is_text=is_text)
 
 
 def _tokenize_pair(
     record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
-    prompt, chosen, rejected = _two_answers(record, record.rejected or "", encoded, encoder, rule)
+    prompt, chosen, rejected = _two_answers(record, encoded, encoder, rule)
     sequences = [[*prompt, *ids] for ids in (chosen, rejected)]
     length = max(map(len, sequences))
     if length > rule.max_seq_len and rule.overlong != "truncate":
@@ -156,9 +142,7 @@ def _tokenize_unpaired(
     record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-2])
-    prompt, answer, mismatched = _two_answers(
-        record, record.mismatched or "", encoded, encoder, rule
-    )
+    prompt, answer, mismatched = _two_answers(record, encoded, encoder, rule)
     ids = [*prompt, *answer]
     if len(ids) > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, len(ids), rule)
@@ -182,7 +166,7 @@ def _tokenize_prompt(
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     prefixes = [encoder.begin_once(ids) for ids in encoded]
-    ids = [token for piece in _pieces(record.context, prefixes, encoder) for token in piece]
+    ids = [*chain.from_iterable(_pieces(record.context, prefixes, encoder))]
     if not ids or (len(ids) > rule.max_seq_len and rule.overlong != "truncate"):
         _refuse_overlong(record, len(ids), rule, option="max_prompt_seq_len")
         return Tokenized(None, len(ids), doubled_bos=doubled)
@@ -193,16 +177,16 @@ def _tokenize_prompt(
 
 
 def _two_answers(
-    record: TextRecord, other: str, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
+    record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> tuple[list[int], list[int], list[int]]:
-    """Tokens of the prompt, of its answer and of another one, ``other``, both with their end."""
+    """Tokens of the prompt, of its answer and of the other one, both with their end."""
     *prefixes, with_other = (encoder.begin_once(ids) for ids in encoded)
     *context, own = _pieces(record.spans, prefixes, encoder)
-    spans = (*record.spans[:-1], Span(other, target=True))
+    spans = (*record.spans[:-1], Span(_other_answer(record, rule), target=True))
     *_, another = _pieces(spans, [*prefixes[:-1], with_other], encoder)
     if record.end == "eos":
         own, another = ended(own, rule.eos_id), ended(another, rule.eos_id)
-    return [token for piece in context for token in piece], own, another
+    return [*chain.from_iterable(context)], own, another
 
 
 def ended(ids: list[int], eos_id: int) -> list[int]:
@@ -231,7 +215,7 @@ def _refuse_overlong(
         )
 
 
-def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule) -> Sample:
+def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule) -> SequenceSample:
     """The first tokens of the pieces, without end-of-sequence if any were cut."""
     # What several samples of a row begin with is learnt in the first.
     on_prompt = rule.train_on_prompt and not record.goes_on
@@ -242,14 +226,16 @@ def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule)
         start, end = end, end + len(piece)
         if not (span.target or on_prompt):
             labels[start:end] = IGNORE_INDEX
-    return Sample(input_ids[: rule.max_seq_len], labels[: rule.max_seq_len])
+    return SequenceSample(input_ids[: rule.max_seq_len], labels[: rule.max_seq_len])
 
 
-def split_text(tokens: Sequence[int], size: int) -> list[Sample]:
+def _split_text(tokens: Sequence[int], size: int) -> list[SequenceSample]:
     """Pieces of up to ``size`` tokens, of which every token but the first is learnt once.
 
     Each piece after the first begins with the last token of the one before it, as context.
     """
     starts = range(0, len(tokens) - 1, size - 1)
     pieces = (np.array(tokens[start : start + size], dtype=np.int32) for start in starts)
-    return [Sample(ids, np.where(np.arange(len(ids)) > 0, ids, IGNORE_INDEX)) for ids in pieces]
+    return [
+        SequenceSample(ids, np.where(np.arange(len(ids)) > 0, ids, IGNORE_INDEX)) for ids in pieces
+    ]

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dschat_lora.algos.segments import Spans
+from dschat_lora.algos.segments import Spans, causal_pairs
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import Batch, SampleCollator, batch_to_device
-from dschat_lora.data.packing import round_up
-from dschat_lora.data.samples import Sample, Tokens, UnpairedSample
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.packing import SampleCounts, round_up
+from dschat_lora.data.samples import SequenceSample, TokenSet, UnpairedSample
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,11 @@ class UnpairedCollator:
 
     def __call__(self, rows: Sequence[Sequence[UnpairedSample]]) -> UnpairedBatch:
         """One row per element of ``rows``, in both batches, which are equally wide."""
-        longest = max(sum(max(map(len, _sequences(each))) for each in row) for row in rows)
+        sides = [[[_supervised(each, side) for each in row] for row in rows] for side in (0, 1)]
+        longest = max(sum(max(_lengths(sample)) for sample in row) for row in rows)
         # No row is longer than this width, so it is what a batch is rounded up to.
         collate = SampleCollator(self.pad_id, round_up(longest, self.multiple_of))
-        own, other = (
-            collate([[_sample(each, side) for each in row] for row in rows]) for side in (0, 1)
-        )
+        own, other = (collate(side) for side in sides)
         samples = [sample for row in rows for sample in row]
         return UnpairedBatch(
             _answers(own, samples, side=0),
@@ -85,37 +82,41 @@ class UnpairedCollator:
             num_attended=own.num_attended,
         )
 
-    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
-        """(len(samples),) tokens of each prompt with the longer one of its two answers."""
-        parts = [np.diff(offsets) for offsets, _ in samples.lists("mismatched_ids")]
-        others = np.concatenate([np.zeros(0, np.int64), *parts])
-        prompts = samples.column("prompt_length").astype(np.int64)
-        return np.maximum(samples.lengths, prompts + others)
-
     def empty(self) -> UnpairedBatch:
         """One row of one padding token, and no sample."""
         nothing = SampleCollator(self.pad_id).empty()
         own, other = (_answers(nothing, [], side=side) for side in (0, 1))
         return UnpairedBatch(own, other, torch.zeros(0, dtype=torch.bool), 0, 0, 0, 0)
 
+    def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """(B, T) of the batch of rows of these lengths."""
+        return len(lengths), round_up(max(lengths), self.multiple_of)
 
-def _sequences(sample: UnpairedSample) -> tuple[Tokens, Tokens]:
-    """The prompt with its own answer and with the mismatched one."""
-    return sample.input_ids, sample.mismatched
+    def counts(self, samples: TokenSet) -> SampleCounts:
+        """Counts of the prompts with their own answers; positions are those of the longer one."""
+        tokens, prompt = samples.lengths, samples.column("prompt_length").astype(np.int64)
+        parts = [np.diff(offsets) for offsets, _ in samples.lists("mismatched_ids")]
+        longer = np.maximum(tokens, prompt + np.concatenate([np.zeros(0, np.int64), *parts]))
+        targets = np.maximum(0, tokens - np.maximum(1, prompt))
+        return SampleCounts(tokens, targets, causal_pairs(tokens), longer, np.zeros_like(tokens))
 
 
-def _sample(sample: UnpairedSample, side: int) -> Sample:
-    """One of the two sequences, its answer supervised."""
-    ids = _sequences(sample)[side]
+def _lengths(sample: UnpairedSample) -> tuple[int, int]:
+    """Tokens of the prompt with its own answer and with the mismatched one."""
+    return len(sample.input_ids), sample.prompt_length + len(sample.mismatched_ids)
+
+
+def _supervised(sample: UnpairedSample, side: int) -> SequenceSample:
+    """The prompt with its own answer or with the mismatched one, which is supervised."""
+    ids = sample.mismatched if side else sample.input_ids
     is_answer = np.arange(len(ids)) >= sample.prompt_length
-    return Sample(ids, np.where(is_answer, ids, np.int32(IGNORE_INDEX)))
+    return SequenceSample(ids, np.where(is_answer, ids, np.int32(IGNORE_INDEX)))
 
 
 def _answers(batch: Batch, samples: Sequence[UnpairedSample], *, side: int) -> AnswerBatch:
     """The batch with its tokens' owners; nothing predicts a sequence's first token."""
-    lengths = torch.tensor(
-        [len(_sequences(s)[side]) - max(1, s.prompt_length) for s in samples], dtype=torch.int64
-    )
+    predicted = [_lengths(sample)[side] - max(1, sample.prompt_length) for sample in samples]
+    lengths = torch.tensor(predicted, dtype=torch.int64)
     reference = [sample.reference[side] for sample in samples]
     return AnswerBatch(
         input_ids=batch.input_ids,

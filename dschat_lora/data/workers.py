@@ -75,23 +75,21 @@ _worker: dict[str, Callable[[Any], Any]] = {}  # of a worker process: the functi
 
 
 def _set_function(function: Callable[[Any], Any]) -> None:
+    def end_with_parent() -> None:  # which no queue would tell
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        wait([parent.sentinel])
+        os._exit(1)
+
     # Ctrl-C reaches every process of a terminal; the first one ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     render_here()
     _worker["function"] = function
     # What was imported is neither searched for garbage nor, by that, copied; the lists of a task's
     # rows, of which none is garbage before its end, are seldom searched.
     gc.freeze()
     gc.set_threshold(GARBAGE_THRESHOLD)
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent is gone, which no queue would tell it."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def _call(task: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from dschat_lora.data.fingerprint import describe_tokenizer
+from dschat_lora.data.encoder import describe_tokenizer
 
 
 def saved_model(model: Any, tokenizer: Any) -> Path:

@@ -18,7 +18,7 @@ from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import parse_row
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import decode
@@ -117,7 +117,7 @@ def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
     records = [record for row in rows for record in to_records(row, chat)]
     rule = TokenRule(int(tokenizer.eos_token_id), MAX_SEQ_LEN, "error", False)
     tokenized = tokenize(records, make_encoder(tokenizer), rule)
-    samples = [each.sample for each in tokenized if isinstance(each.sample, Sample)]
+    samples = [each.sample for each in tokenized if isinstance(each.sample, SequenceSample)]
     meter, total, count = LossMeter(model, tokenizer), 0.0, 0
     for first in range(0, len(samples), BATCH_SIZE):
         for loss, targets in meter.losses(samples[first : first + BATCH_SIZE]):

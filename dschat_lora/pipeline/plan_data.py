@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.stages import DpoStageConfig
-from dschat_lora.data.audit import Audit
+from dschat_lora.data.audit import DataAudit
 from dschat_lora.data.rows import config_sources
 from dschat_lora.models.causal_lm import load_tokenizer
 from dschat_lora.models.source import find_model
@@ -14,7 +14,7 @@ from dschat_lora.runtime.data_audit import STAGES
 from dschat_lora.runtime.setup import prepare_data
 
 
-def audit_of(name: str, config: Any, options: Mapping[str, Any]) -> Audit | str | None:
+def audit_of(name: str, config: Any, options: Mapping[str, Any]) -> DataAudit | str | None:
     """The audit that the run would show, why it cannot be made, or None where no data is named.
 
     The prepared data stays in the cache, where the run finds it. Nothing is downloaded.

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dschat_lora.config.options import flatten
-from dschat_lora.data.audit import Audit
+from dschat_lora.data.audit import DataAudit
 from dschat_lora.models.published import published_name
 from dschat_lora.perf.cards import Card
 from dschat_lora.pipeline.plan import EFFICIENCY, GENERATION, RoleMemory, StagePlan
@@ -86,7 +86,7 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "tokens_per_step": time.tokens,
         "flops_per_step": time.flops,
         "seconds_per_step": card and time.seconds(card),
-        "data": planned.data.to_dict() if isinstance(planned.data, Audit) else planned.data,
+        "data": planned.data.to_dict() if isinstance(planned.data, DataAudit) else planned.data,
     }
 
 
@@ -125,7 +125,7 @@ def lines(planned: Planned) -> Iterator[str]:
         yield f"$ {planned.command}"
 
 
-def _data_lines(data: Audit | str) -> Iterator[str]:
+def _data_lines(data: DataAudit | str) -> Iterator[str]:
     """The lines that a run shows of its data, and what would stop it."""
     if isinstance(data, str):
         yield wrapped(f"  data         {data}")
@@ -204,7 +204,7 @@ def _time_words(planned: Planned) -> str:
         return f"{work}; --for with a card's name, such as RTX 4090 or H100, says how long"
     steps = config.optim.max_steps
     whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
-    if isinstance(planned.data, Audit) and planned.data.kind != "prompts" and not steps:
+    if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:
         tokens = planned.data.tokens * config.optim.num_train_epochs
         whole = f"; {duration(tokens / time.tokens * seconds)} for the data's {tokens:,} tokens"
     per_million = duration(1e6 / time.tokens * seconds)

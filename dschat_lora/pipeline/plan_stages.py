@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, option_names
-from dschat_lora.data.audit import Audit
+from dschat_lora.data.audit import DataAudit
 from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models.loading import only_errors
 from dschat_lora.models.published import published_name
@@ -39,7 +39,7 @@ class Planned:
     largest: dict[str, int]  # rows at a time that fit, by option
     better: StagePlan | None = None
     changes: Change | None = None  # the options of ``better`` that were not typed so
-    data: Audit | str | None = None  # why it was not counted; None: no data is named
+    data: DataAudit | str | None = None  # why it was not counted; None: no data is named
 
     @property
     def fits(self) -> bool | None:

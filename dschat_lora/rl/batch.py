@@ -12,8 +12,8 @@ from torch import Tensor
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.algos.segments import Sizes, Spans
-from dschat_lora.data.batch import Grid, batch_to_device, tree_pairs
-from dschat_lora.data.budget import cut_evenly
+from dschat_lora.data.batch import PaddedRows, batch_to_device, tree_pairs
+from dschat_lora.data.packing import cut_evenly
 from dschat_lora.perf.throughput import StepCounts
 
 
@@ -133,7 +133,7 @@ def collate(
         rows.setdefault(each.prompt if shares_prompts else index, []).append(index)
     trees = [_tree([chosen[index] for index in members]) for members in rows.values()]
     width = max((len(ids) for ids, _ in trees), default=1)
-    grid = Grid(max(1, len(trees)), width, pad_id)
+    grid = PaddedRows(max(1, len(trees)), width, pad_id)
     paths = [path for row, tree in enumerate(trees) for path in grid.put_tree(row, *tree)]
     order = [index for members in rows.values() for index in members]
     places = [path for _, path in sorted(zip(order, paths, strict=True), key=itemgetter(0))]

@@ -9,7 +9,7 @@ from typing import Any
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import call
 from dschat_lora.data.messages import Message, check_message
-from dschat_lora.data.template_probe import PROBE
+from dschat_lora.data.templates import PROBE
 from dschat_lora.engine.collectives import gather_texts, max_over_ranks, raise_together
 from dschat_lora.engine.distributed import grid, rank, tensor_rank
 from dschat_lora.models.causal_lm import Tokenizer

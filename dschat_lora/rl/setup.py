@@ -10,7 +10,7 @@ from torch import nn
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.fingerprint import describe_tokenizer
+from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device

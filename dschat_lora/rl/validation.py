@@ -6,8 +6,7 @@ from typing import Any
 
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
-from dschat_lora.data.lengths import check_some_prompt_fits
-from dschat_lora.data.rows import check_sources
+from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.source import ModelSource

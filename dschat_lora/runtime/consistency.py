@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING
 
 from dschat_lora.config.options import flatten
-from dschat_lora.data.fingerprint import describe_tokenizer
+from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.collectives import check_same
 from dschat_lora.engine.distributed import local_rank

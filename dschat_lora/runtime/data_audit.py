@@ -8,9 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dschat_lora.config.stages import AuditConfig
-from dschat_lora.data.audit import MAX_SHOWN, Audit
-from dschat_lora.data.prepare import prepare
-from dschat_lora.data.preview import ShownSample, preview
+from dschat_lora.data.audit import MAX_SHOWN, DataAudit
+from dschat_lora.data.prepare import ShownSample, prepare, preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
@@ -31,7 +30,7 @@ STAGES: dict[str, tuple[int, DataKind]] = {
 class Findings:
     """What the audit of data found."""
 
-    audit: Audit
+    audit: DataAudit
     samples: list[ShownSample]
     refusal: str | None  # why a run would stop
     tokenizer: Tokenizer
@@ -123,7 +122,7 @@ def _find(config: AuditConfig, tokenizer: Tokenizer) -> Findings:
     return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer)
 
 
-def _refusal(audit: Audit, *, stops: bool) -> str | None:
+def _refusal(audit: DataAudit, *, stops: bool) -> str | None:
     if audit.bad_rows and stops:
         return f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
     return audit.refusal

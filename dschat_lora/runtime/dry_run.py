@@ -8,7 +8,7 @@ import torch
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.data.preview import ShownSample, preview
+from dschat_lora.data.prepare import ShownSample, preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.distributed import rank
 from dschat_lora.models.causal_lm import Tokenizer

@@ -12,7 +12,7 @@ from dschat_lora.checkpoint.model_card import public_name
 from dschat_lora.config.groups import ModelConfig, OptimConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.samples import TokenSet
 from dschat_lora.engine.distributed import world_size
 from dschat_lora.lora.merge import MergeReport
 from dschat_lora.lora.rates import adapter_learning_rate

@@ -17,8 +17,7 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, ReadingConfig
-from dschat_lora.data.lengths import check_some_prompt_fits
-from dschat_lora.data.rows import DataKind, check_sources
+from dschat_lora.data.rows import DataKind, check_some_prompt_fits, check_sources
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile

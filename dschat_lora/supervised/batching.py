@@ -10,12 +10,9 @@ from numpy.typing import NDArray
 
 from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
-from dschat_lora.data.budget import TokenBudget
-from dschat_lora.data.counts import count_samples
-from dschat_lora.data.loader import Collator, Samples, StepLoader
-from dschat_lora.data.packed_rows import PackedRows, keep_rows
-from dschat_lora.data.packing import fill, make_rows
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.loader import Collator, StepLoader
+from dschat_lora.data.packing import PackedRows, TokenBudget, fill, keep_rows, make_rows
+from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import local_rank_first
@@ -159,7 +156,7 @@ def _check_architecture(
 
 def rows_of(setup: SupervisedSetup, samples: TokenSet, batch_layout: BatchLayout) -> PackedRows:
     """Rows of sample numbers, several samples a row if they are to be packed. On every rank."""
-    lengths, packing = batch_layout.collate.lengths(samples), batch_layout.packing
+    lengths, packing = batch_layout.collate.counts(samples).positions, batch_layout.packing
     size, seed = setup.config.max_row_tokens, setup.config.run.seed
 
     def make() -> PackedRows:
@@ -185,7 +182,7 @@ def _kept(
 def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout) -> StepLoader:
     """This rank's micro-batches of every optimizer step, from samples perhaps with more in them."""
     config, batch = setup.config, setup.config.batch
-    counts = count_samples(batch_layout.collate, setup.data.train, len(setup.data.train))
+    counts = batch_layout.collate.counts(setup.data.train)
     if batch.tokens_per_device:
         budget = TokenBudget(
             batch.tokens_per_device,

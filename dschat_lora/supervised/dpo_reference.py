@@ -16,9 +16,9 @@ from torch import Tensor
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.cache import load_or_build, read_content
-from dschat_lora.data.loader import Collator, Samples, eval_batches
-from dschat_lora.data.packed_rows import PackedRow
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.loader import Collator, assign_to_ranks, eval_batches
+from dschat_lora.data.packing import PackedRow
+from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import broadcast_, on_rank_zero, sum_tensor_
@@ -101,16 +101,12 @@ def _compute(
     batch_size: int,
 ) -> NDArray[np.float32]:
     engine.eval()
-    shared = partial(
-        eval_batches,
-        rows=rows,
-        batch_size=batch_size,
-        rank=data_rank(),
-        world_size=data_world_size(),
-    )
+    part = {"batch_size": batch_size, "world_size": data_world_size()}
+    numbered = assign_to_ranks(rows, **part)[data_rank() :: data_world_size()]
+    batches = eval_batches(pairs, rows=rows, rank=data_rank(), collate=collate, **part)
     values = torch.zeros(len(pairs), 2, device=engine.device)
-    numbered = shared(_Numbers(), collate=_Numbers())
-    for numbers, batch in zip(numbered, shared(pairs, collate=collate), strict=True):
+    for own_rows, batch in zip(numbered, batches, strict=True):
+        numbers = [number for row in own_rows for number in row]
         logprobs = _both_logprobs(engine, batch.to(engine.device))
         values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
     # Each pair was on one rank, so the sum is a collection.
@@ -123,22 +119,6 @@ def _both_logprobs(engine: Network, batch: PairBatch | UnpairedBatch) -> Tensor:
     if isinstance(batch, PairBatch):
         return answer_logprobs(engine, batch)
     return torch.cat([answer_logprobs(engine, each) for each in (batch.answers, batch.mismatched)])
-
-
-class _Numbers:
-    """Samples that are their own numbers, and batches of these."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __call__(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        return [number for row in rows for number in row]
-
-    def empty(self) -> list[int]:
-        return []
-
-    def lengths(self, samples: TokenSet) -> NDArray[np.int64]:
-        return samples.lengths
 
 
 def _read(directory: Path, size: int) -> NDArray[np.float32] | None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from dschat_lora.data.loader import Samples, eval_batches
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.loader import eval_batches
+from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
 from dschat_lora.generation.greedy import answer

@@ -15,7 +15,7 @@ from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import iter_rows
 from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import DataKind, ParsedRow, RowOptions, parse_row, require_usable
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.sources import find_source
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
@@ -118,7 +118,7 @@ class LossMeter:
         self._network.fit_to_architecture(len(tokenizer), device())
 
     @torch.no_grad()
-    def losses(self, samples: Sequence[Sample]) -> list[tuple[float, int]]:
+    def losses(self, samples: Sequence[SequenceSample]) -> list[tuple[float, int]]:
         """Of each sample the sum of -log p of its supervised tokens in nats, and their number."""
         batch = self._collate([[sample] for sample in samples]).to(device())
         logprobs = self._network(

@@ -11,7 +11,7 @@ from dschat_lora.config.verbs import EvalConfig
 from dschat_lora.data.chat import Span, make_chat
 from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.records import TextRecord
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.report.log import jsonable
@@ -180,7 +180,7 @@ def sample_losses(
     """
     rule = TokenRule(int(policy.tokenizer.eos_token_id), limit, "drop", False)
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
-    samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, Sample)}
+    samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, SequenceSample)}
     found: list[tuple[float, int] | None] = [None] * len(records)
     order = sorted(samples, key=lambda i: len(samples[i].input_ids))
     for first in range(0, len(order), batch_size):

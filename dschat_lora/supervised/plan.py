@@ -3,8 +3,8 @@
 from dschat_lora.config.groups import is_on
 from dschat_lora.config.stages import PairConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
-from dschat_lora.data.counts import SampleCounts
 from dschat_lora.data.loader import Collator
+from dschat_lora.data.packing import SampleCounts
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.distributed import data_world_size, device

@@ -18,7 +18,7 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Span, make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.records import TextRecord
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
@@ -90,7 +90,9 @@ class Scorer:
         rule = TokenRule(int(self.tokenizer.eos_token_id), self.max_seq_len, "drop", False)
         tokenized = tokenize(records, make_encoder(self.tokenizer), rule)
         results: list[float | None] = [None] * len(records)
-        samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, Sample)}
+        samples = {
+            i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, SequenceSample)
+        }
         order = sorted(samples, key=lambda i: len(samples[i].input_ids))
         for first in range(0, len(order), self._batch_size):
             chunk = order[first : first + self._batch_size]
@@ -99,7 +101,7 @@ class Scorer:
         check_measured(records, results, "the score")
         return results
 
-    def _score(self, samples: Sequence[Sample]) -> list[float]:
+    def _score(self, samples: Sequence[SequenceSample]) -> list[float]:
         batch = self._collate([[sample] for sample in samples]).to(device())
         rows, width = batch.input_ids.shape
         lengths = torch.tensor([len(sample.input_ids) for sample in samples])

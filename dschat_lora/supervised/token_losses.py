@@ -8,8 +8,7 @@ from torch import nn
 
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.samples import PairSample, Sample
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.backbone import BackboneModel
@@ -32,7 +31,7 @@ def first_sequences(samples: TokenSet, count: int) -> list[ShownSequence]:
 
 
 def _sequences(sample: object) -> Iterator[ShownSequence]:
-    if isinstance(sample, Sample):
+    if isinstance(sample, SequenceSample):
         supervised = (sample.labels != IGNORE_INDEX).tolist()
         yield ShownSequence("", sample.input_ids.tolist()[:MAX_TOKENS], supervised[:MAX_TOKENS])
     elif isinstance(sample, PairSample):

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 
 from dschat_lora.config.groups import is_on
-from dschat_lora.data.loader import Samples, StepLoader
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.state import EngineState

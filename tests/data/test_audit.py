@@ -1,6 +1,6 @@
 import pytest
 
-from dschat_lora.data.audit import Audit
+from dschat_lora.data.audit import DataAudit
 
 SOUND = {
     "rows_by_type": {"preference": 90, "text": 20},
@@ -32,7 +32,7 @@ SOUND = {
 
 
 def make(**changes):
-    return Audit.from_dict(SOUND | changes)
+    return DataAudit.from_dict(SOUND | changes)
 
 
 def test_sound_data_passes_without_a_word():
@@ -106,4 +106,4 @@ def test_the_table_shows_the_counts():
 
 
 def test_an_audit_survives_its_dictionary():
-    assert Audit.from_dict(make().to_dict()) == make()
+    assert DataAudit.from_dict(make().to_dict()) == make()

@@ -6,14 +6,14 @@ import torch
 
 from dschat_lora.algos.segments import find_spans
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from helpers.pairs import ragged_pairs, with_a_prefix
 
 I = -100  # noqa: E741 - short, so that the rows below line up
 
 
 def sample(ids, labels):
-    return Sample(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32))
+    return SequenceSample(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32))
 
 
 A = sample([5, 6, 7], [I, 6, 7])

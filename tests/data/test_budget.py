@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.budget import TokenBudget
-from dschat_lora.data.counts import SampleCounts
 from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.packing import SampleCounts, TokenBudget
+from dschat_lora.data.samples import SequenceSample
 
 TOKENS, LONGEST = 400, 100
 LENGTHS = np.minimum(LONGEST, np.random.default_rng(0).geometric(1 / 25, 500))
@@ -23,7 +22,7 @@ def counts_of(lengths):
 class Samples:
     def __getitem__(self, index):
         ids = np.full(LENGTHS[index], 1 + index, dtype=np.int32)
-        return Sample(ids, ids)
+        return SequenceSample(ids, ids)
 
 
 def loaders(accumulation, world, row_tokens, *, seed=5):

@@ -1,18 +1,21 @@
 """What the loader says of a step is what the batches of all ranks hold."""
 
-from dataclasses import fields
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.budget import TokenBudget
-from dschat_lora.data.counts import SampleCounts, count_samples
 from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.packing import make_rows
-from dschat_lora.data.samples import PairSample, Sample, UnpairedSample
-from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.packing import TokenBudget, make_rows
+from dschat_lora.data.samples import (
+    PairSample,
+    SequenceSample,
+    TokenSet,
+    UnpairedSample,
+    write_samples,
+)
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 
 CAPACITY = 30
@@ -25,7 +28,7 @@ def samples():
     for number, length in enumerate(rng.integers(1, 13, SIZE)):
         labels = np.where(rng.random(length) < 0.5, IGNORE_INDEX, 7).astype(np.int32)
         labels[0] = 7 if number % 2 else IGNORE_INDEX  # never counts
-        made.append(Sample(np.full(length, 5, np.int32), labels))
+        made.append(SequenceSample(np.full(length, 5, np.int32), labels))
     return made
 
 
@@ -92,7 +95,7 @@ def test_a_window_counts_the_batches_of_all_ranks(case, world_size, kind):
     data, collate = case
     if kind in ("packed", "budget", "budget of rows") and getattr(collate, "layout", "") == "alone":
         pytest.skip("each sequence has a row of its own")
-    counts = count_samples(collate, data, SIZE)
+    counts = collate.counts(TokenSet.of(data))
     accumulation, budget = 2, None
     if kind.startswith("budget"):
         row_tokens = {"budget": 50, "budget of rows": CAPACITY, "budget of one": None}[kind]
@@ -132,10 +135,16 @@ def test_a_stored_set_is_counted_as_its_samples_are(case, tmp_path, size):
     kinds = {PairCollator: "pairs", UnpairedCollator: "unpaired", SampleCollator: "samples"}
     kind = kinds[type(collate)]
     write_samples(tmp_path / "set.arrow", data, kind)
-    stored = count_samples(collate, TokenSet(tmp_path / "set.arrow", kind), size)
-    each = count_samples(collate, data, size)
-    for field in fields(SampleCounts):
-        found, expected = getattr(stored, field.name), getattr(each, field.name)
-        assert found.dtype == expected.dtype == np.int64
-        np.testing.assert_array_equal(found, expected)
-    assert len(count_samples(collate, TokenSet(tmp_path / "set.arrow", kind), 3).tokens) == 3
+    stored = collate.counts(TokenSet.read(tmp_path / "set.arrow", kind))
+    alone = [replace(collate, multiple_of=1)([[each]]) for each in data[:SIZE]]
+    expected = {
+        "tokens": [batch.num_tokens for batch in alone],
+        "targets": [batch.num_targets for batch in alone],
+        "attended": [batch.num_attended for batch in alone],
+        "positions": [batch.input_ids.numel() for batch in alone],
+        "chosen_targets": [batch.num_chosen_targets for batch in alone],
+    }
+    for name, values in expected.items():
+        found = getattr(stored, name)
+        assert found.dtype == np.int64
+        np.testing.assert_array_equal(found, np.resize(values, size))

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.lengths import check_some_prompt_fits
+from dschat_lora.data.rows import check_some_prompt_fits
 from helpers.step1 import write_jsonl
 
 WORD = " What"  # a token of the bundled tokenizer

@@ -5,7 +5,7 @@ import pytest
 
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 
 ROWS = [(0, 1), (2,), (3, 4, 5), (6,), (7, 8), (9,), (10,), (11, 12), (13,), (14,), (15,)]
 SHAPES = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # micro, accum, world
@@ -18,7 +18,7 @@ class Samples:
 
     def __getitem__(self, index):
         ids = np.full(self.lengths[index], 100 + index, dtype=np.int32)
-        return Sample(ids, ids)
+        return SequenceSample(ids, ids)
 
 
 def make_loader(micro=4, accumulation=1, world=1, *, rank=0, seed=5, rows=ROWS):

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from dschat_lora.data.packed_rows import PackedRows, keep_rows
-from dschat_lora.data.packing import fill, first_fit, make_rows
+from dschat_lora.data.packing import PackedRows, fill, first_fit, keep_rows, make_rows
 
 
 def slow_first_fit(lengths, capacity):

@@ -11,7 +11,7 @@ from hand_tokenizers import build_byte_tokenizer, build_metaspace_tokenizer
 
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data import store
+from dschat_lora.data import samples as store
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
@@ -19,8 +19,7 @@ from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import check_sources, parse_row, require_usable
-from dschat_lora.data.samples import PairSample
-from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.samples import PairSample, TokenSet, write_samples
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from helpers.pairs import Answers, ragged_pairs, with_a_prefix
 
@@ -232,7 +231,7 @@ def test_pairs_that_differ_in_their_last_token_alone_are_kept():
 
 def stored(tmp_path, pairs, name="x.arrow"):
     write_samples(tmp_path / name, pairs, "pairs")
-    return TokenSet(tmp_path / name, "pairs")
+    return TokenSet.read(tmp_path / name, "pairs")
 
 
 def fields_of(pair):
@@ -611,7 +610,7 @@ def test_attended_pairs_are_those_that_the_mask_lets_through(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_of_a_pair_are_known_before_it_is_laid_out(layout, tmp_path):
     pairs = [pair.sample() for pair in ragged_pairs(5)]
-    lengths = PairCollator(0, layout).lengths(stored(tmp_path, pairs))
+    lengths = PairCollator(0, layout).counts(stored(tmp_path, pairs)).tokens
     counted = [PairCollator(0, layout)([[pair]]).num_tokens for pair in pairs]
     assert lengths.tolist() == counted
 

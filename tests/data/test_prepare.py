@@ -14,10 +14,11 @@ from hand_tokenizers import build_byte_tokenizer
 
 import dschat_lora
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data import fingerprint as fingerprint_module
+from dschat_lora.data import cache
+from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.rows import KNOWN_TYPES
-from dschat_lora.data.store import TokenSet
+from dschat_lora.data.samples import TokenSet
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 
 EOS = 2
@@ -253,7 +254,7 @@ def test_a_source_without_rows_is_an_error_even_when_bad_rows_are_skipped(run, j
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_processes_change_nothing_but_the_time(run, jsonl, monkeypatch, workers, tmp_path):
-    monkeypatch.setattr("dschat_lora.data.row_reader.ROWS_PER_FILE", 3)
+    monkeypatch.setattr("dschat_lora.data.record_files.ROWS_PER_FILE", 3)
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     prepared = run(jsonl(pairs(20)), preprocessing_num_workers=workers)
     assert texts(prepared.train) == [f"row {i}: {i}</s>" for i in range(20)]
@@ -284,7 +285,7 @@ def test_how_rows_lie_in_files_changes_nothing(jsonl, tmp_path, monkeypatch, byt
     )
     found = []
     for size in (1, 4, 1000):
-        monkeypatch.setattr("dschat_lora.data.row_reader.ROWS_PER_FILE", size)
+        monkeypatch.setattr("dschat_lora.data.record_files.ROWS_PER_FILE", size)
         cache = tmp_path / f"{size}"
         options = {"phase": 2, "seed": 0, "eos_id": EOS, "cache_dir": cache, "kind": kind}
         prepared = prepare(config, byte_tokenizer, **options)
@@ -297,7 +298,7 @@ def test_a_digest_that_is_read_from_the_cache_is_that_of_the_samples(run, jsonl,
     prepared = run(jsonl(pairs(20)), eval_ratio=0.2)
     for name, part in (("train", prepared.train), ("eval", prepared.eval)):
         file = tmp_path / "cache" / prepared.fingerprint / f"{name}.arrow"
-        assert TokenSet(file).digest == part.digest
+        assert TokenSet.read(file).digest == part.digest
 
 
 def kill_after(files, work):
@@ -325,7 +326,7 @@ def kill_after(files, work):
 @pytest.mark.parametrize("files", [1, 4, 7, 10])
 def test_what_a_killed_preparation_wrote_is_not_made_again(run, jsonl, tmp_path, files):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dschat_lora.data.row_reader.ROWS_PER_FILE", 4)
+        patch.setattr("dschat_lora.data.record_files.ROWS_PER_FILE", 4)
         path = jsonl(pairs(20))  # five files of records, then five of tokens
         kill_after(files, partial(run, path, preprocessing_num_workers=1))
         (left,) = (tmp_path / "cache").glob(".building-*")
@@ -346,7 +347,7 @@ def test_what_a_killed_preparation_wrote_is_not_made_again(run, jsonl, tmp_path,
 
 @pytest.mark.parametrize("name", ["big.jsonl", "big.json", "big.parquet"])
 def test_long_texts_are_read_a_few_at_a_time(run, tmp_path, monkeypatch, name):
-    monkeypatch.setattr("dschat_lora.data.row_reader.BYTES_PER_FILE", 1000)
+    monkeypatch.setattr("dschat_lora.data.record_files.BYTES_PER_FILE", 1000)
     texts_of_rows, sizes = [f"{number} " * 300 for number in range(10)], []
     path = tmp_path / name
     if name.endswith("parquet"):
@@ -423,21 +424,21 @@ def test_the_cache_is_missed_when_the_code_or_the_place_of_a_file_changes(
         run(path, sft_only_data_path=(str(other),)).fingerprint,
         run(renamed, other).fingerprint,
     ]
-    monkeypatch.setattr(fingerprint_module, "code_digest", lambda: "another version")
+    monkeypatch.setattr("dschat_lora.data.prepare.code_digest", lambda: "another version")
     prints.append(run(path, other).fingerprint)
     assert len(set(prints)) == 6
 
 
 def test_thecode_digest_follows_the_text_of_the_code(monkeypatch, tmp_path):
-    before = fingerprint_module.code_digest()
+    before = cache.code_digest()
     copy = tmp_path / "copy"
     shutil.copytree(os.path.dirname(dschat_lora.__file__), copy)
-    monkeypatch.setattr(fingerprint_module, "files", lambda _: copy)
-    digests = [fingerprint_module.code_digest()]
+    monkeypatch.setattr(cache, "files", lambda _: copy)
+    digests = [cache.code_digest()]
     assert digests == [before]
-    for changed in ("data/split.py", "algos/seeds.py"):
+    for changed in ("data/collect.py", "algos/seeds.py"):
         (copy / changed).write_text((copy / changed).read_text() + "\n")
-        digests.append(fingerprint_module.code_digest())
+        digests.append(cache.code_digest())
     assert len(set(digests)) == 3
 
 
@@ -466,7 +467,7 @@ class SlowTokenizer:
 
 def test_a_tokenizer_without_a_backend_is_told_apart_by_its_vocabulary_and_its_output():
     described = [
-        fingerprint_module.describe_tokenizer(SlowTokenizer(shift, vocabulary))
+        describe_tokenizer(SlowTokenizer(shift, vocabulary))
         for shift, vocabulary in [(0, {"a": 1}), (1, {"a": 1}), (0, {"a": 2}), (0, {"a": 1})]
     ]
     assert described[0] not in described[1:3]
@@ -588,9 +589,9 @@ def test_rows_without_a_prompt_are_no_group(run, jsonl):
 
 
 def test_the_packages_own_chat_template_is_none_of_the_tokenizers():
-    described = fingerprint_module.describe_tokenizer(build_byte_tokenizer())
+    described = describe_tokenizer(build_byte_tokenizer())
     saved = build_byte_tokenizer()
     saved.chat_template = BUILT_IN_TEMPLATE
-    assert fingerprint_module.describe_tokenizer(saved) == described
+    assert describe_tokenizer(saved) == described
     saved.chat_template = BUILT_IN_TEMPLATE + " "
-    assert fingerprint_module.describe_tokenizer(saved) != described
+    assert describe_tokenizer(saved) != described

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.data.split import repeats, split_rows
+from dschat_lora.data.collect import repeats, split_rows
 
 SHARES = (0.2, 0.4, 0.4)
 

@@ -6,16 +6,15 @@ import shutil
 import numpy as np
 import pytest
 
-from dschat_lora.data import store
+from dschat_lora.data import samples as store
 from dschat_lora.data.cache import load_or_build
-from dschat_lora.data.samples import Sample
-from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.samples import SequenceSample, TokenSet, write_samples
 
 
 def make_samples(count):
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 1000, rng.integers(1, 9)).astype(np.int32) for _ in range(count)]
-    return [Sample(row, -row) for row in ids]
+    return [SequenceSample(row, -row) for row in ids]
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 9, 30])
@@ -23,7 +22,7 @@ def test_samples_come_back_as_they_were_written(tmp_path, monkeypatch, count):
     monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
     samples = make_samples(count)
     write_samples(tmp_path / "x.arrow", samples)
-    read = TokenSet(tmp_path / "x.arrow")
+    read = TokenSet.read(tmp_path / "x.arrow")
     assert len(read) == count
     assert read.lengths.tolist() == [len(sample.input_ids) for sample in samples]
     for index in reversed(range(count)):
@@ -159,7 +158,7 @@ def test_the_cache_is_readable_by_whoever_may_read_its_parent(tmp_path):
 
 def digest_of(directory, samples, name="x.arrow"):
     write_samples(directory / name, samples)
-    return TokenSet(directory / name).digest
+    return TokenSet.read(directory / name).digest
 
 
 @pytest.mark.parametrize("count", [0, 1, 9])
@@ -177,18 +176,18 @@ def test_digest_tells_any_other_content_apart(tmp_path, monkeypatch):
 
     def changed(index, *, ids=False, labels=False):
         sample = samples[index]
-        other = Sample(sample.input_ids + int(ids), sample.labels + int(labels))
+        other = SequenceSample(sample.input_ids + int(ids), sample.labels + int(labels))
         return [*samples[:index], other, *samples[index + 1 :]]
 
     long = np.arange(6, dtype=np.int32)
-    halves = [Sample(long[:3], -long[:3]), Sample(long[3:], -long[3:])]
-    thirds = [Sample(long[:2], -long[:2]), Sample(long[2:], -long[2:])]
+    halves = [SequenceSample(long[:3], -long[:3]), SequenceSample(long[3:], -long[3:])]
+    thirds = [SequenceSample(long[:2], -long[:2]), SequenceSample(long[2:], -long[2:])]
     others = [
         *(changed(index, ids=True) for index in range(9)),
         *(changed(index, labels=True) for index in range(9)),
         *(samples[:8], samples[::-1], [*samples, samples[0]], halves, thirds),
-        [Sample(long, -long)],
-        [Sample(-long, long)],
+        [SequenceSample(long, -long)],
+        [SequenceSample(-long, long)],
     ]
     digests = {digest_of(tmp_path, each) for each in [samples, *others]}
     assert len(digests) == 1 + len(others)

@@ -12,14 +12,13 @@ from dschat_lora.algos.seeds import permutation
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.prepare import prepare
-from dschat_lora.data.preview import preview
+from dschat_lora.data.prepare import prepare, preview
 from dschat_lora.data.readers import RawRow, RowError
-from dschat_lora.data.records import TextRecord, to_records
+from dschat_lora.data.records import TextRecord, answers_of, to_records
 from dschat_lora.data.rows import parse_row, require_usable
 from dschat_lora.data.samples import UnpairedSample
+from dschat_lora.data.token_files import mismatched
 from dschat_lora.data.tokenize import TokenRule, tokenize
-from dschat_lora.data.unpaired import answers_of, mismatched
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 
 EOS = 2
@@ -59,7 +58,7 @@ def test_a_pair_is_a_good_and_a_bad_answer():
         ("p", "yes", True),
         ("p", "no", False),
     ]
-    assert answers_of(good) == [good]
+    assert answers_of(good) == (good,)
 
 
 def test_answers_differ_where_prompt_answer_or_label_do():

@@ -9,7 +9,7 @@ import torch
 
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.zero import gather_to_cpu
@@ -81,7 +81,7 @@ def text_loader(texts, *, micro, accumulation, rank=0, world_size=1):
     samples = []
     for ids in texts:
         ids = np.array(ids, dtype=np.int32)
-        samples.append(Sample(ids, ids.copy()))
+        samples.append(SequenceSample(ids, ids.copy()))
     return StepLoader(
         samples,
         rows=[[n] for n in range(len(texts))],

@@ -12,8 +12,7 @@ from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.loader import StepLoader, eval_batches
 from dschat_lora.data.packing import make_rows
-from dschat_lora.data.samples import PairSample, UnpairedSample
-from dschat_lora.data.store import TokenSet, write_samples
+from dschat_lora.data.samples import PairSample, TokenSet, UnpairedSample, write_samples
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
@@ -83,7 +82,7 @@ def token_set(pairs, directory, kind="pairs"):
     """The pairs as a stage has them, on disk."""
     path = Path(directory) / f"pairs-{rank()}.arrow"
     write_samples(path, pairs, kind)
-    return TokenSet(path, kind)
+    return TokenSet.read(path, kind)
 
 
 def strong(model):
@@ -190,7 +189,7 @@ def train_pairs(
             samples = token_set(ragged_unpaired(pairs), directory, "unpaired")
         else:
             samples = token_set(ragged_pairs(pairs), directory)
-        lengths, source = collate.lengths(samples), samples
+        lengths, source = collate.counts(samples).positions, samples
         if task == "dpo" and loss_type not in ("orpo", "simpo") and not on_the_fly:
             source = WithReference(samples, _reference(engine, samples, collate, directory))
         loader = pair_loader(
@@ -227,7 +226,7 @@ def train_pairs_many(runs):
 
 
 def _reference(engine, samples, collate, directory, *, packing=False, batch_size=3, identity="a"):
-    lengths = collate.lengths(samples)
+    lengths = collate.counts(samples).positions
     # One cache for all ranks, as a file system is.
     box = [str(directory)]
     torch.distributed.broadcast_object_list(box, 0)
@@ -409,7 +408,7 @@ def evaluate_pairs(path, *, task="reward", options=None, stage=0, pairs=11, batc
     with tempfile.TemporaryDirectory() as directory:
         samples = token_set(ragged_pairs(pairs, seed=5), directory)
         rows = make_rows(
-            collate.lengths(samples),
+            collate.counts(samples).positions,
             max_seq_len=2 * LENGTH,
             packing=shape.get("packing", False),
             seed=SEED,

@@ -14,7 +14,7 @@ from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from dschat_lora.algos.sft import IGNORE_INDEX
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 
 VOCAB, LENGTH = 61, 32
 
@@ -94,7 +94,7 @@ def ragged_samples(count, *, longest=20, seed=0):
         ids = generator.integers(3, VOCAB, size).astype(np.int32)
         labels = ids.copy()
         labels[: int(generator.integers(0, size))] = IGNORE_INDEX
-        samples.append(Sample(ids, labels))
+        samples.append(SequenceSample(ids, labels))
     return samples
 
 

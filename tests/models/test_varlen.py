@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.integrations import flex_attention as flex_integration
 
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.samples import Sample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.models import backbone as backbone_module
 from dschat_lora.models import blocks, varlen
 from dschat_lora.models.backbone import Backbone
@@ -94,7 +94,7 @@ def batches():
     samples = ragged_samples(5, longest=9)
     long = max(samples, key=lambda sample: len(sample.input_ids))
     # One token more than the window spans.
-    samples.append(Sample(long.input_ids[: WINDOW + 1], long.labels[: WINDOW + 1]))
+    samples.append(SequenceSample(long.input_ids[: WINDOW + 1], long.labels[: WINDOW + 1]))
     pairs = [each.sample() for each in ragged_pairs(3, longest=5)]
     yield SampleCollator(0)([samples[:2], samples[2:]])
     yield PairCollator(0, "shared")([pairs[:2], pairs[2:]])

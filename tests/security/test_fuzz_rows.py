@@ -16,7 +16,7 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import iter_file
-from dschat_lora.data.row_reader import RowCounts, RowReader
+from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.rows import DEFAULT_OPTIONS
 from dschat_lora.experiments.nlg.predictions import read_predictions
 from helpers.drawing import drawing
