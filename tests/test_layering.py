@@ -64,7 +64,7 @@ FLOORS = [
         "models": Room(
             "algos checkpoint config data engine lora",
             "safetensors torch transformers",
-            "families published quantization_checks source tensor_parallel_checks",
+            "families option_checks published source",
         ),
     },
     {

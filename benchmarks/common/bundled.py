@@ -24,7 +24,8 @@ from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.build import AdaptedModel, build_causal_lm
-from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
+from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import ModelSource, find_model
 
 SEED = 1234

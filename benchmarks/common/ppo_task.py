@@ -16,7 +16,7 @@ from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
-from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 
 EOS_ID, PAD_ID, UNK_ID = 0, 1, 2  # the first of all: see ppo_contenders.ending_at

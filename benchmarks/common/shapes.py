@@ -16,8 +16,9 @@ from dschat_lora.data.packing import PackedRows, make_rows
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.lora import nf4
 from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.layers import is_quantized, state_of
 from dschat_lora.lora.model import apply_lora, replace_part
-from dschat_lora.models.causal_lm import load_causal_lm
+from dschat_lora.models.loading import load_causal_lm
 from dschat_lora.models.published import PUBLISHED
 
 PAD_ID = 1
@@ -148,7 +149,7 @@ def _config(shape: Shape) -> PretrainedConfig:
 @torch.no_grad()
 def draw_weights_(model: Any, device: torch.device) -> None:
     """From the meta device to ``device``: weights from N(0, 0.02^2), biases 0, norms 1."""
-    states = {n: nf4.state_of(p) for n, p in model.named_parameters() if nf4.is_quantized(p)}
+    states = {n: state_of(p) for n, p in model.named_parameters() if is_quantized(p)}
     model.to_empty(device=device)
     model.tie_weights()
     for name, module in list(model.named_modules()):

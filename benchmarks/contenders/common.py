@@ -24,7 +24,7 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.model import seeded_generator
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.models.causal_lm import load_causal_lm
+from dschat_lora.models.loading import load_causal_lm
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.perf.peak import synchronize
 

@@ -28,8 +28,8 @@ from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.compile import check_compiler, compile_blocks
-from dschat_lora.models.views import share_parameters
+from dschat_lora.models.blocks import check_compiler, compile_blocks
+from dschat_lora.models.loading import share_parameters
 from dschat_lora.supervised.loop import evaluate, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 

@@ -22,8 +22,7 @@ from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import layers
 from dschat_lora.lora.groups import PackedLoraLinear, groups_of_parts
-from dschat_lora.lora.layers import LoraLinear
-from dschat_lora.lora.matmul import lora_linear, lora_linear_reference
+from dschat_lora.lora.layers import LoraLinear, lora_linear, lora_linear_reference
 from dschat_lora.models.backbone import Backbone
 
 # r / hidden size is that of r = 128 in OPT-1.3B.

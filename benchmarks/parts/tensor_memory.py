@@ -16,7 +16,7 @@ from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import form_grid
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.runtime.setup import tensor_group
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED

@@ -21,7 +21,7 @@ from dschat_lora.engine.distributed import data_rank, data_world_size, device, g
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.parallel import shard_of
-from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.perf.peak import synchronize
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED

@@ -58,7 +58,7 @@ def model_value(model: Any, option: str = "model") -> str | None:
     if (path := getattr(model, "path", None)) is not None:
         return str(path)
     if isinstance(model, tuple | list) and len(model) == 2:
-        saved: Path = late("models.given:saved_model")(*model)
+        saved: Path = late("models.fingerprint:saved_model")(*model)
         return str(saved)
     raise TypeError(
         f"{option} must be a name, a path, a Run, or (model, tokenizer), got a "

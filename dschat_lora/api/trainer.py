@@ -52,9 +52,9 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.lora.casts import FactorCasts
-from dschat_lora.models.causal_lm import Tokenizer, end_ids, stop_at
+from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.models.fingerprint import weights_fingerprint
+from dschat_lora.models.loading import Tokenizer, end_ids, stop_at
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.loop import broken_unless_finite
 

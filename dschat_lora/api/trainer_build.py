@@ -30,25 +30,18 @@ from dschat_lora.engine.distributed import (
     shutdown,
 )
 from dschat_lora.engine.zero import gathered
-from dschat_lora.generation.cache_check import check_cache
-from dschat_lora.generation.generate import Decoder, KeepGoing
+from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.models.build import (
-    AdaptedModel,
-    build_causal_lm,
-    check_targets,
+from dschat_lora.models.blocks import (
+    FLEX_ATTENTION,
+    check_compiler,
+    offload_inputs,
     recompute_blocks,
 )
-from dschat_lora.models.causal_lm import (
-    CausalLMLogprobs,
-    PreTrainedModel,
-    Tokenizer,
-    load_tokenizer,
-)
-from dschat_lora.models.compile import FLEX_ATTENTION, check_compiler
+from dschat_lora.models.build import AdaptedModel, build_causal_lm, check_targets
+from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.fingerprint import base_fingerprint
-from dschat_lora.models.offload import offload_inputs
-from dschat_lora.models.views import share_parameters
+from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_tokenizer, share_parameters
 from dschat_lora.rl.rollout import stop_ids, whole_weights_fit
 from dschat_lora.runtime.consistency import check_same_models, tokenizer_digest
 from dschat_lora.runtime.setup import engine_settings, shard_model, tensor_group

@@ -51,9 +51,8 @@ from dschat_lora.lora.model import (
     lora_scaling,
     saved_buffers,
 )
-from dschat_lora.lora.names import adapted_modules
+from dschat_lora.lora.names import adapted_modules, is_ending, is_expert_weight
 from dschat_lora.lora.parallel import own_part
-from dschat_lora.lora.targets import is_ending, is_expert_weight
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.model import lora_layers, lora_scaling
-from dschat_lora.lora.names import adapted_modules, is_of_expert
-from dschat_lora.lora.targets import is_ending, is_expert_weight, matching_key
+from dschat_lora.lora.names import adapted_modules, is_ending, is_expert_weight, is_of_expert
+from dschat_lora.lora.targets import matching_key
 
 NumberT = TypeVar("NumberT", int, float)
 

@@ -25,6 +25,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.collectives import on_rank_zero
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.zero import gather_to_cpu
+from dschat_lora.lora.layers import value_shape
 from dschat_lora.lora.merge import (
     MergeReport,
     check_merge,
@@ -34,7 +35,6 @@ from dschat_lora.lora.merge import (
     untied_by_merge,
 )
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
-from dschat_lora.lora.nf4 import value_shape
 from dschat_lora.lora.parallel import whole_sequences
 
 _EXPERTS_NOTE = (

@@ -6,8 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
-from dschat_lora.lora.names import EXPERT_WEIGHTS
-from dschat_lora.lora.targets import is_ending, is_expert_weight
+from dschat_lora.lora.names import EXPERT_WEIGHTS, is_ending, is_expert_weight
 
 _PREFIX = "base_model.model."
 

@@ -140,7 +140,12 @@ def _rendered(
         end: End = "none" if found.method == "marks" else "eos"
         if chat.is_ended(spans[-1].text):
             end = "template"
-        more: dict[str, Any] = {"end": end, "goes_on": bool(records), "method": found.method, "label": label}
+        more: dict[str, Any] = {
+            "end": end,
+            "goes_on": bool(records),
+            "method": found.method,
+            "label": label,
+        }
         records.append(TextRecord(row.location, row.kind, spans, **more))
     return tuple(records)
 

@@ -1,9 +1,7 @@
-"""Decoding state of a batch with a key-value cache."""
+"""Decoding state of a batch, with a key-value cache and without one."""
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,41 +10,14 @@ from transformers import PreTrainedModel
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.generation.cuda_graphs import DecodeStep, first_cause, has_failed, run_watching
-from dschat_lora.generation.forward import next_logits, padded_left
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.models.backbone import attention_windows
-from dschat_lora.models.recurrent import recurrent_layers
+from dschat_lora.models.backbone import attends, attention_windows, recurrent_layers
 
 ROW_BUCKETS = (8, 16, 32, 64, 128)
 COLUMN_BUCKET = 128
 PROMPT_BUCKET = 64  # columns of prompts that are read at once
-
-
-class Rows(Protocol):
-    """Sequences that are decoded together, a token of each at a time."""
-
-    sequences: list[int]
-
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Responses,
-        *,
-        copies: int,
-        kept: "Kept | None" = None,
-    ) -> None:
-        """Process the prompts, and choose the first token of ``copies`` responses to each.
-
-        ``kept`` says what of them was computed before.
-        """
-
-    def step(self) -> None:
-        """Choose the next token of every row."""
-
-    def keep(self, alive: Sequence[bool]) -> None:
-        """Drop the sequences that have ended, where that saves work."""
 
 
 class CachedRows:
@@ -62,7 +33,8 @@ class CachedRows:
         pad_id: any token, since masks hide it.
         device: of the model.
         buckets: round shapes up to a few.
-        retains: keep the keys and values of sequences that have ended, for :class:`Kept`.
+        retains: keep the keys and values of sequences that have ended, which later prompts begin
+            with.
         record: turns a step of one shape into its replay, as what :func:`graphs_for` returns does;
             None runs every step anew.
 
@@ -97,7 +69,15 @@ class CachedRows:
         self._windows: dict[str, int | None] = attention_windows(model.config) or {}
         self._ids = torch.full((rows, 1), pad_id, device=device)
         self._sequence = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._masks = {kind: self._new_mask(window) for kind, window in self._windows.items()}
+        # Of each kind of layer (rows, 1, 1, window + columns) that hides everything. The first
+        # ``window`` columns come before the cache's, so that hiding what leaves the window needs
+        # no special case there.
+        hidden, dtype = torch.finfo(model.dtype).min, model.dtype
+        shapes = {kind: (rows, 1, 1, (w or 0) + columns) for kind, w in self._windows.items()}
+        self._masks = {
+            kind: torch.full(shape, hidden, dtype=dtype, device=device)
+            for kind, shape in shapes.items()
+        }
         self._responses: Responses | None = None
         # Each shape's step of each set of options, which are part of it.
         self._recorded: dict[tuple[Responses, int, int], DecodeStep] = {}
@@ -115,14 +95,18 @@ class CachedRows:
         responses: Responses,
         *,
         copies: int,
-        kept: "Kept | None" = None,
+        source: "CachedRows | None" = None,
+        prefixes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Process each prompt once for all its copies, and choose the first tokens."""
+        """Process each prompt once for all its copies, and choose the first tokens.
+
+        ``prefixes`` has, for each prompt, a sequence of the earlier batch ``source`` and how many
+        tokens of it the prompt begins with; at least one follows.
+        """
         self._responses, count = responses, len(prompts) * copies
         lengths, device = torch.tensor([len(prompt) for prompt in prompts]), self._ids.device
-        self._filled = self._width(
-            int(lengths.max()), self._cache.capacity[1] - max(responses.limits)
-        )
+        room = self._cache.capacity[1] - max(responses.limits)
+        self._filled = self._prompt_columns(int(lengths.max()), room)
         # On a CPU every row holds a sequence, and attention is ours; in 16 bits the sum of both
         # parts would be rounded once more.
         shares = device.type == "cpu" and not self._buckets and self._model.dtype.itemsize > 2
@@ -141,7 +125,9 @@ class CachedRows:
         if self._recurrent:
             logits = self._read_by_length(ids, positions, masks, lengths)
         else:
-            new = self._filled if kept is None else self._take(kept, lengths)
+            new = self._filled
+            if source is not None and prefixes is not None:
+                new = self._take(source, prefixes, lengths)
             of_new = {kind: mask[:, :, -new:] for kind, mask in masks.items()}
             inputs = ids[:, -new:], positions[:, -new:], of_new
             logits = next_logits(self._model, *inputs, self._cache)
@@ -149,16 +135,14 @@ class CachedRows:
         self.sequences = list(range(count))
         self._order = [*self.sequences, *(-1 for _ in range(self._cache.capacity[0] - count))]
         self._first = [self._filled - len(prompt) for prompt in prompts for _ in range(copies)]
-        self._cache.following = None
-        width = self._filled
-        self._cache.copies = 0
+        self._cache.following, self._cache.copies = None, 0
         self._counters.zero_()
-        self._cache.column.fill_(width - 1)  # the last one in use
+        self._cache.column.fill_(self._filled - 1)  # the last one in use
         self._sequence[:count] = torch.arange(count, device=ids.device)
         self._positions[:count] = positions[:, -1:].repeat_interleave(copies, 0)
         for kind, window in self._windows.items():
             last = masks[kind][:, :, -1:].repeat_interleave(copies, 0)
-            self._masks[kind][:count, :, :, window or 0 :][..., :width] = last
+            self._masks[kind][:count, :, :, window or 0 :][..., : self._filled] = last
         place = self._sequence[:count], self._chosen
         self._ids[:count, 0] = responses.advance(logits, *place, self._group)
 
@@ -180,14 +164,16 @@ class CachedRows:
         order = lengths.argsort(stable=True).argsort()
         return torch.cat(found)[to_device(order, ids.device)]
 
-    def _take(self, kept: "Kept", lengths: Tensor) -> int:
+    def _take(
+        self, source: "CachedRows", prefixes: Sequence[tuple[int, int]], lengths: Tensor
+    ) -> int:
         """Put what was computed before in place; how many of the last columns are not."""
-        device, source = self._ids.device, kept.rows
-        known = torch.tensor([length for _, length in kept.prefixes])
-        rows = torch.tensor([source._order.index(sequence) for sequence, _ in kept.prefixes])
-        first = torch.tensor([source._first[sequence] for sequence, _ in kept.prefixes])
+        device = self._ids.device
+        known = torch.tensor([length for _, length in prefixes])
+        rows = torch.tensor([source._order.index(sequence) for sequence, _ in prefixes])
+        first = torch.tensor([source._first[sequence] for sequence, _ in prefixes])
         width = self._filled
-        new = self._width(int((lengths - known).max()), width)
+        new = self._prompt_columns(int((lengths - known).max()), width)
         columns = torch.arange(width) + (first + lengths - width)[:, None]
         columns = columns.clamp(0, source._cache.capacity[1] - 1)
         self._cache.take(source._cache, to_device(rows, device), to_device(columns, device))
@@ -203,33 +189,25 @@ class CachedRows:
         assert self._responses is not None
         rows, self._cache.columns = self._rounded(self._cache.rows, self._filled)
         shape = (self._responses, rows, self._cache.columns)
-        if has_failed():
+        if self._record is not None and has_failed():
             self._record = None
             self._recorded.clear()
         if self._record is None or shape in self._recorded:
             self._recorded.get(shape, self.advance)()
         elif shape not in self._tried:
-            # What a graph contains has to have run before: libraries set themselves up then.
+            # What a graph contains has to have run before: libraries set themselves up then. It
+            # also shows whether the step can be captured.
             self._tried.add(shape)
-            self._try()
+            if self._ids.device.type != "cuda":
+                self.advance()
+            elif (place := run_watching(self.advance)) is not None:
+                self._give_up(f"the model waits for the GPU at {place}")
         else:
-            self._recorded[shape] = self._record_step(self._record)
-            self._recorded[shape]()
-
-    def _try(self) -> None:
-        """A step as it is, which shows whether it can be captured."""
-        if self._ids.device.type != "cuda":
-            return self.advance()
-        place = run_watching(self.advance)
-        if place is not None:
-            self._give_up(f"the model waits for the GPU at {place}")
-
-    def _record_step(self, record: Callable[[DecodeStep], DecodeStep]) -> DecodeStep:
-        try:
-            return record(self.advance)
-        except RuntimeError as error:
-            self._give_up(first_cause(error))
-            return self.advance
+            try:
+                self._recorded[shape] = self._record(self.advance)
+            except RuntimeError as error:
+                self._give_up(first_cause(error))
+            self._recorded.get(shape, self.advance)()
 
     def _give_up(self, reason: str) -> None:
         warnings.warn(f"decoding without CUDA graphs, more slowly: {reason}", stacklevel=2)
@@ -245,7 +223,13 @@ class CachedRows:
         if self._responses.ragged and self._num_positions is not None:
             # Rows at their limit go on with the others: nothing reads what they choose.
             self._positions.clamp_(max=self._num_positions - 1)
-        masks = {kind: self._open_column(kind, w) for kind, w in self._windows.items()}
+        masks = {}
+        for kind, window in self._windows.items():  # shows the new token, hides what it has left
+            mask, before = self._masks[kind], window or 0
+            mask.index_fill_(3, cache.column + before if before else cache.column, 0.0)
+            if window is not None:
+                mask.index_fill_(3, cache.column, torch.finfo(mask.dtype).min)
+            masks[kind] = mask[:rows, :, :, before:][..., : cache.columns]
         logits = next_logits(self._model, self._ids[:rows], self._positions[:rows], masks, cache)
         place = self._sequence[:rows], self._chosen
         self._ids[:rows, 0] = self._responses.advance(logits, *place, self._group)
@@ -261,47 +245,23 @@ class CachedRows:
             return
         sources = [row for row in living if row >= rows]
         targets = [row for row in range(rows) if row >= len(alive) or not alive[row]]
-        self._move(sources, targets[: len(sources)])
+        if sources:
+            self._move(sources, targets[: len(sources)])
         self._cache.rows = rows
         self.sequences = self.sequences[:rows]
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
-        if not sources:
-            return
         device = self._ids.device
         source, target = (to_device(torch.tensor(x), device) for x in (sources, targets))
-        if self._retains:
-            self._cache.swap(source, target)
-        else:
-            self._cache.move(source, target)
+        (self._cache.swap if self._retains else self._cache.move)(source, target)
         for state in (self._ids, self._positions, self._sequence, *self._masks.values()):
             state.index_copy_(0, target, state.index_select(0, source))
+        order = self._order
         for source_row, target_row in zip(sources, targets, strict=True):
             self.sequences[target_row] = self.sequences[source_row]
-            order = self._order
             order[source_row], order[target_row] = order[target_row], order[source_row]
 
-    def _new_mask(self, window: int | None) -> Tensor:
-        """(rows, 1, 1, window + columns) that hides everything.
-
-        The first ``window`` columns come before the cache's, so that hiding what leaves the
-        window needs no special case there.
-        """
-        rows, columns = self._cache.capacity
-        hidden = torch.finfo(self._model.dtype).min
-        shape = (rows, 1, 1, (window or 0) + columns)
-        return torch.full(shape, hidden, dtype=self._model.dtype, device=self._ids.device)
-
-    def _open_column(self, kind: str, window: int | None) -> Tensor:
-        """The mask of a step: shows the new token, and hides what its window has left."""
-        mask, cache = self._masks[kind], self._cache
-        column = cache.column if window is None else cache.column + window
-        mask.index_fill_(3, column, 0.0)
-        if window is not None:
-            mask.index_fill_(3, cache.column, torch.finfo(mask.dtype).min)
-        return mask[: cache.rows, :, :, window or 0 :][..., : cache.columns]
-
-    def _width(self, tokens: int, most: int) -> int:
+    def _prompt_columns(self, tokens: int, most: int) -> int:
         """Columns that are read for so many tokens, ``most`` where rounded they would be more."""
         return min(-(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET, most) if self._buckets else tokens
 
@@ -315,13 +275,86 @@ class CachedRows:
         return rows, -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Keys and values of an earlier batch that prompts begin with.
+class RecomputedRows:
+    """Rows without a cache: each step recomputes them, slow but right for any causal model.
 
-    ``prefixes`` has, for each prompt, a sequence of those ``rows`` and how many tokens of it the
-    prompt begins with; at least one follows.
+    Rows are padded on the right, which no token before the padding attends to.
     """
 
-    rows: CachedRows
-    prefixes: Sequence[tuple[int, int]]
+    def __init__(self, model: PreTrainedModel, *, pad_id: int, device: torch.device) -> None:
+        self._model, self._pad_id, self._device = model, pad_id, device
+        self._group = group_of(model)
+        self._texts: list[list[int]] = []
+        self._chosen = torch.zeros(1, dtype=torch.int64, device=device)
+        self.sequences: list[int] = []
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Responses,
+        *,
+        copies: int,
+        source: object = None,
+        prefixes: object = None,
+    ) -> None:
+        """Choose the first token of each response; nothing of an earlier batch is used."""
+        self._responses = responses
+        self._texts = [list(prompt) for prompt in prompts for _ in range(copies)]
+        self.sequences = list(range(len(self._texts)))
+        self.step()
+
+    def step(self) -> None:
+        """Choose the next token of every row."""
+        texts = [self._texts[sequence] for sequence in self.sequences]
+        width = max(len(text) for text in texts)
+        rows = [text + [self._pad_id] * (width - len(text)) for text in texts]
+        lengths = to_device(torch.tensor([len(text) for text in texts]), self._device)
+        real = torch.arange(width, device=self._device) < lengths[:, None]
+        ids = to_device(torch.tensor(rows), self._device)
+        output = self._model(input_ids=ids, attention_mask=real.long(), use_cache=False)
+        rows_of = torch.arange(len(texts), device=self._device)
+        sequences = to_device(torch.tensor(self.sequences), self._device)
+        logits = output.logits[rows_of, lengths - 1]
+        tokens = self._responses.advance(logits, sequences, self._chosen, self._group)
+        self._chosen += 1
+        for text, token in zip(texts, tokens.tolist(), strict=True):
+            text.append(token)
+
+    def keep(self, alive: Sequence[bool]) -> None:
+        """Drop the sequences that have ended."""
+        pairs = zip(self.sequences, alive, strict=True)
+        self.sequences = [sequence for sequence, lives in pairs if lives]
+
+
+def next_logits(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: object
+) -> Tensor:
+    """(B, V) logits after the last column of ``ids``, whose keys and values ``cache`` takes.
+
+    ``masks`` are by kind of attention layer, of which most models have one.
+    """
+    inputs: dict[str, object] = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+    if not attends(model.config):
+        inputs["cache_params"] = cache
+    else:
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        inputs |= {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+    logits: Tensor = model(**inputs).logits
+    return logits[:, -1]
+
+
+def padded_left(
+    prompts: Sequence[Sequence[int]],
+    pad_id: int,
+    device: torch.device,
+    *,
+    width: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(B, T) int64 tokens padded on the left, and their mask: 1 on tokens, 0 on padding.
+
+    T is ``width``, by default the length of the longest prompt.
+    """
+    width = width or max(len(prompt) for prompt in prompts)
+    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    real = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return to_device(torch.tensor(ids), device), to_device(torch.tensor(real), device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from dschat_lora.generation.forward import in_shards
+from dschat_lora.generation.kv_cache import in_shards
 from dschat_lora.lora.parallel import group_of
 
 DecodeStep = Callable[[], None]
@@ -18,16 +18,12 @@ _WAIT = "called a synchronizing CUDA operation"  # how torch warns of one
 _failed = False  # a capture of this process
 
 
-def graphs_for(
-    model: PreTrainedModel, device: torch.device
-) -> Callable[[DecodeStep], DecodeStep] | None:
-    """What captures steps of the model; None on a CPU, and where no capture would succeed.
+def graphs_for(model: PreTrainedModel) -> Callable[[DecodeStep], DecodeStep] | None:
+    """What captures steps of a model on a GPU; None where no capture would succeed.
 
     That is for collectives, which are not captured, and in a process in which one has failed.
     """
-    if device.type != "cuda" or _failed or in_shards(model) or group_of(model) is not None:
-        return None
-    return cuda_graphs()
+    return None if _failed or in_shards(model) or group_of(model) is not None else cuda_graphs()
 
 
 def has_failed() -> bool:

@@ -3,30 +3,74 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dschat_lora.generation.stacked import ROWS_MULTIPLE, StackedLinears, stack_weights
 from dschat_lora.lora.experts import expert_holders, fused_experts
-from dschat_lora.lora.layers import LoraLinear, active_bias, full_shape, is_conv1d
-from dschat_lora.lora.nf4 import NF4Linear, is_quantized, value_bytes, value_dtype, values_of
+from dschat_lora.lora.layers import (
+    LoraLinear,
+    active_bias,
+    full_shape,
+    is_conv1d,
+    is_quantized,
+    value_bytes,
+    value_dtype,
+    values_of,
+)
+from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.parallel import ParallelLinear, RowParallel, Split
 
 Forward = Callable[[Tensor], Tensor]
 _READ_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Below so many products of a CPU layer, the call of oneDNN takes longer than the computation.
 MIN_PACKED_PRODUCTS = 2**20
+ROWS_MULTIPLE = 8  # rows that tensor cores take at once, in 16-bit types
+_STACK = "stack"  # attribute of a moved weight: address and bytes of the matrix that it is part of
 
 
-@contextmanager
-def fast_linears(model: nn.Module) -> Iterator[None]:
-    """Within, linear layers and their adapters compute as :class:`FastLinears` does."""
-    with FastLinears(model).in_use():
-        yield
+class StackedLinears:
+    """``x W^T + b``, and of adapters ``scaling * x A^T B^T``, of layers that read one input.
+
+    The first layer called computes them for all. Where a layer is given another tensor than the
+    one before it, they are computed anew.
+
+    Args:
+        stack: (out + rank, in) weights of the layers one after another, then their A.
+        bias: (out + rank,), 0 for the rows of A, or None.
+        sizes: outputs of each layer; out is their sum.
+        up: (rank, out), block by block B^T of each layer, else 0; None without adapters.
+        scaling: of the update.
+    """
+
+    def __init__(
+        self,
+        stack: Tensor,
+        bias: Tensor | None,
+        sizes: Sequence[int],
+        up: Tensor | None = None,
+        scaling: float = 1.0,
+    ) -> None:
+        self._stack, self._bias, self._up, self._scaling = stack, bias, up, scaling
+        self._sizes, self._out = list(sizes), sum(sizes)
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def read(self, number: int, x: Tensor) -> Tensor:
+        """(..., size) output of the layer with this number, for (..., in) x."""
+        if x is not self._input:
+            products = F.linear(x.reshape(-1, x.shape[-1]), self._stack, self._bias)
+            if self._up is not None:
+                outputs = products[:, : self._out]
+                products = outputs.addmm_(products[:, self._out :], self._up, alpha=self._scaling)
+            self._input, self._outputs = x, torch.split(products, self._sizes, dim=1)
+        output = self._outputs[number]
+        if number == len(self._sizes) - 1:
+            self._input, self._outputs = None, ()
+        return output.view(*x.shape[:-1], output.shape[1])
 
 
 class FastLinears:
@@ -56,12 +100,15 @@ class FastLinears:
         merged: bool = False,
         unpacked: bool | None = None,
     ) -> None:
-        self._unpacked = has_room_unpacked(model) if unpacked is None else unpacked
+        size = value_bytes(model.parameters())
+        self._unpacked = size == 0 or unpacked is True
+        if size and unpacked is None:
+            self._unpacked = has_room_unpacked(model, size)
         self._copies: list[Tensor] = []
-        self._sources: list[Callable[[], Tensor]] = []  # of what each is a copy
+        self._sources: list[Callable[[], Any]] = []  # of what each is a copy
         self._forwards: dict[nn.Module, Forward] = {}
         self._experts: list[tuple[nn.Module, str, nn.Parameter]] = []  # with unpacked weights
-        if self._unpacked:
+        if self._unpacked and size:
             self._experts += _unpacked_experts(model)
         for layers in _adapted_groups(model):
             stacks = layers[0].weight.is_cuda if stacked is None else stacked
@@ -102,7 +149,9 @@ class FastLinears:
             return _linear(module.weight, module.bias)
         if isinstance(module, NF4Linear):
             return _linear(_stored(module), module._parameters.get("bias"))
-        if isinstance(module, ParallelLinear) or _is_disabled(module):
+        if isinstance(module, ParallelLinear) or (
+            isinstance(module, LoraLinear) and not module.enabled
+        ):
             product = _linear(_stored(module), _inner_bias(module, module.bias))
             return _around(module, product, module.bias)
         if is_conv1d(module):
@@ -112,8 +161,15 @@ class FastLinears:
         weight, bias = _stored(module), self._active_bias(module)
         down = self._cast(partial(_factor, module, 0), weight.dtype)
         up = self._cast(partial(_factor, module, 1), weight.dtype)
-        product = _linear(weight, _inner_bias(module, bias))
-        return _around(module, _adapted(product, down, up.T, module.scaling), bias)
+        base, up, scaling = _linear(weight, _inner_bias(module, bias)), up.T, module.scaling
+
+        def forward(x: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1])
+            output = base(rows)
+            output.addmm_(F.linear(rows, down), up, alpha=scaling)
+            return output.view(*x.shape[:-1], output.shape[-1])
+
+        return _around(module, forward, bias)
 
     def _computes_whole(self, module: nn.Module) -> bool:
         """Whether the layer's weight is whole, or there is room to unpack it."""
@@ -121,7 +177,11 @@ class FastLinears:
 
     def _can_stack(self, layer: LoraLinear) -> bool:
         """Whether the weight is frozen, whole and stored (out, in)."""
-        frozen = not (layer.weight.requires_grad or layer.transposed or _split(layer) is not None)
+        frozen = not (
+            layer.weight.requires_grad
+            or layer.transposed
+            or getattr(layer, "split", None) is not None
+        )
         return frozen and self._computes_whole(layer)
 
     def _use(self, layers: Sequence[LoraLinear], products: StackedLinears) -> None:
@@ -164,7 +224,7 @@ class FastLinears:
         stack = weight.new_zeros(length, dtype=value_dtype(weight))
         for layer, part in zip(layers, torch.split(stack[: sum(sizes)], sizes), strict=True):
             if layer in found:
-                self._refresh(part, partial(_bias_of, layer))
+                self._refresh(part, partial(active_bias, layer))
         return stack
 
     def _active_bias(self, layer: LoraLinear) -> Tensor | None:
@@ -181,23 +241,19 @@ class FastLinears:
         self._refresh(copy, source)
         return copy
 
-    def _refresh(self, copy: Tensor, source: Callable[[], Tensor]) -> None:
+    def _refresh(self, copy: Tensor, source: Callable[[], Any]) -> None:
         self._copies.append(copy)
         self._sources.append(source)
 
 
-def _split(module: nn.Module) -> Split | None:
-    return getattr(module, "split", None)
-
-
 def _inner_bias(module: nn.Module, bias: Tensor | None) -> Tensor | None:
     """What is added in the product itself; a divided row layer adds its bias to the sum."""
-    return None if isinstance(_split(module), RowParallel) else bias
+    return None if isinstance(getattr(module, "split", None), RowParallel) else bias
 
 
 def _around(module: nn.Module, product: Forward, bias: Tensor | None) -> Forward:
     """The layer, given its product with what this rank holds."""
-    split = _split(module)
+    split: Split | None = getattr(module, "split", None)
     if split is None:
         return product
     return lambda x: split.around(x, lambda own, _: product(own), bias)
@@ -205,7 +261,10 @@ def _around(module: nn.Module, product: Forward, bias: Tensor | None) -> Forward
 
 def _linear(weight: Tensor, bias: Tensor | None) -> Forward:
     """``x -> x W^T + b`` of (out, in) W."""
-    if not _packs(weight):
+    # oneDNN has a layout of its own for float32 weights on a CPU.
+    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    usable = known and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    if not usable or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return lambda x: F.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
     fewest = MIN_PACKED_PRODUCTS / len(weight)
@@ -217,10 +276,6 @@ def _linear(weight: Tensor, bias: Tensor | None) -> Forward:
         return output
 
     return forward
-
-
-def _is_disabled(module: nn.Module) -> TypeGuard[LoraLinear]:
-    return isinstance(module, LoraLinear) and not module.enabled
 
 
 def _stored(layer: LoraLinear | ParallelLinear | NF4Linear) -> Tensor:
@@ -260,18 +315,15 @@ def _unpacked_experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
                 yield module, name, nn.Parameter(values_of(weight), requires_grad=False)
 
 
-def has_room_unpacked(model: nn.Module) -> bool:
-    """Whether half of the free memory of the model's device holds its quantised weights whole."""
-    size = value_bytes(model.parameters())
-    return size == 0 or size <= _free_memory(next(model.parameters()).device) // 2
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes; on a GPU also what torch has reserved and does not use."""
+def has_room_unpacked(model: nn.Module, size: int) -> bool:
+    """Whether half of the free memory of the model's device holds ``size`` bytes."""
+    device = next(model.parameters()).device
     if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + unused)
+        free = int(psutil.virtual_memory().available)
+    else:  # also what torch has reserved and does not use
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = int(torch.cuda.mem_get_info(device)[0] + unused)
+    return size <= free // 2
 
 
 def _factor(layer: LoraLinear, number: int) -> Tensor:
@@ -284,12 +336,6 @@ def _merged_weight(layer: LoraLinear) -> Tensor:
     return weight.T if layer.transposed else weight
 
 
-def _bias_of(layer: LoraLinear) -> Tensor:
-    bias = active_bias(layer)
-    assert bias is not None
-    return bias
-
-
 def _adapted_groups(model: nn.Module) -> Iterator[list[LoraLinear]]:
     """Layers with adapters in use, those that as a rule read the same input together."""
     grouped: set[nn.Module] = set()
@@ -297,7 +343,7 @@ def _adapted_groups(model: nn.Module) -> Iterator[list[LoraLinear]]:
         for names in _READ_ONE_INPUT:
             layers = [child for name in names if (child := module._modules.get(name)) is not None]
             plain = [each for each in layers if isinstance(each, LoraLinear) and each.enabled]
-            alike = all(_split(each) is None for each in plain)
+            alike = all(getattr(each, "split", None) is None for each in plain)
             if len(plain) == len(names) and alike and len({e.scaling for e in plain}) == 1:
                 grouped.update(plain)
                 yield plain
@@ -306,20 +352,29 @@ def _adapted_groups(model: nn.Module) -> Iterator[list[LoraLinear]]:
             yield [module]
 
 
-def _adapted(base: Forward, down: Tensor, up: Tensor, scaling: float) -> Forward:
-    """``x -> base(x) + scaling * x A^T B^T`` of (r, in) down, which is A, and (r, out) up, B^T."""
+def stack_weights(weights: Sequence[nn.Parameter], *, spare: int) -> Tensor:
+    """(rows, in) matrix that these weights are part of, one after another, and then spare rows.
 
-    def forward(x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        output = base(rows)
-        output.addmm_(F.linear(rows, down), up, alpha=scaling)
-        return output.view(*x.shape[:-1], output.shape[-1])
-
-    return forward
-
-
-def _packs(weight: Tensor) -> bool:
-    """Whether oneDNN has a packed layout for this weight."""
-    known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    usable = known and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return usable and weight.device.type == "cpu" and weight.dtype == torch.float32
+    They are moved there, unless an earlier call has done so. Spare rows are at least ``spare``,
+    0 at first, and belong to no parameter.
+    """
+    out = sum(len(weight) for weight in weights)
+    first = weights[0]
+    rows = out + spare + -(out + spare) % ROWS_MULTIPLE
+    # Whether they lie where an earlier call has put them, with as many rows or more.
+    storage, offset = first.untyped_storage(), 0
+    here = storage.data_ptr(), storage.nbytes()
+    lie_there = here[1] >= rows * first.shape[1] * first.element_size()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == here[0] and weight.is_contiguous()
+        known = getattr(weight, _STACK, None) == here and weight.storage_offset() == offset
+        lie_there = lie_there and same and known
+        offset += weight.numel()
+    if lie_there:
+        return first.data.as_strided((rows, first.shape[1]), (first.shape[1], 1), 0)
+    stack = first.data.new_zeros(rows, first.shape[1])
+    storage = stack.untyped_storage()
+    for weight, part in zip(weights, torch.split(stack[:out], [*map(len, weights)]), strict=True):
+        weight.data = part.copy_(weight.data)
+        setattr(weight, _STACK, (storage.data_ptr(), storage.nbytes()))
+    return stack

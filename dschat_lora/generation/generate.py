@@ -1,18 +1,19 @@
 """Batched decoding of a causal language model, one token a step."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_lora.generation.batch_state import CachedRows, Kept, Rows
+from dschat_lora.algos.devices import to_device
+from dschat_lora.generation.batch_state import CachedRows, RecomputedRows
 from dschat_lora.generation.cuda_graphs import DecodeStep, graphs_for
-from dschat_lora.generation.fast_attention import fast_attention
 from dschat_lora.generation.fast_linears import FastLinears
-from dschat_lora.generation.forward import in_shards, takes_cache
-from dschat_lora.generation.recomputed_rows import RecomputedRows
+from dschat_lora.generation.kv_cache import TRIED, fast_attention, in_shards, takes_cache
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.lora.model import adapter_layers
 from dschat_lora.lora.parallel import whole_sequences
@@ -20,6 +21,9 @@ from dschat_lora.models.causal_lm import fp32_logits
 
 GPU_POLL = 16  # steps between two checks of which sequences have ended
 KeepGoing = Callable[[bool], bool]
+# Relative error of logits that rounding explains; a wrong state makes it several tenths.
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+_PROMPTS, _STEPS, _COPIES = (4, 2), 3, 2  # tokens of each prompt and of each response to it
 
 
 def decode(
@@ -126,56 +130,48 @@ class Decoder:
         Raises:
             ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
         """
-        copies = _copies(prompts, seeds)
         bounds = [min(sampling.max_new_tokens, n) for n in limits or ()]
-        _check_fits(self._model, prompts, bounds or [sampling.max_new_tokens] * len(prompts))
+        every_bound = bounds or [sampling.max_new_tokens] * len(prompts)
+        copies = _check_prompts(self._model, prompts, seeds, every_bound)
         flat = [seed for each in seeds for seed in each]
         columns = max(map(len, prompts), default=0) + max(bounds, default=sampling.max_new_tokens)
         before = self._rows if self._retains else None
-        if not self._is_ready(len(flat), columns):
+        known, self._weights = self._weights, _weights_of(self._model)
+        fits = self._rows is None or self._rows.holds(len(flat), columns)
+        fits = fits and all(each.capacity >= len(flat) for each in self._responses.values())
+        if not (self._keeps and fits and known == self._weights):
             self.release()
-        responses = self._responses_for(len(flat), sampling, keep_logprobs, limits is not None)
+        key = (sampling, keep_logprobs, limits is not None)
+        if key not in self._responses:
+            self._responses[key] = Responses(
+                max(len(flat), self._largest[0] if self._keeps else 0),
+                sampling,
+                eos_ids=self._eos_ids,
+                device=self._device,
+                keep_logprobs=keep_logprobs,
+                ragged=limits is not None,
+            )
+        responses = self._responses[key]
         responses.start(flat, [n for n in bounds for _ in range(copies)] or None)
         if not prompts and keep_going is None:
             return responses
         rows = self._rows_for(len(flat), columns) if prompts else None
         with self._kernels():
             if rows is not None:
-                kept = None if prefixes is None or before is None else Kept(before, prefixes)
-                rows.start(prompts, responses, copies=copies, kept=kept)
+                rows.start(prompts, responses, copies=copies, source=before, prefixes=prefixes)
             self._run(rows, responses, keep_going)
         return responses
 
-    def _is_ready(self, rows: int, columns: int) -> bool:
-        """Whether what is kept, if anything, serves this batch and the weights as they are now."""
-        before, self._weights = self._weights, _weights_of(self._model)
-        fits = self._rows is None or self._rows.holds(rows, columns)
-        fits = fits and all(each.capacity >= rows for each in self._responses.values())
-        return self._keeps and fits and before == self._weights
-
-    def _responses_for(
-        self, size: int, sampling: Sampling, keep_logprobs: bool, ragged: bool
-    ) -> Responses:
-        key = (sampling, keep_logprobs, ragged)
-        found = self._responses.get(key)
-        if found is None:
-            found = self._responses[key] = Responses(
-                max(size, self._largest[0] if self._keeps else 0),
-                sampling,
-                eos_ids=self._eos_ids,
-                device=self._device,
-                keep_logprobs=keep_logprobs,
-                ragged=ragged,
-            )
-        return found
-
-    def _rows_for(self, rows: int, columns: int) -> Rows:
+    def _rows_for(self, rows: int, columns: int) -> CachedRows | RecomputedRows:
         if not takes_cache(self._model):
             return RecomputedRows(self._model, pad_id=self._pad_id, device=self._device)
         if self._rows is None:
             capacity = rows, columns
             if self._keeps:
                 capacity = max(rows, self._largest[0]), max(columns, self._largest[1])
+            record = self._record
+            if record is None and self._device.type == "cuda":
+                record = graphs_for(self._model)
             self._rows = CachedRows(
                 self._model,
                 capacity,
@@ -183,7 +179,7 @@ class Decoder:
                 device=self._device,
                 buckets=self._keeps,
                 retains=self._retains,
-                record=self._record or graphs_for(self._model, self._device),
+                record=record,
             )
         return self._rows
 
@@ -203,10 +199,16 @@ class Decoder:
                 stack.enter_context(fast_attention(self._model))
             yield
 
-    def _run(self, rows: Rows | None, responses: Responses, keep_going: KeepGoing | None) -> None:
+    def _run(
+        self,
+        rows: CachedRows | RecomputedRows | None,
+        responses: Responses,
+        keep_going: KeepGoing | None,
+    ) -> None:
         """Choose tokens until every sequence has ended, here and, with ``keep_going``, elsewhere.
 
-        The rows have chosen their first one.
+        The rows have chosen their first one. On a GPU it is checked every few steps only which
+        sequences have ended, since reading it waits for the device.
         """
         for chosen in count(1):
             if rows is None:
@@ -215,10 +217,16 @@ class Decoder:
                 self._model(input_ids=ids, use_cache=False)
             elif chosen > 1:
                 rows.step()
-            if rows is not None:
-                rows = _unfinished(rows, responses, chosen, self._device)
-            done = rows is None
-            if not (keep_going(done) if keep_going else not done):
+            if rows is not None and chosen == max(responses.limits):
+                rows = None
+            elif rows is not None and (self._device.type != "cuda" or chosen % GPU_POLL == 0):
+                finished = responses.finished(chosen)
+                alive = [not finished[sequence] for sequence in rows.sequences]
+                if any(alive):
+                    rows.keep(alive)
+                else:
+                    rows = None
+            if not (keep_going(rows is None) if keep_going else rows is not None):
                 break
 
 
@@ -228,7 +236,12 @@ def _weights_of(model: PreTrainedModel) -> object:
     return addresses, [layer.enabled for layer in adapter_layers(model).values()]
 
 
-def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) -> int:
+def _check_prompts(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+    max_new_tokens: Sequence[int],
+) -> int:
     """Number of responses to each prompt."""
     counts = {len(each) for each in seeds}
     if len(seeds) != len(prompts) or len(counts) > 1 or 0 in counts:
@@ -236,12 +249,6 @@ def _copies(prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]]) ->
             f"seeds must be one list for each of {len(prompts)} prompts, all of one length of at "
             f"least 1; found {len(seeds)} lists of lengths {sorted(counts)}"
         )
-    return max(counts, default=1)
-
-
-def _check_fits(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
-) -> None:
     assert not model.training, "responses are decoded in evaluation mode"
     empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
@@ -252,20 +259,73 @@ def _check_fits(
     assert limit is None or longest + new <= limit, (
         f"a prompt of {longest} tokens and {new} new ones exceed the model's {limit} positions"
     )
+    return max(counts, default=1)
 
 
-def _unfinished(rows: Rows, responses: Responses, chosen: int, device: torch.device) -> Rows | None:
-    """The rows without finished sequences; None where all have finished.
+def check_cache(model: PreTrainedModel) -> None:
+    """Try our cache on a few random tokens, and leave it alone if logits differ from those without.
 
-    On a GPU checked every few steps only, since reading it waits for the device.
+    Call on every rank before the model decodes, in evaluation mode; a model is tried once.
     """
-    if chosen == max(responses.limits):
-        return None
-    if device.type == "cuda" and chosen % GPU_POLL:
-        return rows
-    finished = responses.finished(chosen)
-    alive = [not finished[sequence] for sequence in rows.sequences]
-    if not any(alive):
-        return None
-    rows.keep(alive)
-    return rows
+    if model in TRIED or not takes_cache(model):
+        return
+    with whole_sequences(model):
+        error = _cache_error(model)
+    TRIED[model] = error <= _ROUNDING[model.dtype]
+    if not TRIED[model]:
+        warnings.warn(
+            f"decoding without a cache, more slowly: with it, {type(model).__name__} computes "
+            f"other logits than without (relative error {error:.1g})",
+            stacklevel=2,
+        )
+
+
+@torch.no_grad()
+def _cache_error(model: PreTrainedModel) -> float:
+    """Relative error of logits of given responses, two to each of two prompts."""
+    vocabulary = model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+    prompts = [draw(length) for length in _PROMPTS]
+    answers = [draw(_STEPS) for _ in prompts for _ in range(_COPIES)]
+    forced = _Forced(to_device(torch.tensor(answers), model.device))
+    columns = max(_PROMPTS) + _STEPS
+    rows = CachedRows(model, (len(answers), columns), pad_id=0, device=model.device)
+    try:
+        with fast_attention(model):
+            rows.start(prompts, forced, copies=_COPIES)  # type: ignore[arg-type]
+            for _ in range(1, _STEPS):
+                rows.step()
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return float("inf")  # an architecture that takes no cache of ours
+    found, expected = torch.stack(forced.logits, 1), []
+    for number, answer in enumerate(answers):
+        prompt = prompts[number // _COPIES]
+        ids = torch.tensor([prompt + answer[:-1]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits
+        expected.append(logits[0, len(prompt) - 1 :].float())
+    whole = torch.stack(expected)
+    if not torch.isfinite(whole).all():
+        return 0.0  # which is no fault of the cache, and told by who draws
+    error = (found - whole).norm() / whole.norm().clamp(min=1e-12)
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+class _Forced:
+    """In place of responses that are drawn: given tokens, and the logits before each."""
+
+    ragged = False
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.capacity, self.limits = len(tokens), [tokens.shape[1]] * len(tokens)
+        self.logits: list[Tensor] = []
+        self._tokens = tokens
+
+    def advance(self, logits: Tensor, sequences: Tensor, number: Tensor, *_: object) -> Tensor:
+        self.logits.append(logits.float())
+        return self._tokens[sequences, number]

@@ -1,10 +1,58 @@
-"""A static cache for decoding, of keys and values for all columns and of recurrent states."""
+"""A static cache for decoding, and attention of a few new tokens to what it holds."""
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dschat_lora.models.backbone import attends, attention_windows, recurrent_layers
+
+# Whether models gave with our cache what they give without, where that was tried.
+TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
+_ATTENTION = "dschat_lora_decode"
+# Options of attention layers without effect where a mask is given, out of training.
+_WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether the model works with our masks, positions and cache.
+
+    All that its layers keep of earlier tokens must be in the cache.
+    """
+    accepted = inspect.signature(model.forward).parameters.keys()
+    own = {"position_ids", "past_key_values"} if attends(model.config) else {"cache_params"}
+    layers = recurrent_layers(model)
+    if layers:
+        # Versions before have no such method of a cache; some types keep states in the layers.
+        names = (inspect.signature(layer.forward).parameters.keys() for layer in layers)
+        caches = all({"cache_params", "past_key_values"} & each for each in names)
+        # Each length of prompts is read by a pass of its own, of which ranks have unlike numbers.
+        keeps = caches and hasattr(Cache, "get_conv_state") and not in_shards(model)
+    else:
+        kinds = set(getattr(model.config, "layer_types", None) or ())
+        backend = bool(getattr(model, "_supports_attention_backend", False))
+        keeps = backend and not kinds & {"linear_attention", "conv"}
+    return (
+        keeps
+        and own | {"logits_to_keep"} <= accepted
+        and attention_windows(model.config) is not None
+        and model.config._attn_implementation in ("sdpa", "eager")
+        and TRIED.get(model, True)
+    )
+
+
+def in_shards(model: PreTrainedModel) -> bool:
+    """Whether ZeRO 3 holds parameters in shards: layers gather them, and nothing else has."""
+    sizes = ((p.numel(), getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+    return any(here != whole for here, whole in sizes)
 
 
 @dataclass(frozen=True)
@@ -42,11 +90,11 @@ class RecurrentStates:
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """(rows, channels, width) of a step, changed in place; None where prompts are read."""
-        return self._state(layer_idx, "convolution", state_idx)
+        return self._of_step((layer_idx, "convolution", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """(rows, ...) likewise."""
-        return self._state(layer_idx, "recurrence", state_idx)
+        return self._of_step((layer_idx, "recurrence", state_idx))
 
     def update_conv_state(
         self, inputs: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
@@ -68,9 +116,9 @@ class RecurrentStates:
         """Whether steps are taken back."""
         return False
 
-    def _state(self, layer: int, kind: str, number: int) -> Tensor | None:
+    def _of_step(self, key: tuple[int, str, int]) -> Tensor | None:
         _, prompts, count = self._state_rows()
-        state = self._states.get((layer, kind, number))
+        state = self._states.get(key)
         return None if prompts is not None or state is None else state[:count]
 
     def _store_state(self, state: Tensor, key: tuple[int, str, int]) -> None:
@@ -82,10 +130,6 @@ class RecurrentStates:
             store[:count] = state
         else:
             store[prompts] = state.repeat_interleave(len(prompts) // len(state), 0)
-
-    def _move_states(self, sources: Tensor, targets: Tensor) -> None:
-        for store in self._states.values():
-            store.index_copy_(0, targets, store.index_select(0, sources))
 
 
 class KVCache(RecurrentStates):
@@ -145,7 +189,12 @@ class KVCache(RecurrentStates):
         (B,) int64.
         """
         for index, stores in source._layers.items():
-            taken = [_gathered(store, rows, columns) for store in stores]
+            taken = [
+                store.index_select(0, rows).gather(
+                    2, columns[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3])
+                )
+                for store in stores
+            ]
             if index not in self._layers:
                 self._layers[index] = self._allocate(taken[0], taken[1])
             for store, new in zip(self._layers[index], taken, strict=True):
@@ -205,7 +254,8 @@ class KVCache(RecurrentStates):
             for store in layer:
                 used = store[:, :, : self.columns]
                 used.index_copy_(0, targets, used.index_select(0, sources))
-        self._move_states(sources, targets)
+        for state in self._states.values():
+            state.index_copy_(0, targets, state.index_select(0, sources))
 
     def swap(self, first: Tensor, second: Tensor) -> None:
         """Exchange the used columns of rows ``first`` and of rows ``second``."""
@@ -214,12 +264,6 @@ class KVCache(RecurrentStates):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use; some models call it, but with given positions none depends on it."""
         return self.columns
-
-
-def _gathered(store: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """(B, heads, W, D) of (., heads, ., D): column ``columns[i, j]`` of row ``rows[i]``."""
-    index = columns[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3])
-    return store.index_select(0, rows).gather(2, index)
 
 
 def _as_pair(first: Tensor, second: Tensor) -> Tensor | None:
@@ -231,3 +275,84 @@ def _as_pair(first: Tensor, second: Tensor) -> Tensor | None:
         return None
     size, stride = (2, *first.shape), (distance, *first.stride())
     return first.as_strided(size, stride, first.storage_offset())
+
+
+@contextmanager
+def fast_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within, layers that use "sdpa" on a CPU attend from few tokens by plain products.
+
+    The fused kernel is made for many; on a CPU it took two to ten times as long for one.
+    Masks must be given whole: transformers makes none for attention it does not know.
+    """
+    config = model.config
+    if config._attn_implementation != "sdpa" or model.device.type != "cpu":
+        yield
+        return
+    AttentionInterface.register(_ATTENTION, attend_by_products)
+    try:
+        config._attn_implementation = _ATTENTION
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+def attend_by_products(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' "sdpa", to which it falls back for many tokens.
+
+    Of (B, heads, T, D) queries, and (B, key heads, columns, D) keys and values, where heads are a
+    multiple of key heads, under a (B, 1, T, columns) additive mask.
+
+    Returns:
+        (B, T, heads, D), and None for weights.
+    """
+    rows, heads, tokens, size = query.shape
+    unknown = bool(options.keys() - _WITHOUT_EFFECT)
+    if unknown or scaling is None or attention_mask is None or tokens > MAX_PRODUCT_TOKENS:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    if scaling != 1:
+        query = query * scaling
+    # Heads that share a key (grouped-query attention) are rows of one product.
+    grouped = query.reshape(rows, key.shape[1], -1, size)
+    shared: SharedPrompts | None = getattr(key, "prompts", None)
+    if shared is not None and (
+        # most responses have ended, or the layer attends to other values than it has stored
+        2 * len(shared.keys) > rows or getattr(value, "prompts", None) is not shared
+    ):
+        shared = None
+    width = 0 if shared is None else shared.keys.shape[2]
+    scores = torch.matmul(grouped, key[:, :, width:].transpose(2, 3))
+    if shared is not None:
+        before = _of_prompts(grouped, shared.keys.transpose(2, 3), shared)
+        scores = torch.cat([before, scores], -1)
+    scores = scores.view(rows, heads, tokens, -1).add_(attention_mask)
+    weights = scores.softmax(-1).view(*grouped.shape[:3], -1)
+    output = torch.matmul(weights[..., width:], value[:, :, width:])
+    if shared is not None:
+        output += _of_prompts(weights[..., :width], shared.values, shared)
+    return output.view(rows, heads, tokens, -1).transpose(1, 2), None
+
+
+def _of_prompts(rows: Tensor, matrices: Tensor, shared: SharedPrompts) -> Tensor:
+    """(rows, heads, n, q) product of each row and the matrix of its prompt.
+
+    ``rows`` are (rows, heads, n, p), ``matrices`` (prompts, heads, p, q).
+    """
+    _, heads, count, width = rows.shape
+    prompts, copies = len(matrices), shared.copies
+    ordered = rows.new_zeros(prompts * copies, heads, count, width)
+    ordered.index_copy_(0, shared.sequences, rows)
+    ordered = ordered.view(prompts, copies, heads, count, width).transpose(1, 2)
+    products = torch.matmul(ordered.reshape(prompts, heads, copies * count, width), matrices)
+    products = products.view(prompts, heads, copies, count, -1).transpose(1, 2)
+    return products.flatten(0, 1).index_select(0, shared.sequences)

@@ -57,7 +57,7 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).view(len(seeds), count)
 
 
-def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
+def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     """(B,) int64 token of each row; NO_TOKEN where its largest logit is not finite, or one is NaN.
 
     The drawn token is the first one, in vocabulary order, up to which the kept probabilities
@@ -171,7 +171,7 @@ class Responses:
         any token in its place; see :meth:`undrawn`.
         """
         place = (sequences, number.expand_as(sequences))
-        chosen = choose(logits, self._uniforms[place], self._sampling)
+        chosen = sample_tokens(logits, self._uniforms[place], self._sampling)
         if group is not None:
             chosen = group.first(chosen)
         self._tokens.index_put_(place, chosen)
@@ -193,35 +193,34 @@ class Responses:
 
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""
-        return [[max(0, token) for token in row] for row in self._rows()]
+        return [[max(0, token) for token in row] for row in self._until_ends()]
 
     def undrawn(self) -> list[bool]:
         """Whether each sequence ended because no token could be drawn; its last one is none."""
-        return [row[-1] == NO_TOKEN for row in self._rows()]
+        return [row[-1] == NO_TOKEN for row in self._until_ends()]
 
     def logprobs(self) -> list[list[float]]:
         """Log-probability of every sequence's tokens, in nats, at the policy's temperature.
 
         It is that before top-k and top-p.
         """
-        return self._of_tokens(self._logprobs)
+        return self._for_tokens(self._logprobs)
 
     def sampler_logprobs(self) -> list[list[float]]:
         """Likewise in the distribution that they were drawn from, after top-k and top-p.
 
         Where that is the policy's, or tokens are not drawn, the same as :meth:`logprobs`.
         """
-        return self._of_tokens(self._drawn)
+        return self._for_tokens(self._drawn)
 
-    def _of_tokens(self, table: Tensor | None) -> list[list[float]]:
+    def _for_tokens(self, table: Tensor | None) -> list[list[float]]:
         assert table is not None, "they were not kept"
         rows = table[: self.size].tolist()
-        return [row[: len(own)] for row, own in zip(rows, self.tokens(), strict=True)]
+        return [row[: len(own)] for row, own in zip(rows, self._until_ends(), strict=True)]
 
-    def _rows(self) -> list[list[int]]:
-        rows = self._tokens[: self.size].tolist()
-        return [self._until_end(row[:n]) for row, n in zip(rows, self.limits, strict=True)]
-
-    def _until_end(self, row: list[int]) -> list[int]:
-        ends = (i + 1 for i, token in enumerate(row) if token in self._end_ids)
-        return row[: next(ends, len(row))]
+    def _until_ends(self) -> list[list[int]]:
+        found = []
+        for row, limit in zip(self._tokens[: self.size].tolist(), self.limits, strict=True):
+            ends = (i + 1 for i, token in enumerate(row[:limit]) if token in self._end_ids)
+            found.append(row[: next(ends, limit)])
+        return found

@@ -9,15 +9,13 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.generation.fast_attention import fast_attention
+from dschat_lora.generation.batch_state import next_logits, padded_left
 from dschat_lora.generation.fast_linears import FastLinears
-from dschat_lora.generation.forward import next_logits, padded_left, takes_cache
-from dschat_lora.generation.kv_cache import RecurrentStates
-from dschat_lora.generation.sampling import Sampling, choose
+from dschat_lora.generation.kv_cache import RecurrentStates, fast_attention, takes_cache
+from dschat_lora.generation.sampling import Sampling, sample_tokens
 from dschat_lora.lora.mixed import AdapterRows
-from dschat_lora.models.backbone import attention_windows
+from dschat_lora.models.backbone import attention_windows, recurrent_layers
 from dschat_lora.models.causal_lm import fp32_logits
-from dschat_lora.models.recurrent import recurrent_layers
 
 COLUMN_BUCKET = 64  # columns by which a cache grows at least
 
@@ -83,23 +81,19 @@ class SlotCache(RecurrentStates):
             self._layers[layer_idx] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
         stores = self._layers[layer_idx]
         if self._tokens is None:
+            assert self._prompts is not None
+            prompt_rows, padding = self._prompts
+            # Behind a prompt its last entry again, up to the longest one's width: masks hide it.
+            places = torch.arange(key.shape[2], device=key.device) + padding[:, None]
+            places = places.clamp(max=key.shape[2] - 1)[:, None, :, None]
             for store, new in zip(stores, (key, value), strict=True):
-                self._store_prompts(store, new)
+                store[prompt_rows, :, : key.shape[2]] = new.gather(2, places.expand_as(new))
             return key, value
         rows, columns = self._tokens
         for store, new in zip(stores, (key, value), strict=True):
             store[rows, :, columns] = new[:, :, 0]
         keys, values = (store[: len(rows), :, : self._width] for store in stores)
         return keys, values
-
-    def _store_prompts(self, store: Tensor, new: Tensor) -> None:
-        assert self._prompts is not None
-        rows, padding = self._prompts
-        width = new.shape[2]
-        # Behind a prompt its last entry again, up to the longest one's width: masks hide it.
-        places = torch.arange(width, device=new.device) + padding[:, None]
-        places = places.clamp(max=width - 1)[:, None, :, None].expand_as(new)
-        store[rows, :, :width] = new.gather(2, places)
 
     def move(self, source: int, target: int, columns: int) -> None:
         """Copy the first ``columns`` of one row over those of another."""
@@ -193,7 +187,14 @@ class SlotRows:
         positions = to_device(torch.tensor(self._lengths), self._device)
         ids = to_device(torch.tensor(tokens), self._device)
         self._cache.read_tokens(positions, width)
-        masks = {kind: self._mask(positions, width, w) for kind, w in self._windows.items()}
+        columns, masks = torch.arange(width, device=self._device), {}
+        for kind, window in self._windows.items():
+            hidden = columns > positions[:, None]
+            if window is not None:
+                hidden |= columns <= positions[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
+            mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
+            masks[kind] = mask[:, None, None]
         logits = self._forward(ids[:, None], positions[:, None], masks, self._numbers)
         self._lengths = [length + 1 for length in self._lengths]
         return logits
@@ -211,15 +212,6 @@ class SlotRows:
         """Drop all rows and free the cache."""
         self._lengths, self._numbers, self._cache = [], [], SlotCache()
 
-    def _mask(self, positions: Tensor, width: int, window: int | None) -> Tensor:
-        """(B, 1, 1, width) additive mask of the columns up to each row's position."""
-        columns = torch.arange(width, device=self._device)
-        hidden = columns > positions[:, None]
-        if window is not None:
-            hidden |= columns <= positions[:, None] - window
-        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
-        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None, None]
-
     def _forward(
         self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], adapters: Sequence[int]
     ) -> Tensor:
@@ -228,10 +220,10 @@ class SlotRows:
         return next_logits(self._model, ids, positions, masks, self._cache)
 
 
-def choose_each(
+def sample_each(
     logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
 ) -> list[int]:
-    """The next token of each row, by options of its own; see :func:`choose`.
+    """The next token of each row, by options of its own; see :func:`sample_tokens`.
 
     ``logits`` are (B, V); ``uniforms`` numbers in (0, 1], of which greedy rows take none.
     """
@@ -244,7 +236,7 @@ def choose_each(
         part = logits
         if len(own) < len(chosen):
             part = logits[to_device(torch.tensor(own), logits.device)]
-        tokens = choose(part, to_device(uniform, logits.device), sampling).tolist()
+        tokens = sample_tokens(part, to_device(uniform, logits.device), sampling).tolist()
         for row, token in zip(own, tokens, strict=True):
             chosen[row] = token
     return chosen

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import PackedLoraLinear
-from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, active_bias
+from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, active_bias, is_quantized
 from dschat_lora.lora.model import adapter_layers, freeze_replaced, init_lora_, replace_part
-from dschat_lora.lora.nf4 import is_quantized
-from dschat_lora.lora.targets import bypassed_layers, is_plain_linear, last_name
+from dschat_lora.lora.names import last_name
+from dschat_lora.lora.targets import bypassed_layers, is_plain_linear
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # Parts of names of parameters without weight decay; of DeepSpeed-Chat.
@@ -67,11 +67,7 @@ def convert_linear_layer_to_lora(
     _check_number("lora_dim", lora_dim, whole, "a whole number from 0 on")
     _check_number("lora_scaling", lora_scaling, lora_scaling > 0, "above 0")
     _check_number("lora_dropout", lora_dropout, 0 <= lora_dropout < 1, "in [0, 1)")
-    layers = {name: m for name, m in model.named_modules() if name and is_plain_linear(m)}
-    chosen = {name: m for name, m in layers.items() if part_module_name in name}
-    if not chosen:
-        raise ValueError(_no_match(part_module_name, layers))
-    _check_called(model, chosen)
+    chosen = _chosen_layers(model, part_module_name)
     bypassed_layers(model, chosen, LoraConfig(lora_module_name=part_module_name))
     if lora_dim == 0:
         return model
@@ -83,7 +79,11 @@ def convert_linear_layer_to_lora(
         parts[base] = layer
     _replace_parts(model, parts)
     freeze_replaced(model)
-    _leave_fast_path(model)
+    # Without gradients torch's encoder layers read the weights alone, unless a layer has a hook.
+    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+    for inner in {each for encoder in encoders for each in encoder.modules()}:
+        if isinstance(inner, LoraLinear) and not inner._forward_pre_hooks:
+            inner.register_forward_pre_hook(_no_change)
     return model
 
 
@@ -166,8 +166,10 @@ def convert_lora_to_linear_layer(model: ModuleT) -> ModuleT:
                 layer.weight.copy_(weight)
         parts[layer] = _plain_layer(layer)
     _replace_parts(model, parts)
-    if tied:
-        _declare_untied(model)
+    for module in model.modules() if tied else ():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
     return model
 
 
@@ -247,6 +249,30 @@ def get_optimizer_grouped_parameters(
     return [group for group in groups if group["params"]]
 
 
+def _chosen_layers(model: nn.Module, part_module_name: str) -> dict[str, nn.Module]:
+    """Linear layers whose names have the part; an error where there are none, or unsafe ones."""
+    layers = {name: m for name, m in model.named_modules() if name and is_plain_linear(m)}
+    chosen = {name: m for name, m in layers.items() if part_module_name in name}
+    if not chosen:
+        if not layers:
+            raise ValueError(
+                f"part_module_name {part_module_name!r}: the model has no linear layer within it"
+            )
+        endings = ", ".join(sorted(set(map(last_name, layers))))
+        raise ValueError(
+            f"part_module_name {part_module_name!r} is in the name of no linear layer; their names "
+            f"are as {next(iter(layers))!r} and end in: {endings}"
+        )
+    for name in chosen:  # a factor would be passed by where the weight is used without a call
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            raise ValueError(
+                f"part_module_name matches {name}, whose weight nn.MultiheadAttention reads "
+                "without calling the layer: its update would have no effect; choose a part of "
+                "names that leaves it out, with one call for each such part"
+            )
+    return chosen
+
+
 def _factors(model: nn.Module) -> dict[str, nn.Parameter]:
     """LoRA factors by name, of PEFT's and DeepSpeed-Chat's own layers too."""
     return {name: p for name, p in model.named_parameters() if ".lora_" in f".{name}"}
@@ -257,40 +283,7 @@ def _of_names(parameters: Mapping[str, nn.Parameter], names: Collection[str]) ->
     return [p for name, p in parameters.items() if name in names]
 
 
-def _no_match(part: str, layers: Collection[str]) -> str:
-    if not layers:
-        return f"part_module_name {part!r}: the model has no linear layer within it"
-    endings = ", ".join(sorted(set(map(last_name, layers))))
-    return (
-        f"part_module_name {part!r} is in the name of no linear layer; their names are as "
-        f"{next(iter(layers))!r} and end in: {endings}"
-    )
-
-
-def _check_called(model: nn.Module, chosen: Collection[str]) -> None:
-    """Refuse layers whose weights are used without calling them, as a factor would be passed by."""
-    for name in chosen:
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-            raise ValueError(
-                f"part_module_name matches {name}, whose weight nn.MultiheadAttention reads "
-                "without calling the layer: its update would have no effect; choose a part of "
-                "names that leaves it out, with one call for each such part"
-            )
-
-
-def _leave_fast_path(model: nn.Module) -> None:
-    """Have torch's encoder layers call their linear layers in evaluation too.
-
-    Without gradients they else read the weights alone; a hook on a layer is what keeps them off.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            for layer in module.modules():
-                if isinstance(layer, LoraLinear) and not layer._forward_pre_hooks:
-                    layer.register_forward_pre_hook(_nothing)
-
-
-def _nothing(module: nn.Module, inputs: object) -> None:
+def _no_change(module: nn.Module, inputs: object) -> None:
     pass
 
 
@@ -333,13 +326,6 @@ def _plain_layer(layer: LoraLinear) -> nn.Module:
         bias = nn.Parameter(bias, requires_grad=False)
     plain.register_parameter("bias", bias)
     return plain.train(layer.training)
-
-
-def _declare_untied(model: nn.Module) -> None:
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
 
 
 @contextmanager

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dschat_lora.lora.layers import full_shape, zeros
+from dschat_lora.lora.layers import full_shape, state_of, zeros
 from dschat_lora.lora.names import EXPERT_WEIGHTS
-from dschat_lora.lora.nf4 import NF4State, dequantize, quantize, state_of
+from dschat_lora.lora.nf4 import NF4State, quantize
 
 _ALIGNMENT = 16  # bytes; of rows and matrices of a grouped product
 
@@ -42,9 +42,11 @@ class LoraExperts(nn.Module):
         lora_A: (E, r, in) float32. lora_B: (E, out, r) float32.
         scaling: factor of the update. enabled: False gives the base.
         num_experts, in_features, out_features: E, and those of one expert.
-        casts: copies of both factors to compute with, see :mod:`dschat_lora.lora.casts`.
+        casts: copies of both factors to compute with, see
+            :class:`~dschat_lora.lora.layers.FactorCasts`.
     """
 
+    takes_casts = True
     casts: tuple[Tensor, Tensor] | None = None
     dropout = 0.0
     trained_bias = None
@@ -208,14 +210,14 @@ class _QuantizedExperts(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, ends)
         ctx.state, ctx.transposed = state, transposed
-        values = dequantize(weight.detach(), state, x.dtype)
+        values = state.values(weight.detach(), x.dtype)
         return grouped(x, values if transposed else values.transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ends = ctx.saved_tensors
-        values = dequantize(weight, ctx.state, grad.dtype)
+        values = ctx.state.values(weight, grad.dtype)
         grad_x = grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
         return grad_x, *[None] * 4
 
@@ -238,7 +240,7 @@ class _LoraExperts(torch.autograd.Function):
         state: Any,
     ) -> Tensor:
         down, up = (lora_A if down is None else down), (lora_B if up is None else up)
-        values = weight if state is None else dequantize(weight.detach(), state, x.dtype)
+        values = weight if state is None else state.values(weight.detach(), x.dtype)
         output = grouped(x, values if transposed else values.transpose(1, 2), ends)
         del values
         inner = grouped(x, down.to(x.dtype).transpose(1, 2), ends)
@@ -255,7 +257,7 @@ class _LoraExperts(torch.autograd.Function):
         grad_inner = grouped(grad, up.to(grad.dtype), ends).mul_(ctx.scaling)
         grad_x = grad_weight = grad_a = grad_b = None
         if wants_x:
-            values = weight if ctx.state is None else dequantize(weight, ctx.state, grad.dtype)
+            values = weight if ctx.state is None else ctx.state.values(weight, grad.dtype)
             grad_x = grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
             del values
             grad_x.add_(grouped(grad_inner, down.to(grad.dtype), ends))

@@ -84,6 +84,8 @@ class Groups:
 class PackedLoraLinear(LoraLinear):
     """A :class:`LoraLinear` of packed projections, with factors for some of its groups."""
 
+    takes_casts = False  # its factors are made of what it holds
+
     def __init__(
         self, base: nn.Module, *, r: int, scaling: float, groups: Groups, dropout: float = 0.0
     ) -> None:

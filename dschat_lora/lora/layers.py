@@ -4,63 +4,20 @@ Every layer adopts the base's parameters under the base's names, so the names in
 dict stay those of the pretrained model. Only the parameters named ``lora_*``,
 ``trained_bias`` or ``trained.*`` are trained, and they are always float32. With ``enabled`` False
 a layer is its base, bit for bit.
+
+``y = x W^T + b + s (x A^T) B^T`` written out in torch makes four tensors as large as ``y`` (the
+base's product, the update, the scaled update, their sum) and keeps 16-bit copies of fp32
+factors. :func:`lora_linear` makes one, and keeps what the factors' gradients need: ``x``,
+shared with every other layer that reads it, and ``x A^T``, which is r wide.
 """
 
-import copy
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from dschat_lora.lora.matmul import adapter_dropout, lora_linear
-from dschat_lora.lora.nf4 import (
-    NF4Linear,
-    is_quantized,
-    nf4_linear,
-    value_dtype,
-    value_shape,
-    values_of,
-)
-from dschat_lora.lora.parallel import ParallelEmbedding, shard_of
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is GPT-2's transposed linear layer of transformers: weight (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight of a linear layer is (in, out)."""
-    return is_conv1d(module) or bool(getattr(module, "transposed", False))
-
-
-def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W + b`` of x (..., in) and W (in, out), in the one rounding that Conv1D makes."""
-    if bias is None:
-        return F.linear(x, weight.t())
-    flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
-    return flat.view(*x.shape[:-1], weight.shape[1])
-
-
-def full_shape(parameter: Tensor) -> torch.Size:
-    """The parameter's shape, also where ZeRO 3 or a tensor group holds only a part of it here.
-
-    Of a quantised one it is that of its values.
-    """
-    if (values := value_shape(parameter)) is not None:
-        return values
-    shape, shard = torch.Size(getattr(parameter, "ds_shape", parameter.shape)), shard_of(parameter)
-    return shape if shard is None else shard.full_shape(shape)
-
-
-def _lora_repr(layer: "LoraLinear | LoraEmbedding") -> str:
-    """Shape and adapter settings, for ``print(model)``."""
-    return (
-        f"in_features={layer.in_features}, out_features={layer.out_features}, r={layer.r}, "
-        f"scaling={layer.scaling:g}, dropout={layer.dropout:g}"
-    )
 
 
 class LoraLinear(nn.Module):
@@ -76,10 +33,11 @@ class LoraLinear(nn.Module):
         scaling: factor of the update. enabled: False gives the base.
         transposed: the weight is stored (in, out), as in GPT-2.
         in_features, out_features: of the whole layer, however it is divided.
-        casts: copies of both factors to compute with, see :mod:`dschat_lora.lora.casts`.
+        casts: copies of both factors to compute with, see :class:`FactorCasts`.
         base_class: of the base.
     """
 
+    takes_casts = True
     casts: tuple[Tensor, Tensor] | None = None
     lora_A: nn.Parameter  # noqa: N815
     lora_B: nn.Parameter  # noqa: N815
@@ -101,17 +59,19 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
         if not self.enabled:
-            return _base_function(self)(x, self.weight, self.bias)
+            if (state := state_of(self.weight)) is not None:
+                output: Tensor = state.linear(x, self.weight, self.bias)
+                return output
+            return (conv1d if self.transposed else F.linear)(x, self.weight, self.bias)
         scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
-        bias, transposed = active_bias(self), self.transposed
         return lora_linear(
             x,
             self.weight,
-            bias,
+            active_bias(self),
             *self.factors(),
             scaling,
             keep,
-            transposed=transposed,
+            transposed=self.transposed,
             casts=self.casts,
         )
 
@@ -124,7 +84,227 @@ class LoraLinear(nn.Module):
         update = self.scaling * (lora_B.float() @ lora_A.float())
         return update.T if self.transposed else update
 
-    extra_repr = _lora_repr
+    def extra_repr(self) -> str:
+        """Shape and adapter settings, for ``print(model)``."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, r={self.r}, "
+            f"scaling={self.scaling:g}, dropout={self.dropout:g}"
+        )
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,  # noqa: N803
+    lora_B: Tensor,  # noqa: N803
+    scaling: float,
+    keep: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    casts: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """``x W^T + b + scaling * ((x * keep) A^T) B^T`` for a frozen W.
+
+    Under autocast all of it is computed in autocast's type, else in that of ``x``.
+
+    Args:
+        x: (..., in).
+        weight: (out, in), frozen as a rule. May be a ZeRO 3 parameter: it is read anew in the
+            backward pass, when DeepSpeed has gathered it again. A quantised one is unpacked in
+            both passes.
+        bias: (out,) or None.
+        lora_A: (r, in), any float type.
+        lora_B: (out, r), any float type.
+        scaling: of the update; with dropout it includes the factor ``1 / (1 - p)``.
+        keep: (..., in) bool, True where dropout keeps the input of the adapter; None: everywhere.
+        transposed: ``weight`` is (in, out), as in GPT-2's layers.
+        casts: ``lora_A`` and ``lora_B`` in the type of the computation; cast here if absent.
+
+    Returns:
+        (..., out).
+    """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        values = values_of(weight, x.dtype)
+        matrix = values.t() if transposed else values
+        return lora_linear_reference(x, matrix, bias, lora_A, lora_B, scaling, keep)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    state = state_of(weight)
+    return _LoraLinear.apply(  # type: ignore[no-untyped-call]
+        x.to(dtype),
+        weight if state is not None else weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+        lora_A,
+        lora_B,
+        scaling,
+        keep,
+        transposed,
+        *(casts or (None, None)),
+        state,
+    )
+
+
+class _LoraLinear(torch.autograd.Function):
+    """Products of matrices: the leading dimensions of ``x`` are one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_A: Tensor,  # noqa: N803
+        lora_B: Tensor,  # noqa: N803
+        scaling: float,
+        keep: Tensor | None,
+        transposed: bool,
+        down: Tensor | None,
+        up: Tensor | None,
+        state: Any,
+    ) -> Tensor:
+        # The parameters themselves are kept: casts are made again, and shards gathered again.
+        down, up = (lora_A if down is None else down), (lora_B if up is None else up)
+        rows = x.reshape(-1, x.shape[-1])
+        values = weight if state is None else state.values(weight.detach(), x.dtype)
+        output = F.linear(rows, values.t() if transposed else values, bias)
+        del values
+        adapted = rows if keep is None else rows * keep.reshape(rows.shape)
+        inner = F.linear(adapted, down.to(x.dtype))
+        output.addmm_(inner, up.to(x.dtype).t(), alpha=scaling)
+        ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, keep, inner)
+        ctx.scaling, ctx.transposed, ctx.state = scaling, transposed, state
+        ctx.types = lora_A.dtype, lora_B.dtype
+        # No view of what nothing else holds: some models write into it (Falcon, OLMo).
+        shape = [*x.shape[:-1], output.shape[-1]]
+        return torch.ops.aten._unsafe_view(output, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, lora_A, lora_B, down, up, keep, inner = ctx.saved_tensors  # noqa: N806
+        if torch.is_grad_enabled():  # they are to be differentiated themselves
+            return _graph_of_gradients(ctx, grad_output, x, weight, lora_A, lora_B, keep)
+        wants_x, wants_weight, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
+        rows, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
+        if keep is not None:
+            keep = keep.reshape(rows.shape)
+        grad_inner = (grad @ up.to(grad.dtype)).mul_(ctx.scaling)
+        grad_x = grad_a = grad_b = None
+        if wants_x:
+            # Unpacked again: kept, the values would take the room that four bits save.
+            values = weight if ctx.state is None else ctx.state.values(weight, grad.dtype)
+            grad_x = grad @ (values.t() if ctx.transposed else values)
+            del values
+            if keep is None:
+                grad_x.addmm_(grad_inner, down.to(grad.dtype))
+            else:
+                grad_x.add_((grad_inner @ down.to(grad.dtype)).mul_(keep))
+            grad_x = grad_x.view(x.shape)
+        if wants_a:
+            adapted = rows if keep is None else rows * keep
+            grad_a = (grad_inner.t() @ adapted).to(ctx.types[0])
+        if wants_b:
+            grad_b = (grad.t() @ inner).mul_(ctx.scaling).to(ctx.types[1])
+        grad_bias = grad.sum(0) if wants_bias else None
+        grad_matrix = grad.t() @ rows if wants_weight else None
+        if grad_matrix is not None and ctx.transposed:
+            grad_matrix = grad_matrix.t()
+        return grad_x, grad_matrix, grad_bias, grad_a, grad_b, *[None] * 6
+
+
+def _graph_of_gradients(
+    ctx: Any,
+    grad_output: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    lora_A: Tensor,  # noqa: N803
+    lora_B: Tensor,  # noqa: N803
+    keep: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of :class:`_LoraLinear` by torch's own operations, which have derivatives."""
+    values = weight if ctx.state is None else ctx.state.values(weight, x.dtype)
+    matrix = values.t() if ctx.transposed else values
+    output = lora_linear_reference(x, matrix, None, lora_A, lora_B, ctx.scaling, keep)
+    inputs = {0: x, 1: weight, 3: lora_A, 4: lora_B}
+    chosen = {i: each for i, each in inputs.items() if ctx.needs_input_grad[i]}
+    gradients: list[Tensor | None] = [None] * 11
+    if chosen:
+        found = torch.autograd.grad(output, [*chosen.values()], grad_output, create_graph=True)
+        for i, gradient in zip(chosen, found, strict=True):
+            gradients[i] = gradient
+    if ctx.needs_input_grad[2]:
+        gradients[2] = grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
+    return tuple(gradients)
+
+
+def lora_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,  # noqa: N803
+    lora_B: Tensor,  # noqa: N803
+    scaling: float,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """What :func:`lora_linear` computes, as the formula reads (arXiv:2106.09685, eq. 3)."""
+    adapted = x if keep is None else x * keep
+    update = F.linear(F.linear(adapted, lora_A.to(x.dtype)), lora_B.to(x.dtype))
+    return F.linear(x, weight, bias) + scaling * update
+
+
+def adapter_dropout(
+    x: Tensor, scaling: float, dropout: float, features: int | None = None
+) -> tuple[float, Tensor | None]:
+    """``scaling`` and ``keep`` for :func:`lora_linear` under dropout of the adapter's input."""
+    if dropout == 0:
+        return scaling, None
+    return scaling / (1 - dropout), draw_keep(x, dropout, features)
+
+
+def draw_keep(x: Tensor, dropout: float, features: int | None = None) -> Tensor:
+    """(..., features) bool, by default (..., in), True with probability ``1 - dropout``."""
+    shape = (*x.shape[:-1], x.shape[-1] if features is None else features)
+    # Not by bernoulli_(), of which inductor of torch 2.13 makes something else.
+    return torch.rand(shape, device=x.device) >= dropout
+
+
+class FactorCasts:
+    """Copies of float32 factors in the type of the weights they adapt, where that is another.
+
+    Each product casts its factors otherwise: twice in a forward and twice in a backward pass of a
+    layer. Factors that ZeRO 3 shards are left out, as they are whole only while a layer uses them.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        modules: Iterator[Any] = (each for model in models for each in model.modules())
+        self._layers = [
+            layer
+            for layer in modules
+            if getattr(layer, "takes_casts", False)
+            and layer.lora_A.dtype != value_dtype(layer.weight)
+            and not hasattr(layer.lora_A, "ds_id")
+        ]
+        self._copies: list[Tensor] = []
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within, layers compute with the values that factors have at its beginning."""
+        factors = [factor for layer in self._layers for factor in (layer.lora_A, layer.lora_B)]
+        if not self._copies:
+            dtypes = (value_dtype(layer.weight) for layer in self._layers for _ in range(2))
+            pairs = zip(factors, dtypes, strict=True)
+            self._copies = [torch.empty_like(factor, dtype=dtype) for factor, dtype in pairs]
+            for copy in self._copies:  # a size that varies, to compiled blocks, is one of tokens
+                torch._dynamo.mark_static(copy)
+        if factors:
+            torch._foreach_copy_(self._copies, [factor.detach() for factor in factors])
+        try:
+            for number, layer in enumerate(self._layers):
+                layer.casts = (self._copies[2 * number], self._copies[2 * number + 1])
+            yield
+        finally:
+            for layer in self._layers:
+                layer.casts = None
 
 
 class LoraEmbedding(nn.Module):
@@ -136,7 +316,8 @@ class LoraEmbedding(nn.Module):
         in_features: num_embeddings. out_features: dim.
     """
 
-    def __init__(self, base: nn.Embedding | ParallelEmbedding, *, r: int, scaling: float) -> None:
+    def __init__(self, base: Any, *, r: int, scaling: float) -> None:
+        """Adopt the weight of ``base``, an ``nn.Embedding`` or one divided among ranks."""
         super().__init__()
         if base.max_norm is not None:
             raise ValueError("an embedding with max_norm rescales its weights and cannot be frozen")
@@ -165,98 +346,33 @@ class LoraEmbedding(nn.Module):
         """The update these factors make to ``weight``, (num_embeddings, dim) float32."""
         return self.scaling * (lora_B.float() @ lora_A.float()).T
 
-    extra_repr = _lora_repr
+    extra_repr = LoraLinear.extra_repr
 
 
-class TrainedBias(nn.Module):
-    """A frozen linear layer or layer norm whose bias alone trains, as a float32 copy.
-
-    Attributes:
-        weight, bias: of the base, frozen. trained_bias: float32, in place of ``bias``.
-    """
-
-    weight: nn.Parameter
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.function = _biased_function(base)
-        self.kind, self.enabled = type(base).__name__, True
-        self.transposed = is_transposed(base)
-        self.register_parameter("weight", base._parameters["weight"])
-        self.bias = base.get_parameter("bias")
-        self.trained_bias = float32_copy(self.bias)
-        self.train(base.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """What the base computes, with the trained bias."""
-        return self.function(x, self.weight, active_bias(self) if self.enabled else self.bias)
-
-    def extra_repr(self) -> str:
-        """Which layer the bias belongs to, for ``print(model)``."""
-        return f"{self.kind}, features={full_shape(self.bias)[0]}"
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is GPT-2's transposed linear layer of transformers: weight (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-class TrainedModule(nn.Module):
-    """A module trained in full, as a float32 copy beside the frozen original.
-
-    The copy is independent also where the original's weight is tied to another module's, so
-    training an output head never moves the embedding.
-
-    Attributes:
-        base: the original. trained: its copy, which computes in float32.
-    """
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base, self.enabled = base, True
-        self.trained = float32_module(base).requires_grad_(True)
-        self.train(base.training)
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        """What the original returns, in its dtype, computed with the trained weights.
-
-        That may be a tuple, as of a router of experts.
-        """
-        if not self.enabled:
-            return self.base(*args, **kwargs)
-        # float32, unless DeepSpeed keeps the fp32 masters of all that trains.
-        dtype = next(self.trained.parameters()).dtype
-        args = tuple(_cast(value, dtype) for value in args)
-        kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
-        output = self.trained(*args, **kwargs)
-        dtype = next(self.base.parameters()).dtype
-        if isinstance(output, tuple):
-            return tuple(_cast(value, dtype) for value in output)
-        return _cast(output, dtype)
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight of a linear layer is (in, out)."""
+    return is_conv1d(module) or bool(getattr(module, "transposed", False))
 
 
-def active_bias(layer: LoraLinear | TrainedBias) -> Tensor | None:
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x W + b`` of x (..., in) and W (in, out), in the one rounding that Conv1D makes."""
+    if bias is None:
+        return F.linear(x, weight.t())
+    flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    return flat.view(*x.shape[:-1], weight.shape[1])
+
+
+def active_bias(layer: Any) -> Tensor | None:
     """The trained bias in the weight's type, if the layer has one; else that of the base."""
-    if layer.trained_bias is None:
-        return layer.bias
-    return layer.trained_bias.to(value_dtype(layer.weight))
-
-
-def float32_copy(parameter: Tensor) -> nn.Parameter:
-    """A trainable float32 copy, on the same device."""
-    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-
-
-def float32_module(base: nn.Module) -> nn.Module:
-    """A float32 copy of a module, whose quantised layers become plain ones."""
-    if isinstance(base, NF4Linear):
-        if base.transposed:
-            raise ValueError(
-                "--modules_to_save: a Conv1D layer in 4 bits cannot be trained in full; adapt it "
-                "by --target_modules, or use --base_bits 16"
-            )
-        bias = base._parameters["bias"]
-        plain = nn.Linear(base.in_features, base.out_features, bias is not None, device="meta")
-        plain.weight = nn.Parameter(values_of(base.weight, torch.float32))
-        plain.register_parameter("bias", None if bias is None else float32_copy(bias))
-        return plain.train(base.training)
-    inner = {id(m): float32_module(m) for m in base.modules() if isinstance(m, NF4Linear)}
-    return copy.deepcopy(base, inner).float()
+    bias: Tensor | None = layer.bias
+    if layer.trained_bias is not None:
+        bias = layer.trained_bias.to(value_dtype(layer.weight))
+    return bias
 
 
 def zeros(*shape: int, device: torch.device) -> nn.Parameter:
@@ -264,29 +380,57 @@ def zeros(*shape: int, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
 
 
-def _base_function(layer: LoraLinear) -> Callable[[Tensor, Any, Any], Tensor]:
-    if is_quantized(layer.weight):
-        return nf4_linear
-    return conv1d if layer.transposed else F.linear
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The parameter's shape, also where ZeRO 3 or a tensor group holds only a part of it here.
+
+    Of a quantised one it is that of its values.
+    """
+    if (values := value_shape(parameter)) is not None:
+        return values
+    shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    shard = getattr(parameter, "tensor_shard", None)
+    return shape if shard is None else torch.Size(shard.full_shape(shape))
 
 
-def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:
-    if isinstance(base, NF4Linear):
-        return nf4_linear
-    if isinstance(base, nn.Linear):
-        return F.linear
-    if is_conv1d(base):
-        return conv1d
-    if isinstance(base, nn.LayerNorm):
-        shape, eps = base.normalized_shape, base.eps
-        return lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps)
-    raise ValueError(
-        f"--train_bias all cannot train the bias of a {type(base).__name__}; "
-        "use lora_only, or name the module in --modules_to_save"
-    )
+def state_of(weight: object) -> Any:
+    """What the codes of a quantised weight stand for, an ``NF4State``; None for another tensor."""
+    return getattr(weight, "nf4", None)
 
 
-def _cast(value: object, dtype: torch.dtype) -> object:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
+def is_quantized(weight: object) -> bool:
+    """Whether a parameter holds codes."""
+    return state_of(weight) is not None
+
+
+def value_dtype(weight: Tensor) -> torch.dtype:
+    """The type in which the values of a weight take part in a product."""
+    return (state_of(weight) or weight).dtype
+
+
+def value_shape(weight: Tensor) -> torch.Size | None:
+    """The shape of a quantised weight's values; None for any other tensor."""
+    if (state := state_of(weight)) is None:
+        return None
+    return torch.Size(state.shape[::-1] if state.transposed else state.shape)
+
+
+def values_of(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The values of a weight, quantised or not, in ``dtype`` (default: its own)."""
+    if (state := state_of(weight)) is not None:
+        values: Tensor = state.values(weight.data, dtype)
+        return values
+    return weight if dtype is None else weight.to(dtype)
+
+
+def stored_bytes(parameter: Tensor) -> int:
+    """Bytes of a whole parameter as it is stored, of a quantised one with its scales."""
+    numel = int(getattr(parameter, "ds_numel", parameter.numel()))
+    state = state_of(parameter)
+    scales = [] if state is None else state.tensors().values()
+    return numel * parameter.element_size() + sum(t.numel() * t.element_size() for t in scales)
+
+
+def value_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of the values of those parameters that are quantised."""
+    states = filter(None, map(state_of, parameters))
+    return sum(state.shape.numel() * state.dtype.itemsize for state in states)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.lora.layers import LoraEmbedding, TrainedModule, full_shape
+from dschat_lora.lora.layers import LoraEmbedding, full_shape, state_of
 from dschat_lora.lora.model import AdapterLayer, LoraLayer, base_names
-from dschat_lora.lora.nf4 import dequantize, state_of
+from dschat_lora.lora.trained import TrainedModule
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def merged_state_dict(
         weight, state = values[name].detach(), state_of(own[name])
         dtype = weight.dtype if state is None else state.dtype
         if state is not None:
-            weight = dequantize(weight, state, torch.float32)
+            weight = state.values(weight, torch.float32)
         owner, layer = _adapter_of(model, name)
         part = name.removeprefix(f"{owner}.")
         if isinstance(layer, TrainedModule):

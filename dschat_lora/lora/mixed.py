@@ -14,11 +14,10 @@ from dschat_lora.lora.experts import (
     expert_weights,
     grouped,
 )
-from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.lora.layers import LoraLinear, value_dtype
 from dschat_lora.lora.model import AdapterLayer, adapter_layers, replace_part
-from dschat_lora.lora.nf4 import value_dtype
+from dschat_lora.lora.names import is_inside
 from dschat_lora.lora.parallel import ParallelLinear
-from dschat_lora.lora.targets import is_inside
 
 
 class AdapterRows:

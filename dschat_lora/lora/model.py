@@ -12,34 +12,28 @@ from torch import Tensor, nn
 from dschat_lora.config.groups import ACTIVE_EXPERTS, LoraConfig
 from dschat_lora.lora.experts import LoraExperts, adapt_experts, expert_weights
 from dschat_lora.lora.groups import Groups, PackedLoraLinear
-from dschat_lora.lora.layers import (
-    LoraEmbedding,
-    LoraLinear,
-    TrainedBias,
-    TrainedModule,
-    float32_copy,
-    full_shape,
-)
+from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, full_shape
+from dschat_lora.lora.names import is_expert_weight, is_inside
 from dschat_lora.lora.parallel import (
     ParallelEmbedding,
     ParallelLinear,
+    ParallelLoraEmbedding,
+    ParallelLoraLinear,
     group_of,
     mark_shard,
     own_part,
 )
-from dschat_lora.lora.parallel_layers import ParallelLoraEmbedding, ParallelLoraLinear
 from dschat_lora.lora.targets import (
     NAMES_OF_EXPERTS,
     choose_saved,
     choose_targets,
     expert_names,
-    is_expert_weight,
-    is_inside,
     minimal_endings,
     minimal_saved_endings,
     packed_groups,
     parameter_endings,
 )
+from dschat_lora.lora.trained import TrainedBias, TrainedModule, float32_copy
 
 LoraLayer = LoraLinear | LoraEmbedding | LoraExperts
 AdapterLayer = LoraLayer | TrainedBias | TrainedModule

@@ -8,7 +8,7 @@ AVX512-BF16, rewrites the weight that all roles share.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from dschat_lora.lora.layers import state_of
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
 PIECE = 2**16  # weights that a CPU quantises at a time
@@ -78,30 +80,25 @@ class NF4State:
         )
         return values + self.offset
 
+    def values(self, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The values of a weight, computed in float32 and rounded once to ``dtype``.
 
-def state_of(weight: object) -> NF4State | None:
-    """What the codes of a quantised weight stand for; None for any other tensor."""
-    state: NF4State | None = getattr(weight, "nf4", None)
-    return state
+        ``codes`` are the parameter's data, whole; ``dtype`` is by default that of the state.
+        """
+        self.follow_(codes.device)
+        count, size = self.shape.numel(), self.block_size
+        # By blocks: on a CPU with AVX-512 bitsandbytes 0.50 gets rows of 16 values wrong.
+        rows = (count // size, size) if count % size == 0 else (count,)
+        values: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+            codes, self.absmax(), size, "nf4", rows, dtype or self.dtype
+        )
+        values = values.view(self.shape)
+        return values.t() if self.transposed else values
 
-
-def is_quantized(weight: object) -> bool:
-    """Whether a parameter holds codes."""
-    return state_of(weight) is not None
-
-
-def value_dtype(weight: Tensor) -> torch.dtype:
-    """The type in which the values of a weight take part in a product."""
-    state = state_of(weight)
-    return weight.dtype if state is None else state.dtype
-
-
-def value_shape(weight: Tensor) -> torch.Size | None:
-    """The shape of a quantised weight's values; None for any other tensor."""
-    state = state_of(weight)
-    if state is None:
-        return None
-    return state.shape[::-1] if state.transposed else state.shape
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T + b`` of the weight whose state this is, in the dtype of ``x``."""
+        output: Tensor = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+        return output
 
 
 @torch.no_grad()
@@ -196,51 +193,6 @@ def from_stored(
     return _parameter(read("").view(torch.uint8).reshape(-1, 1), nf4)
 
 
-def dequantize(codes: Tensor, state: NF4State, dtype: torch.dtype | None = None) -> Tensor:
-    """The values of a weight, computed in float32 and rounded once to ``dtype``.
-
-    Args:
-        codes: the parameter's data, whole.
-        state: of the parameter.
-        dtype: by default that of ``state``.
-    """
-    state.follow_(codes.device)
-    count, size = state.shape.numel(), state.block_size
-    # By blocks: on a CPU with AVX-512 bitsandbytes 0.50 gets rows of 16 values wrong.
-    rows = (count // size, size) if count % size == 0 else (count,)
-    values: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-        codes, state.absmax(), size, "nf4", rows, dtype or state.dtype
-    )
-    values = values.view(state.shape)
-    return values.t() if state.transposed else values
-
-
-def values_of(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The values of a weight, quantised or not, in ``dtype`` (default: its own)."""
-    state = state_of(weight)
-    if state is not None:
-        return dequantize(weight.data, state, dtype)
-    return weight if dtype is None else weight.to(dtype)
-
-
-def stored_bytes(parameter: Tensor) -> int:
-    """Bytes of a whole parameter as it is stored, of a quantised one with its scales."""
-    numel = int(getattr(parameter, "ds_numel", parameter.numel()))
-    state = state_of(parameter)
-    scales = [] if state is None else state.tensors().values()
-    return numel * parameter.element_size() + sum(t.numel() * t.element_size() for t in scales)
-
-
-def value_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes of the values of those parameters that are quantised."""
-    shapes = [(state_of(p), value_shape(p)) for p in parameters]
-    return sum(
-        shape.numel() * state.dtype.itemsize
-        for state, shape in shapes
-        if state is not None and shape is not None
-    )
-
-
 class NF4Linear(nn.Module):
     """``x W^T + b`` with W in NF4, unpacked in the forward and again in the backward pass.
 
@@ -273,9 +225,7 @@ class NF4Linear(nn.Module):
 
 def nf4_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x W^T + b`` of a quantised weight, in the dtype of ``x``."""
-    state = state_of(weight)
-    assert state is not None
-    output: Tensor = _Product.apply(x, weight, bias, state)  # type: ignore[no-untyped-call]
+    output: Tensor = state_of(weight).linear(x, weight, bias)
     return output
 
 
@@ -307,7 +257,7 @@ class _Product(torch.autograd.Function):
 
 def _matrix(weight: Tensor, state: NF4State, dtype: torch.dtype) -> Tensor:
     """(out, in) values."""
-    values = dequantize(weight.detach(), state, dtype)
+    values = state.values(weight.detach(), dtype)
     return values.t() if state.transposed else values
 
 

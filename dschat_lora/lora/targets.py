@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import regex
 from torch import nn
@@ -13,7 +13,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.experts import expert_weights, fused_experts
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.layers import full_shape, is_conv1d, is_transposed
-from dschat_lora.lora.names import EXPERT_WEIGHTS
+from dschat_lora.lora.names import is_ending, is_inside, last_name
 from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
 
@@ -35,11 +35,6 @@ _FUSED_MAMBA = (
 _BYPASSED = "out_proj"
 # Subclasses of a linear layer whose own forward is that of one.
 _LINEAR_CLASSES = ("FalconLinear",)
-
-
-class _AttentionConfig(Protocol):
-    num_attention_heads: int
-    hidden_size: int
 
 
 def choose_targets(model: nn.Module, config: LoraConfig) -> list[str]:
@@ -111,12 +106,6 @@ def expert_names(model: nn.Module) -> set[str]:
     ]
     linear = (name for name, module in model.named_modules() if _is_adaptable(module))
     return {*expert_weights(model), *(n for n in linear if is_inside(n, lists, strictly=True))}
-
-
-def is_expert_weight(name: str) -> bool:
-    """Whether an adapted layer of this name is the fused weight of experts."""
-    experts, _, weight = name.rpartition(".")
-    return is_ending(experts, "experts") and weight in EXPERT_WEIGHTS
 
 
 def router_names(model: nn.Module) -> set[str]:
@@ -217,7 +206,7 @@ def packed_groups(
     """
     if not parts:
         return None
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     packed = _PACKED.get(str(kind))
     for name in targets:
@@ -227,8 +216,10 @@ def packed_groups(
                 f"--enable_lora {' '.join(parts)}: {name} of this model ({kind}) does not hold "
                 f"q, k and v one after another; use {use}"
             )
-    assert config is not None
-    groups = groups_of_parts(_part_sizes(config), parts)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = width * (getattr(config, "num_key_value_heads", None) or heads)
+    groups = groups_of_parts((heads * width, keys, keys), parts)
     for name in targets:
         outputs = _outputs(model.get_submodule(name))
         if outputs != sum(groups.sizes):
@@ -237,14 +228,6 @@ def packed_groups(
                 f"{sum(groups.sizes)} of q, k and v of the model's configuration"
             )
     return groups
-
-
-def _part_sizes(config: _AttentionConfig) -> tuple[int, int, int]:
-    """Outputs of q, k and v."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    keys = width * (getattr(config, "num_key_value_heads", None) or heads)
-    return heads * width, keys, keys
 
 
 def _outputs(module: nn.Module) -> int:
@@ -323,13 +306,6 @@ def matching_key(keys: Iterable[str], name: str) -> str | None:
     return None
 
 
-def is_inside(name: str, parents: Iterable[str], *, strictly: bool = False) -> bool:
-    """Whether module ``name`` lies below one of ``parents``, or (unless strictly) is one."""
-    return any(
-        name.startswith(f"{parent}.") or (not strictly and name == parent) for parent in parents
-    )
-
-
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether it is a linear layer or a Conv1D, and no subclass that computes something else."""
     own = type(module)
@@ -382,11 +358,6 @@ def _matching_names(targets: tuple[str, ...], names: list[str], fused: set[str])
     return chosen
 
 
-def is_ending(name: str, ending: str) -> bool:
-    """Whether a dotted name is ``ending``, or ends in it after a dot."""
-    return name == ending or name.endswith(f".{ending}")
-
-
 def _endings(
     names: Collection[str], all_names: Iterable[str], hits: Callable[[str, str], bool]
 ) -> list[str] | None:
@@ -415,10 +386,3 @@ def _require_match(
     raise ValueError(
         f"{option} {value!r} matches no layer{hint} The model has: {', '.join(endings)}"
     )
-
-
-def last_name(path: str) -> str:
-    """The last part of a path that is not a number, with the numbers after it."""
-    parts = path.split(".")
-    start = next((i for i in reversed(range(len(parts))) if not parts[i].isdigit()), 0)
-    return ".".join(parts[start:])

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -12,10 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_lora.algos.segments import Spans, block_causal_mask, find_spans, lengthened
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.models.blocks import understand_spans
-from dschat_lora.models.flex import flex_mask
-from dschat_lora.models.recurrent import recurrent_layers, separate_sequences
-from dschat_lora.models.varlen import fits, has_varlen
+from dschat_lora.models.attention import fits, flex_mask, has_varlen, understand_spans
 
 Mask = Tensor | BlockMask
 # Kinds of layers, by transformers' names, that take no mask but one of padding.
@@ -62,48 +59,58 @@ class Backbone:
         Tensors are (B, T), as in ``Batch`` or ``PairBatch``. Without ``branch_ids`` there are no
         trees. Without ``spans`` they are found, for which the device is waited for.
         """
-        rows = input_ids, position_ids, segment_ids, branch_ids, spans
-        hidden, places = self.run(self._hidden, *rows)
+        inputs, count, places = self.prepare(
+            input_ids, position_ids, segment_ids, branch_ids, spans
+        )
+        if self.records_routers:
+            inputs["output_router_logits"] = True
+        output = self.model.base_model(**inputs)
+        if self.records_routers:
+            self.router_logits = output.router_logits
+        hidden: Tensor = output.last_hidden_state[:, :count].flatten(0, 1)
         if places is not None:
             padded = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
             hidden = padded.index_copy(0, places, hidden)
         return hidden.view(*input_ids.shape, -1)
 
-    def run(
+    def prepare(
         self,
-        call: Callable[..., Tensor],
         input_ids: Tensor,
         position_ids: Tensor,
         segment_ids: Tensor,
         branch_ids: Tensor | None = None,
         spans: Spans | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What ``call`` makes of the model's inputs, every sequence of a row by itself.
+    ) -> tuple[dict[str, Any], int, Tensor | None]:
+        """What the model is called with, so that every sequence of a row is computed by itself.
 
-        ``call`` runs the model, whole or below its head, on keyword arguments. Of what it returns
-        for each token, these are the (N, X) values of those that were computed, and their places in
-        the flattened (B T), in ascending order; None where all were.
+        Returns:
+            Keyword arguments of the model, whole or below its head; how many columns of its
+            output are meant; and the places in the flattened (B T) of the tokens that were
+            computed, in ascending order, None where all were.
         """
         if self.skips_padding(input_ids.device):
             spans = find_spans(segment_ids, branch_ids) if spans is None else spans
             if spans.lengths:
-                return self._by_spans(call, input_ids, position_ids, spans), spans.places
+                tokens = _real(input_ids, spans)
+                count = tokens.shape[1]
+                extra = self._lacking(count)
+                inputs: dict[str, Any] = {
+                    "input_ids": _longer(tokens, extra),
+                    "spans": lengthened(spans, extra),
+                    "use_cache": False,
+                }
+                if self._attends:
+                    # Of this shape, it keeps the model from making one.
+                    inputs["attention_mask"] = input_ids.new_zeros(1, 1, 1, 1)
+                if self._takes_positions:
+                    inputs["position_ids"] = _longer(_real(position_ids, spans), extra)
+                return inputs, count, spans.places
         width = input_ids.shape[1]
         extra = self._lacking(width)
         rows = input_ids, position_ids, segment_ids
         ids, positions, segments = (_longer(x, extra) for x in rows)
         branches = None if branch_ids is None else _longer(branch_ids, extra)
-        values = call(**self.inputs(ids, positions, segments, branches))
-        return values[:, :width].flatten(0, 1), None
-
-    def _hidden(self, **inputs: Any) -> Tensor:
-        """The model's last hidden states; scores of its routers are kept where they are wanted."""
-        if not self.records_routers:
-            hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
-            return hidden
-        output = self.model.base_model(**inputs, output_router_logits=True)
-        self.router_logits, hidden = output.router_logits, output.last_hidden_state
-        return hidden
+        return self.inputs(ids, positions, segments, branches), width, None
 
     def _lacking(self, count: int) -> int:
         """Tokens to add for ranks that compute as many each."""
@@ -116,33 +123,20 @@ class Backbone:
 
         A GPU without a kernel for that takes less time for a dense mask than for many calls.
         """
-        if not self.by_spans or self.own_mask or self._gathers_unevenly():
+        if not self.by_spans or self.own_mask:
             return False
-        kernel = has_varlen(device, self.model.dtype) and _suits_kernel(self.model.config)
-        return device.type == "cpu" or kernel
-
-    def _gathers_unevenly(self) -> bool:
-        """Whether layers gather their weights when called, of which ranks have unlike numbers."""
-        return self._recurrent and any(hasattr(p, "ds_id") for p in self.model.parameters())
-
-    def _by_spans(
-        self, call: Callable[..., Tensor], input_ids: Tensor, position_ids: Tensor, spans: Spans
-    ) -> Tensor:
-        """(N, X) values of the tokens that are no padding."""
-        tokens = _real(input_ids, spans)
-        count = tokens.shape[1]
-        extra = self._lacking(count)
-        inputs: dict[str, Any] = {
-            "input_ids": _longer(tokens, extra),
-            "spans": lengthened(spans, extra),
-            "use_cache": False,
-        }
-        if self._attends:
-            # Of this shape, it keeps the model from making one.
-            inputs["attention_mask"] = input_ids.new_zeros(1, 1, 1, 1)
-        if self._takes_positions:
-            inputs["position_ids"] = _longer(_real(position_ids, spans), extra)
-        return call(**inputs)[0, :count]
+        # Layers gather their weights when called, of which ranks have unlike numbers.
+        if self._recurrent and any(hasattr(p, "ds_id") for p in self.model.parameters()):
+            return False
+        if device.type == "cpu":
+            return True
+        # Whether the kernel has the options that layers of this architecture use.
+        config = self.model.config
+        heads = getattr(config, "num_attention_heads", None) or 1
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        options = ("attention_dropout", "attn_pdrop", "attn_logit_softcapping")
+        used = any(getattr(config, name, None) for name in options)
+        return has_varlen(device, self.model.dtype) and fits(size) and not used
 
     def inputs(
         self,
@@ -199,14 +193,6 @@ def _takes_spans(model: PreTrainedModel, windows: dict[str, int | None]) -> bool
     return sdpa and bool(getattr(model, "_supports_attention_backend", False)) and passes_window
 
 
-def _suits_kernel(config: PretrainedConfig) -> bool:
-    """Whether the kernel for sequences has the options that layers of this architecture use."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    options = ("attention_dropout", "attn_pdrop", "attn_logit_softcapping")
-    return fits(size) and not any(getattr(config, name, None) for name in options)
-
-
 def _longer(values: Tensor, extra: int) -> Tensor:
     """(B, T + extra) of (B, T), with zeros: padding where they are segments."""
     return nn.functional.pad(values, (0, extra)) if extra else values
@@ -241,3 +227,59 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
     if window is None or not getattr(config, "use_sliding_window", True):
         return {"full_attention": None}
     return {k: None if k == "full_attention" else window for k in kinds or {"sliding_attention"}}
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers that carry a state along the sequence: a convolution's, and a recurrence's if any.
+
+    State-space models, gated linear attention and LFM2 all convolve their inputs over time.
+    """
+    layers = model.modules()
+    return [m for m in layers if any(isinstance(child, nn.Conv1d) for child in m.children())]
+
+
+def separate_sequences(model: nn.Module) -> None:
+    """Have recurrent layers take ``spans``, in this process; without them they do what they did.
+
+    Layers that are computed again in the backward pass are given their options again.
+    """
+    for kind in {type(layer) for layer in recurrent_layers(model)}:
+        if not hasattr(kind.forward, "by_sequence"):
+            kind.forward = _by_sequence(kind.forward)
+
+
+def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of a layer, applied to each sequence of ``spans`` from its first token on."""
+
+    @wraps(forward)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def by_sequence(
+        self: nn.Module, *inputs: Any, spans: Spans | None = None, **options: Any
+    ) -> Any:
+        if spans is None:
+            return forward(self, *inputs, **options)
+        batches, places = spans.batches
+        row = (1, len(places))
+
+        def of(value: Any, tokens: Tensor) -> Any:
+            per_token = isinstance(value, Tensor) and value.shape[:2] == row
+            return value[0, tokens] if per_token else value
+
+        outputs = [
+            forward(
+                self,
+                *(of(value, tokens) for value in inputs),
+                **{name: of(value, tokens) for name, value in options.items()},
+            )
+            for tokens in batches
+        ]
+        if isinstance(outputs[0], tuple):  # states beside, which nothing reads without a cache
+            return _joined([hidden for hidden, *_ in outputs], places), None
+        return _joined(outputs, places)
+
+    vars(by_sequence)["by_sequence"] = True
+    return by_sequence
+
+
+def _joined(outputs: list[Tensor], places: Tensor) -> Tensor:
+    return torch.cat([each.flatten(0, 1) for each in outputs])[places][None]

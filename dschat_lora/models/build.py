@@ -5,23 +5,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.quantization import Kind
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.lora.model import adapter_parameters, apply_lora, with_expert_settings
-from dschat_lora.lora.nf4 import is_quantized
-from dschat_lora.lora.targets import adaptable_parts, expert_names, is_inside
-from dschat_lora.models.causal_lm import Tokenizer, balancing_loss, load_causal_lm, load_config
+from dschat_lora.lora.layers import is_quantized
+from dschat_lora.lora.model import adapter_parameters, apply_lora, lora_layers, with_expert_settings
+from dschat_lora.lora.names import is_inside
+from dschat_lora.lora.targets import adaptable_parts, expert_names
+from dschat_lora.models.causal_lm import balancing_loss
 from dschat_lora.models.composite import Task, left_out_words
 from dschat_lora.models.four_bit_base import kind_of, packed_how, whole_weights_warning
+from dschat_lora.models.loading import Tokenizer, load_causal_lm, load_config, share_parameters
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource
-from dschat_lora.models.stock_peft import peft_warning
-from dschat_lora.models.views import share_parameters
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ def build_causal_lm(
 
     ``seed`` draws the adapter's initial values. With ``base``, a model that is loaded already, the
     result is another model on the same weights. The other arguments are those of
-    :func:`~dschat_lora.models.causal_lm.load_causal_lm`.
+    :func:`~dschat_lora.models.loading.load_causal_lm`.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit.
     """
-    config = with_own_bits(config, source)
+    config = resolve_base_bits(config, source)
     kind: Kind | None = None
     if base is not None:
         model = share_parameters(base)
@@ -117,7 +118,7 @@ def build_reward_model(
             f"--model_name_or_path {source.adapter} is an adapter of a {adapter.task_type} model, "
             "not of a reward model (SEQ_CLS)"
         )
-    config = with_own_bits(config, source)
+    config = resolve_base_bits(config, source)
     model_config = load_config(source.base, config)
     kind = kind_of(model_config, source.base)
     # transformers scores the token before the padding: with end-of-sequence as padding it would
@@ -142,7 +143,7 @@ def build_reward_model(
     return replace(adapted, stored_as=kind)
 
 
-def with_own_bits(config: ModelConfig, source: ModelSource) -> ModelConfig:
+def resolve_base_bits(config: ModelConfig, source: ModelSource) -> ModelConfig:
     """The options with the bits of the base that the adapter was trained on, if none are given."""
     if config.base_bits is not None or source.base_bits != 4:
         return config
@@ -152,28 +153,6 @@ def with_own_bits(config: ModelConfig, source: ModelSource) -> ModelConfig:
 def bits_of(model: PreTrainedModel) -> int:
     """Bits of the linear layers of the blocks: 16 or 4."""
     return 4 if any(is_quantized(p) for p in model.parameters()) else 16
-
-
-def recompute_blocks(model: PreTrainedModel) -> None:
-    """Keep the input of each block only, and compute its inside again in the backward pass.
-
-    Raises:
-        ValueError: if the architecture cannot.
-    """
-    if not can_recompute(model):
-        raise ValueError(
-            f"--gradient_checkpointing: {type(model).__name__} cannot recompute its blocks; use "
-            "--no-gradient_checkpointing"
-        )
-    # The name changed within transformers 5; the first argument did not.
-    old = model.gradient_checkpointing_enable
-    enable = getattr(model, "activation_checkpointing_enable", old)
-    enable({"use_reentrant": False})
-
-
-def can_recompute(model: PreTrainedModel) -> bool:
-    """Whether transformers knows how to compute the blocks of this architecture again."""
-    return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 def check_targets(
@@ -341,3 +320,33 @@ def _fit_vocabulary(
             "embedding to it and train every weight (--lora_dim 0)"
         )
     model.resize_token_embeddings(len(tokenizer))
+
+
+def peft_warning(model: nn.Module) -> str | None:
+    """What to say where stock PEFT drops factors of ``model``; None where it takes them all.
+
+    PEFT applies to their names what transformers applies to those of a checkpoint, and a pattern
+    meant for other names may hit them. Of a composite model that is another mapping, which the text
+    model alone does not have.
+    """
+    if getattr(model, "text_path", None) is not None:
+        return None
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:  # a transformers that renames nothing so
+        return None
+    rules = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    renamed = {
+        name: new.removesuffix(".weight")
+        for name in lora_layers(model)
+        if (new := rename_source_key(f"{name}.weight", rules, [])[0]) != f"{name}.weight"
+    }
+    if not renamed:
+        return None
+    name, new = next(iter(renamed.items()))
+    return (
+        f"stock PEFT drops the factors of {len(renamed)} layers such as {name}, which transformers "
+        f"renames to {new}; this package and `merge` keep them: for use in PEFT leave them out "
+        "with --target_modules"
+    )

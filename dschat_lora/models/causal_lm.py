@@ -1,230 +1,32 @@
-"""Pretrained causal language models, their tokenizers, and the loss without full logits."""
+"""A causal language model in training: loss, log-probabilities, entropies, without full logits."""
 
-import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
-from dschat_lora.algos.logprobs import linear_logprobs, token_logprobs
+from dschat_lora.algos.logprobs import (
+    linear_logprobs,
+    linear_logprobs_entropy,
+    token_entropy,
+    token_logprobs,
+)
 from dschat_lora.algos.segments import Spans
 from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
 from dschat_lora.algos.vocabulary import VocabularyPart
-from dschat_lora.checkpoint.quantization import located
-from dschat_lora.config.groups import ACTIVE_EXPERTS, LoadConfig, ModelConfig
-from dschat_lora.data.chat import end_tokens
-from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
-from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.config.groups import ACTIVE_EXPERTS
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.composite import auto_class, check_alone, text_config
-from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
-from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors
-from dschat_lora.models.shard_loading import empty_parameters, load_parts
-from dschat_lora.models.tensor_parallel import divide
 
-# The run has a log of its own; a bar for each of a few weights says nothing.
-disable_progress_bar()
 T = TypeVar("T")
 _BALANCE = "load_balancing_loss_func"  # of a module of transformers that has experts
-_DROPOUT_NAMES = ("dropout", "dropout_prob", "drop", "pdrop", "layerdrop")
-
-
-def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
-    """The model's tokenizer, right-padding, with EOS standing in where it has no pad token.
-
-    It has a chat template, of ``--chat_template``, its own or the built-in one, and is saved with
-    it.
-
-    Raises:
-        ValueError: if there is none at ``path``, or it knows no end of sequence.
-    """
-    with hub_errors("--model_name_or_path", path, "tokenizer"):
-        where, more = located(path)
-        code = config.trust_remote_code
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=code, **more)
-    if config.add_eot_token:
-        tokenizer.add_special_tokens({"eos_token": config.eot_token})
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer of {path} has no end-of-sequence token; name one with "
-            "--add_eot_token --eot_token TOKEN"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(config.chat_template)
-    elif tokenizer.chat_template is None:
-        tokenizer.chat_template = BUILT_IN_TEMPLATE
-    return tokenizer
-
-
-def end_ids(tokenizer: Tokenizer) -> list[int]:
-    """End-of-sequence, and the special tokens with which the chat template ends an answer."""
-    ends = tokenizer.convert_tokens_to_ids(list(end_tokens(tokenizer)))
-    return [int(tokenizer.eos_token_id), *ends]
-
-
-def stop_at(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Add end tokens to the model's generation config, which is saved with it."""
-    known = model.generation_config.eos_token_id
-    ends = list(known) if isinstance(known, list | tuple) else [] if known is None else [known]
-    if len(ids) > 1 and not set(ids) <= set(ends):
-        model.generation_config.eos_token_id = list(dict.fromkeys([*ends, *ids]))
-
-
-def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
-    """The model's configuration with every dropout set to ``--dropout``.
-
-    Of a composite model it is that of the text model.
-
-    Raises:
-        ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
-            quantised in a way that is not known.
-    """
-    model_config = read_config(path, config)
-    if getattr(model_config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
-            "and only decoders train here: causal language models such as Llama, Qwen or OPT"
-        )
-    kind_of(model_config, path)
-    for name in _dropouts(model_config):
-        setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
-    return model_config
-
-
-def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
-    """Dropout probabilities that the model came with, by the names of its configuration."""
-    return _dropouts(read_config(path, config))
-
-
-def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
-    """The configuration as it is stored, of the text model where there are several.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
-    with hub_errors("--model_name_or_path", path, "configuration"):
-        where, more = located(path)
-        if more and importlib.util.find_spec("gguf") is None:
-            raise ImportError("GGUF files need a package: pip install 'dschat_lora[gguf]'")
-        check_local_files(where, PretrainedConfig.get_config_dict(where, **more)[0])
-        code = config.trust_remote_code
-        return text_config(AutoConfig.from_pretrained(where, trust_remote_code=code, **more))
-
-
-def _dropouts(config: PretrainedConfig) -> dict[str, float]:
-    names = vars(config).items()
-    return {k: v for k, v in names if k.endswith(_DROPOUT_NAMES) and isinstance(v, float)}
-
-
-def load_causal_lm(
-    path: str,
-    model_config: PretrainedConfig,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    meta: bool,
-    group: TensorGroup | None = None,
-) -> PreTrainedModel:
-    """The pretrained model, whose weights are read straight into ``dtype``.
-
-    ``path`` is a local directory or a hub name, ``model_config`` from :func:`load_config`. With
-    ``meta`` it is the empty shape, for a rank that receives its shards from rank 0. Of the ranks of
-    ``group`` each reads its part alone; without one the model is whole.
-    """
-    kwargs = load_options(config, dtype)
-    kind = take_kind(model_config, path)
-    four_bits = four_bits_of(kind, config)
-    with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
-        auto = auto_class(model_config, "CAUSAL_LM")
-        if meta or group is not None or kind is not None or four_bits is not None:
-            build = partial(auto.from_config, model_config, **kwargs)
-            model = build_divided(build, group, meta=meta)
-            if four_bits is not None:
-                hold_four_bits(model, path, four_bits)
-            if not meta:
-                load_parts(model, path)
-                check_alone(model)
-                with suppress(OSError):  # as transformers, which many models do without
-                    model.generation_config = GenerationConfig.from_pretrained(located(path)[0])
-            return _with_body(model)
-        model, report = auto.from_pretrained(
-            path, config=model_config, output_loading_info=True, **kwargs
-        )
-        check_loaded(model, report["missing_keys"])
-        check_alone(model)
-        return _with_body(model)
-
-
-def _with_body(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, whose ``base_model`` is what lies below its head."""
-    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
-        model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
-    return model
-
-
-def load_options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``from_config`` and ``from_pretrained`` are given besides a configuration."""
-    auto = config.attn_implementation == "auto"
-    return {
-        "dtype": dtype,
-        # Given none, transformers chooses as "auto" does.
-        "attn_implementation": None if auto else config.attn_implementation,
-        "trust_remote_code": config.trust_remote_code,
-    }
-
-
-def build_divided(
-    build: Callable[[], PreTrainedModel], group: TensorGroup | None, *, meta: bool
-) -> PreTrainedModel:
-    """What ``build`` makes, without values of parameters, and what ``group`` leaves of it here.
-
-    Buffers are real unless all of it is to be on the meta device.
-    """
-    with torch.device("meta") if meta else empty_parameters():
-        model = build()
-    if group is not None:
-        divide(model, group)
-    return model.eval()
-
-
-@contextmanager
-def attention_errors(model_config: PretrainedConfig, config: ModelConfig) -> Iterator[None]:
-    """Say what to do where an architecture lacks the kernel that was asked for."""
-    try:
-        yield
-    except ValueError as error:
-        if "does not support an attention implementation through" in str(error):
-            raise ValueError(
-                f"--attn_implementation {config.attn_implementation}: {model_config.model_type} "
-                "has no such kernel in transformers; leave the option out, which takes another"
-            ) from error
-        raise
-
-
-def attention_note(model: PreTrainedModel, config: LoadConfig) -> str | None:
-    """What to tell of the kernel that ``--attn_implementation auto`` has chosen, if not sdpa."""
-    if config.attn_implementation != "auto" or model.config._attn_implementation != "eager":
-        return None
-    return f"attention is eager: {model.config.model_type} has no sdpa in transformers"
 
 
 class LMHeadModel(BackboneModel):
@@ -238,8 +40,9 @@ class LMHeadModel(BackboneModel):
 
     def logits(self, logit_positions: Tensor, *rows: Any) -> Tensor:
         """(N, V) of the model's own head; the rows are as for the backbone."""
+        inputs, count, places = self.backbone.prepare(*rows)
         with fp32_logits(self.model):
-            logits, places = self.backbone.run(lambda **x: self.model(**x).logits, *rows)
+            logits = self.model(**inputs).logits[:, :count].flatten(0, 1)
         if places is not None:
             logit_positions = torch.searchsorted(places, logit_positions)
         return logits[logit_positions]
@@ -304,16 +107,14 @@ class CausalLMLoss(LMHeadModel):
         # micro-batch must run the same backward hooks.
         loss: Tensor = self.head(hidden.flatten(0, 1)[logit_positions], target_ids, smoothing)
         loss = loss + 0.0 * hidden[:, 0].float().sum()
-        return loss + len(target_ids) * self._router_loss(segment_ids) if balances else loss
-
-    def _router_loss(self, segment_ids: Tensor) -> Tensor:
-        """The model's own load-balancing loss of the batch, times its coefficient."""
-        logits, config = self.backbone.router_logits, self.model.config
-        has_padding = len(logits[0]) == segment_ids.numel()  # else it was not computed
+        if not balances:
+            return loss
+        scores, config = self.backbone.router_logits, self.model.config
+        has_padding = len(scores[0]) == segment_ids.numel()  # else it was not computed
         mask = (segment_ids > 0).long() if has_padding else None
         active = next(n for name in ACTIVE_EXPERTS if (n := getattr(config, name, None)))
-        balance: Tensor = self._balance(logits, logits[0].shape[-1], active, mask)
-        return self.router_aux_loss_coef * balance
+        balance: Tensor = self._balance(scores, scores[0].shape[-1], active, mask)
+        return loss + len(target_ids) * (self.router_aux_loss_coef * balance)
 
 
 class CausalLMLogprobs(LMHeadModel):
@@ -351,6 +152,39 @@ class CausalLMLogprobs(LMHeadModel):
         return self.head(hidden.flatten(0, 1)[logit_positions], target_ids)
 
 
+class Policy(LMHeadModel):
+    """Log-probabilities and entropies of given tokens, without ever holding all logits."""
+
+    def __init__(self, model: PreTrainedModel, *, entropy_trains: bool = False) -> None:
+        """Wrap ``model``; ``entropy_trains`` gives entropies a gradient, for a second pass."""
+        super().__init__(model)
+        self.head = PolicyHead(
+            model.get_output_embeddings(), model.config.vocab_size, entropy_trains=entropy_trains
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        logit_positions: Tensor,
+        target_ids: Tensor,
+        temperature: float,
+        spans: Spans | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(N,) fp32 log-probabilities and entropies in nats, of logits over ``temperature`` > 0.
+
+        The (B, T) ids are those of a ``Batch``, as are the (N,) ``logit_positions`` in the
+        flattened (B T), and ``target_ids``, the tokens that follow there.
+        """
+        rows = input_ids, position_ids, segment_ids, None, spans
+        if self.full_logits:
+            logits = self.logits(logit_positions, *rows).float() / temperature
+            return token_logprobs(logits, target_ids), token_entropy(logits)
+        hidden = self.backbone(*rows)
+        return self.head(hidden.flatten(0, 1)[logit_positions], target_ids, temperature)
+
+
 class LinearHead(nn.Module):
     """The output embedding, applied and reduced chunk by chunk.
 
@@ -378,29 +212,67 @@ class LinearHead(nn.Module):
         if self.plain:
             operands = self._shared(hidden), self.weight, self.bias, targets
             return linear_cross_entropy(*operands, label_smoothing=label_smoothing, part=self.part)
-        losses = self._by_chunks(self._chunk_loss, hidden, targets, label_smoothing)
+        loss = partial(summed_cross_entropy, label_smoothing=label_smoothing)
+        losses = self._by_chunks(loss, hidden, targets)
         return sum(losses, hidden.new_zeros((), dtype=torch.float32))
 
     def _by_chunks(
-        self, function: Callable[..., T], hidden: Tensor, tokens: Tensor, *options: float
+        self, function: Callable[[Tensor, Tensor], T], hidden: Tensor, tokens: Tensor
     ) -> Iterator[T]:
-        """``function`` of chunks of positions, whose logits are formed again for the gradient."""
-        chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
-        for h, t in chunks:
-            yield checkpoint(function, h, t, *options, use_reentrant=False)
+        """``function(logits, tokens)`` of chunks, whose logits are formed again for gradients."""
 
-    def _chunk_loss(self, hidden: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-        return summed_cross_entropy(self._logits(hidden), targets, label_smoothing)
+        def of_chunk(hidden: Tensor, tokens: Tensor) -> T:
+            if not self.plain:
+                return function(self.module(hidden), tokens)
+            logits = _whole_logits(hidden, self.weight, self.bias, self.split)
+            return function(logits, tokens)
+
+        chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
+        for chunk in chunks:
+            yield checkpoint(of_chunk, *chunk, use_reentrant=False)
 
     def _shared(self, hidden: Tensor) -> Tensor:
         """Hidden states of whose gradient each rank forms a part, if the head is divided."""
         return hidden if self.split is None else self.split.group.copy(hidden)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """(N, V) logits of (N, H) hidden states, all of them on every rank."""
-        if not self.plain:
-            return self.module(hidden)
-        return _whole_logits(hidden, self.weight, self.bias, self.split)
+
+class LogprobHead(LinearHead):
+    """The output embedding as log-probabilities of given tokens, chunk by chunk."""
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        """(N,) fp32 log-probabilities of (N,) tokens after (N, H) hidden states, in nats."""
+        if self.plain and not self.weight.requires_grad:
+            hidden = self._shared(hidden)
+            return linear_logprobs(hidden, self.weight, self.bias, tokens, part=self.part)
+        # A head that trains needs what the loss makes of each value.
+        return torch.cat(list(self._by_chunks(token_logprobs, hidden, tokens)))
+
+
+class PolicyHead(LinearHead):
+    """The output embedding as log-probabilities and entropies, chunk by chunk."""
+
+    def __init__(self, head: nn.Module, vocab_size: int, *, entropy_trains: bool) -> None:
+        super().__init__(head, vocab_size)
+        self.entropy_trains = entropy_trains
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Both (N,) of (N,) tokens after (N, H) hidden states."""
+        if self.plain and not (self.weight.requires_grad or self.entropy_trains):
+            bias = self.bias
+            if temperature != 1:
+                hidden = hidden / temperature
+                bias = None if bias is None else bias / temperature
+            hidden = self._shared(hidden)
+            return linear_logprobs_entropy(hidden, self.weight, bias, tokens, part=self.part)
+
+        def both(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            logits = logits.float() / temperature
+            return token_logprobs(logits, tokens), token_entropy(logits)
+
+        logprobs, entropies = zip(*self._by_chunks(both, hidden, tokens), strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
 
 
 def is_plain(head: nn.Module) -> TypeGuard[nn.Linear | ParallelLinear]:
@@ -447,21 +319,6 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float
     return nn.functional.cross_entropy(
         logits.float(), targets, reduction="sum", label_smoothing=label_smoothing
     )
-
-
-class LogprobHead(LinearHead):
-    """The output embedding as log-probabilities of given tokens, chunk by chunk."""
-
-    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
-        """(N,) fp32 log-probabilities of (N,) tokens after (N, H) hidden states, in nats."""
-        if self.plain and not self.weight.requires_grad:
-            hidden = self._shared(hidden)
-            return linear_logprobs(hidden, self.weight, self.bias, tokens, part=self.part)
-        # A head that trains needs what the loss makes of each value.
-        return torch.cat(list(self._by_chunks(self._chunk, hidden, tokens)))
-
-    def _chunk(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        return token_logprobs(self._logits(hidden), tokens)
 
 
 def vocabulary_part(head: ParallelLinear) -> VocabularyPart:

@@ -54,7 +54,7 @@ TRIED = frozenset(
 
 
 @dataclass(frozen=True)
-class Place:
+class TextModelPlace:
     """Where the text model stands in its composite model."""
 
     auto: str  # transformers' Auto class of the composite model
@@ -101,7 +101,17 @@ def auto_class(config: PretrainedConfig, task: Task) -> Any:
     found = _find_class(config, task)[0] or make(place.kind)
     paths = {"model": place.path, _HEADS[task]: place.head or _HEADS[task]}
     members = {"place": place, "paths": paths, "__module__": place.kind.__module__}
-    members |= {name: _part(name) for name, path in paths.items() if path.split(".")[0] != name}
+
+    def part(name: str) -> property:
+        """What a text model calls ``name`` and the composite one keeps below another module."""
+
+        def get(self: TextModel) -> nn.Module:
+            own = self._modules.get(name)
+            return self.get_submodule(self.paths[name]) if own is None else own
+
+        return property(get)
+
+    members |= {name: part(name) for name, path in paths.items() if path.split(".")[0] != name}
     return type(found.__name__, (TextModel, found), members)
 
 
@@ -160,7 +170,7 @@ def check_alone(model: PreTrainedModel) -> None:
 class TextModel(PreTrainedModel):  # type: ignore[misc]
     """Mixed into a class of text models: its modules stand where the composite model has them."""
 
-    place: Place
+    place: TextModelPlace
     paths: Mapping[str, str]  # of the model below its head, and of the head
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -173,17 +183,14 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
         for name, module in parts.items():
             assert module is not None
             _put(self, name, self.paths.get(name, name), module)
-        for tied in ("_tied_weights_keys", "all_tied_weights_keys"):
-            setattr(self, tied, self._moved(getattr(self, tied) or {}))
-
-    def _moved(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Names of parameters, each with the one that it is tied to, by their paths."""
 
         def moved(name: str) -> str:
             first, dot, rest = name.partition(".")
             return self.paths.get(first, first) + dot + rest
 
-        return {moved(name): moved(other) for name, other in names.items()}
+        for tied in ("_tied_weights_keys", "all_tied_weights_keys"):
+            names = getattr(self, tied) or {}
+            setattr(self, tied, {moved(name): moved(other) for name, other in names.items()})
 
     @property
     def text_path(self) -> str:
@@ -199,7 +206,7 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
     def base_model(self) -> nn.Module:
         """The model below its head."""
         own = self._modules.get("model")
-        if own is None or isinstance(own, _Seat):
+        if own is None or isinstance(own, _Alias):
             return self.get_submodule(self.text_path)
         return own
 
@@ -295,8 +302,8 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
         model.save_pretrained(directory)
 
 
-class _Seat(nn.Module):
-    """A module of a composite model in whose stead the text model within it works."""
+class _Alias(nn.Module):
+    """A module of a composite model that passes its calls to the text model within it."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -321,20 +328,10 @@ def _put(model: nn.Module, name: str, path: str, module: nn.Module) -> None:
     parent = model
     for step in above:
         if step not in parent._modules:
-            seat = _Seat(rest) if parent is model and first == name else nn.Module()
-            parent._modules[step] = seat
+            alias = _Alias(rest) if parent is model and first == name else nn.Module()
+            parent._modules[step] = alias
         parent = parent.get_submodule(step)
     parent._modules[last] = module
-
-
-def _part(name: str) -> property:
-    """What a text model calls ``name`` and the composite one keeps below another module."""
-
-    def get(self: TextModel) -> nn.Module:
-        own = self._modules.get(name)
-        return self.get_submodule(self.paths[name]) if own is None else own
-
-    return property(get)
 
 
 def _find_class(
@@ -411,7 +408,7 @@ def _pretrained(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return next(each for each in kind.__mro__[1:] if issubclass(each, PreTrainedModel))
 
 
-def _find_place(config: PretrainedConfig, task: Task) -> Place:
+def _find_place(config: PretrainedConfig, task: Task) -> TextModelPlace:
     """Where a composite model of ``config`` has its text model.
 
     Raises:
@@ -425,7 +422,7 @@ def _find_place(config: PretrainedConfig, task: Task) -> Place:
     model = _on_meta(shell, config)
     names = {id(module): name for name, module in model.named_modules()}
     decoder, head = model.text_parts()
-    return Place(
+    return TextModelPlace(
         auto,
         shell,
         type(decoder),

@@ -79,10 +79,10 @@ def short(column: str) -> str:
 
 def page() -> str:
     """The table as a page of the documentation."""
-    return "\n".join(_page(read_families())) + "\n"
+    return "\n".join(_lines_of_page(read_families())) + "\n"
 
 
-def _page(found: Families) -> Iterator[str]:
+def _lines_of_page(found: Families) -> Iterator[str]:
     yield "# Types of models, and what each can do\n"
     yield (
         f"Made by a program from tests with transformers {found.transformers}: a tiny random model "

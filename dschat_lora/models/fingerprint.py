@@ -1,19 +1,25 @@
 """Hashes of base weights, configurations and adapters."""
 
+import copy
 import hashlib
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
+from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.checkpoint.quantization import located
-from dschat_lora.lora.layers import full_shape
+from dschat_lora.data.encoder import describe_tokenizer
+from dschat_lora.lora.layers import full_shape, state_of
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.lora.nf4 import state_of
 from dschat_lora.lora.parallel import shard_of
 
 SAMPLED_VALUES = 4096  # of each tensor
@@ -96,7 +102,11 @@ def _fingerprint(parameters: Mapping[str, nn.Parameter], *, sampled: bool = True
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(parameters.items()):
         digest.update(f"{name} {tuple(full_shape(parameter))} {parameter.dtype}\n".encode())
-        values = _sample(parameter) if sampled else _whole(parameter)
+        if sampled:
+            values = _sample(parameter)
+        else:
+            shard = shard_of(parameter)
+            values = parameter.detach() if shard is None else shard.whole(parameter)
         digest.update(_bytes(values))
         if (state := state_of(parameter)) is not None:
             for scales in state.tensors().values():
@@ -106,11 +116,6 @@ def _fingerprint(parameters: Mapping[str, nn.Parameter], *, sampled: bool = True
 
 def _bytes(values: Tensor) -> bytes:
     return values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    shard = shard_of(parameter)
-    return parameter.detach() if shard is None else shard.whole(parameter)
 
 
 def _sample(parameter: Tensor) -> Tensor:
@@ -135,3 +140,63 @@ def _sample(parameter: Tensor) -> Tensor:
     values[own] = parameter.detach()[tuple(place[own] for place in places)]
     # Each place is held by one rank, and zeros are zero bytes: the sum is a collection.
     return shard.group.sum(values.view(torch.uint8))
+
+
+def saved_model(model: Any, tokenizer: Any) -> Path:
+    """The directory of a transformers model and its tokenizer in the cache of this user.
+
+    It is named after every value, and written once. Neither object is changed.
+
+    Raises:
+        TypeError: if they are not a model of transformers and a tokenizer.
+    """
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise TypeError(
+            f"model must be (model, tokenizer) of transformers, got a {type(model).__name__} first"
+        )
+    if hasattr(model, "peft_config"):
+        raise TypeError(
+            "model has an adapter of PEFT: save it by save_pretrained and give its path, or call "
+            "merge_and_unload first"
+        )
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            "model must be (model, tokenizer) of transformers, got a "
+            f"{type(tokenizer).__name__} second"
+        )
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dschat_lora/models"
+    directory = home / _digest(model, tokenizer)
+    if directory.is_dir():
+        return directory
+    home.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(prefix=".saving-", dir=home))
+    config = copy.deepcopy(model.config)
+    try:
+        disable_progress_bar()  # as where models are loaded
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        staged.chmod(0o755)
+        try:
+            staged.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # another process was first
+                raise
+    finally:
+        model.config = config  # saving notes its architecture there
+        shutil.rmtree(staged, ignore_errors=True)
+    return directory
+
+
+@torch.no_grad()
+def _digest(model: Any, tokenizer: Any) -> str:
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "architectures"):
+        config.pop(name, None)
+    facts = [type(model).__name__, config, describe_tokenizer(tokenizer)]
+    digest = hashlib.blake2b(
+        json.dumps(facts, default=str, sort_keys=True).encode(), digest_size=16
+    )
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
+        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

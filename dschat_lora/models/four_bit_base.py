@@ -8,12 +8,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dschat_lora.checkpoint.quantization import FIELD, Kind, stored_kind
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.experts import expert_weights, quantize_experts
-from dschat_lora.lora.layers import full_shape, is_conv1d
+from dschat_lora.lora.layers import full_shape, is_conv1d, is_quantized
 from dschat_lora.lora.model import adapter_parameters, replace_part
-from dschat_lora.lora.nf4 import NF4Linear, is_quantized
-from dschat_lora.lora.targets import is_inside, is_plain_linear, router_names
+from dschat_lora.lora.names import is_inside
+from dschat_lora.lora.nf4 import NF4Linear
+from dschat_lora.lora.targets import is_plain_linear, router_names
 from dschat_lora.models.composite import whole_config
-from dschat_lora.models.quantization_checks import check_installed
+from dschat_lora.models.option_checks import check_installed
 from dschat_lora.models.stored_weights import StoredWeights
 
 MOST_IN_16_BITS = 0.2  # of the weights of the blocks, that nothing is said of

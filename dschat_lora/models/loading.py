@@ -1,19 +1,259 @@
-"""Errors of loading a model's files, in one line of the user's terms."""
+"""Pretrained causal language models and their tokenizers, read from files."""
 
+import copy
+import importlib.util
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.algos.finite import check_finite
+from dschat_lora.checkpoint.gpt2_checkpoint import Gpt2Checkpoint, load_base
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
+from dschat_lora.checkpoint.quantization import located
+from dschat_lora.config.groups import LoadConfig, ModelConfig
+from dschat_lora.data.chat import end_tokens
+from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
+from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.models.composite import auto_class, check_alone, text_config
+from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
+from dschat_lora.models.stored_weights import check_whole, empty_parameters, load_parts
+from dschat_lora.models.tensor_parallel import divide
 
+# The run has a log of its own; a bar for each of a few weights says nothing.
+disable_progress_bar()
+_DROPOUT_NAMES = ("dropout", "dropout_prob", "drop", "pdrop", "layerdrop")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 MOST_PARTS = 10_000  # layers or labels; no model has more
 _COUNTS = re.compile(r"(n|num)_(\w+_)?(layers?|labels)")
+
+
+def load_tokenizer(path: str, config: ModelConfig) -> Tokenizer:
+    """The model's tokenizer, right-padding, with EOS standing in where it has no pad token.
+
+    It has a chat template, of ``--chat_template``, its own or the built-in one, and is saved with
+    it.
+
+    Raises:
+        ValueError: if there is none at ``path``, or it knows no end of sequence.
+    """
+    with hub_errors("--model_name_or_path", path, "tokenizer"):
+        where, more = located(path)
+        code = config.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=code, **more)
+    if config.add_eot_token:
+        tokenizer.add_special_tokens({"eos_token": config.eot_token})
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {path} has no end-of-sequence token; name one with "
+            "--add_eot_token --eot_token TOKEN"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.chat_template)
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = BUILT_IN_TEMPLATE
+    return tokenizer
+
+
+def end_ids(tokenizer: Tokenizer) -> list[int]:
+    """End-of-sequence, and the special tokens with which the chat template ends an answer."""
+    ends = tokenizer.convert_tokens_to_ids(list(end_tokens(tokenizer)))
+    return [int(tokenizer.eos_token_id), *ends]
+
+
+def stop_at(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Add end tokens to the model's generation config, which is saved with it."""
+    known = model.generation_config.eos_token_id
+    ends = list(known) if isinstance(known, list | tuple) else [] if known is None else [known]
+    if len(ids) > 1 and not set(ids) <= set(ends):
+        model.generation_config.eos_token_id = list(dict.fromkeys([*ends, *ids]))
+
+
+def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
+    """The model's configuration with every dropout set to ``--dropout``.
+
+    Of a composite model it is that of the text model.
+
+    Raises:
+        ValueError: if it cannot be read, is that of an encoder-decoder model, or the weights are
+            quantised in a way that is not known.
+    """
+    model_config = read_config(path, config)
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
+            "and only decoders train here: causal language models such as Llama, Qwen or OPT"
+        )
+    kind_of(model_config, path)
+    for name in _dropouts(model_config):
+        setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
+    return model_config
+
+
+def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:
+    """Dropout probabilities that the model came with, by the names of its configuration."""
+    return _dropouts(read_config(path, config))
+
+
+def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
+    """The configuration as it is stored, of the text model where there are several.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    with hub_errors("--model_name_or_path", path, "configuration"):
+        where, more = located(path)
+        if more and importlib.util.find_spec("gguf") is None:
+            raise ImportError("GGUF files need a package: pip install 'dschat_lora[gguf]'")
+        check_local_files(where, PretrainedConfig.get_config_dict(where, **more)[0])
+        code = config.trust_remote_code
+        return text_config(AutoConfig.from_pretrained(where, trust_remote_code=code, **more))
+
+
+def _dropouts(config: PretrainedConfig) -> dict[str, float]:
+    names = vars(config).items()
+    return {k: v for k, v in names if k.endswith(_DROPOUT_NAMES) and isinstance(v, float)}
+
+
+def load_causal_lm(
+    path: str,
+    model_config: PretrainedConfig,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    meta: bool,
+    group: TensorGroup | None = None,
+) -> PreTrainedModel:
+    """The pretrained model, whose weights are read straight into ``dtype``.
+
+    ``path`` is a local directory or a hub name, ``model_config`` from :func:`load_config`. With
+    ``meta`` it is the empty shape, for a rank that receives its shards from rank 0. Of the ranks of
+    ``group`` each reads its part alone; without one the model is whole.
+    """
+    kwargs = load_options(config, dtype)
+    kind = take_kind(model_config, path)
+    four_bits = four_bits_of(kind, config)
+    with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
+        auto = auto_class(model_config, "CAUSAL_LM")
+        if meta or group is not None or kind is not None or four_bits is not None:
+            build = partial(auto.from_config, model_config, **kwargs)
+            model = build_without_values(build, group, meta=meta)
+            if four_bits is not None:
+                hold_four_bits(model, path, four_bits)
+            if not meta:
+                load_parts(model, path)
+                check_alone(model)
+                with suppress(OSError):  # as transformers, which many models do without
+                    model.generation_config = GenerationConfig.from_pretrained(located(path)[0])
+            return _with_body(model)
+        model, report = auto.from_pretrained(
+            path, config=model_config, output_loading_info=True, **kwargs
+        )
+        check_loaded(model, report["missing_keys"])
+        check_alone(model)
+        return _with_body(model)
+
+
+def _with_body(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose ``base_model`` is what lies below its head."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
+    return model
+
+
+def load_options(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What ``from_config`` and ``from_pretrained`` are given besides a configuration."""
+    auto = config.attn_implementation == "auto"
+    return {
+        "dtype": dtype,
+        # Given none, transformers chooses as "auto" does.
+        "attn_implementation": None if auto else config.attn_implementation,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def build_without_values(
+    build: Callable[[], PreTrainedModel], group: TensorGroup | None, *, meta: bool
+) -> PreTrainedModel:
+    """What ``build`` makes, without values of parameters, and what ``group`` leaves of it here.
+
+    Buffers are real unless all of it is to be on the meta device.
+    """
+    with torch.device("meta") if meta else empty_parameters():
+        model = build()
+    if group is not None:
+        divide(model, group)
+    return model.eval()
+
+
+@contextmanager
+def attention_errors(model_config: PretrainedConfig, config: ModelConfig) -> Iterator[None]:
+    """Say what to do where an architecture lacks the kernel that was asked for."""
+    try:
+        yield
+    except ValueError as error:
+        if "does not support an attention implementation through" in str(error):
+            raise ValueError(
+                f"--attn_implementation {config.attn_implementation}: {model_config.model_type} "
+                "has no such kernel in transformers; leave the option out, which takes another"
+            ) from error
+        raise
+
+
+def attention_note(model: PreTrainedModel, config: LoadConfig) -> str | None:
+    """What to tell of the kernel that ``--attn_implementation auto`` has chosen, if not sdpa."""
+    if config.attn_implementation != "auto" or model.config._attn_implementation != "eager":
+        return None
+    return f"attention is eager: {model.config.model_type} has no sdpa in transformers"
+
+
+def gpt2_with_weights(
+    name: str, config: ModelConfig, checkpoint: Gpt2Checkpoint, *, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model of the architecture of ``name``, a hub name or a directory, with other weights.
+
+    Raises:
+        ValueError: if ``name`` is no GPT-2, or the weights do not fit it.
+    """
+    settings = load_config(name, config)
+    if settings.model_type != "gpt2":
+        raise ValueError(
+            f"--init_checkpoint {checkpoint.path} is a file of GPT-2's weights; {name} is a "
+            f"{settings.model_type} model"
+        )
+    options = load_options(config, dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, **options)
+    load_base(model, checkpoint)
+    return model.eval()
+
+
+def share_parameters(module: ModuleT) -> ModuleT:
+    """Another tree of modules over the parameters and buffers of ``module`` themselves.
+
+    What is later put in place of a layer of one tree (an adapter), and hooks on one tree's modules,
+    are not seen by the other; a changed value of a weight is.
+    """
+    shared = (*module.parameters(), *module.buffers())
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
 def check_loaded(model: nn.Module, lacking: Collection[str], *, new: Collection[str] = ()) -> None:
@@ -28,14 +268,6 @@ def check_loaded(model: nn.Module, lacking: Collection[str], *, new: Collection[
     for name, parameter in model.named_parameters():
         if name not in lacking:
             check_finite(parameter, name)
-
-
-def check_whole(lacking: Collection[str], *, new: Collection[str] = ()) -> None:
-    """The part of :func:`check_loaded` about weights that are not there."""
-    missing = sorted(set(lacking) - set(new))
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"the files lack {', '.join(missing[:3])}{more}")
 
 
 def check_local_files(path: str, fields: Mapping[str, Any]) -> None:

@@ -16,11 +16,12 @@ from dschat_lora.checkpoint.export import probe_logits
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.experts import expert_holders, fused_experts
-from dschat_lora.lora.layers import LoraLinear, is_transposed
+from dschat_lora.lora.layers import LoraLinear, is_transposed, values_of
 from dschat_lora.lora.merge import merge_deviation
-from dschat_lora.lora.nf4 import NF4Linear, quantize, values_of
+from dschat_lora.lora.names import is_inside
+from dschat_lora.lora.nf4 import NF4Linear, quantize
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.lora.targets import is_inside, is_plain_linear, router_names
+from dschat_lora.lora.targets import is_plain_linear, router_names
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.stored_weights import StoredWeights
@@ -74,7 +75,10 @@ def _distance(
 ) -> float:
     """KL from the model on the adapter's own base to the model as it is, in nats per token."""
     ids = probe_ids(tokenizer, getattr(model.config, "max_position_embeddings", None), BASE_PROBE)
-    weights: Weights = _rounded if bits == 16 else _stored(model, source.base)
+    weights: Weights = _rounded
+    if bits != 16:
+        stored = StoredWeights(model, source.base)
+        weights = lambda name, *_: stored.read(name).to(model.dtype)  # noqa: E731
     training = model.training
     model.eval()
     try:
@@ -91,12 +95,6 @@ def _rounded(name: str, weight: Tensor, transposed: bool) -> Tensor:
     """A weight as NF4 would hold it."""
     weight = weight.detach()
     return values_of(quantize(weight, dtype=weight.dtype, transposed=transposed, worker=device()))
-
-
-def _stored(model: PreTrainedModel, path: str) -> Weights:
-    """Weights as the files hold them."""
-    stored = StoredWeights(model, path)
-    return lambda name, *_: stored.read(name).to(model.dtype)
 
 
 @contextmanager

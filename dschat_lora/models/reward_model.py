@@ -10,16 +10,22 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dschat_lora.algos.segments import Spans
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import replace_part, seeded_generator
 from dschat_lora.lora.parallel import group_of
+from dschat_lora.lora.trained import TrainedModule
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.causal_lm import attention_errors, build_divided, load_options
 from dschat_lora.models.composite import auto_class, check_alone
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, take_kind
-from dschat_lora.models.loading import check_loaded, hub_errors, only_errors
-from dschat_lora.models.shard_loading import load_parts
-from dschat_lora.models.views import share_parameters
+from dschat_lora.models.loading import (
+    attention_errors,
+    build_without_values,
+    check_loaded,
+    hub_errors,
+    load_options,
+    only_errors,
+    share_parameters,
+)
+from dschat_lora.models.stored_weights import load_parts
 
 HEAD = "score"
 _HEAD_PARAMETERS = (f"{HEAD}.weight", f"{HEAD}.bias")
@@ -41,7 +47,7 @@ def load_reward_model(
     A head that the files lack is drawn from N(0, 1 / (H + 1)), from ``seed`` alone; None asks for
     a model that has one. With ``base``, a model that is loaded already, its weights below the head
     are used, and its head too if it has one. ``group`` divides the model, but for the head; the
-    other arguments are those of :func:`~dschat_lora.models.causal_lm.load_causal_lm`.
+    other arguments are those of :func:`~dschat_lora.models.loading.load_causal_lm`.
 
     Raises:
         ValueError: if it cannot be loaded, has several labels, has its head elsewhere, or has
@@ -55,10 +61,10 @@ def load_reward_model(
     with hub_errors("--model_name_or_path", path, "model"), attention_errors(model_config, config):
         build = partial(auto_class(model_config, "SEQ_CLS").from_config, model_config, **options)
         if base is not None:
-            model = _with_score(build_divided(build, None, meta=True))
+            model = _with_score(build_without_values(build, None, meta=True))
             missing = _share_backbone(model, base)
         elif meta or group is not None or kind is not None or four_bits is not None:
-            model = _with_score(build_divided(build, group, meta=meta))
+            model = _with_score(build_without_values(build, group, meta=meta))
             if four_bits is not None:
                 hold_four_bits(model, path, four_bits)
             if not meta:

@@ -17,11 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
@@ -29,14 +25,18 @@ from dschat_lora.algos.finite import check_finite
 from dschat_lora.checkpoint.manifest import weight_map
 from dschat_lora.checkpoint.quantization import located, quantization, stored_kind
 from dschat_lora.checkpoint.tensors import save_tensors
+from dschat_lora.engine.distributed import device
 from dschat_lora.lora import nf4
-from dschat_lora.lora.layers import full_shape
+from dschat_lora.lora.layers import full_shape, is_quantized, state_of
+from dschat_lora.lora.model import replace_part
+from dschat_lora.lora.parallel import group_of, shard_of
 from dschat_lora.models.dequantize import dequantizer
 
 _SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _INDEX = ".index.json"
 _PACKED = f".{nf4.STATE_KEY}"
 _CODES = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -109,12 +109,19 @@ class StoredWeights:
     def piece(self, name: str) -> Iterator[Any]:
         """A weight, to be sliced: a tensor, or the handle of one that a safetensors file holds."""
         source = self._sources[name]
-        if source.rule is not None:
-            yield self._converted(source, name)
-            return
         key = source.keys[0][1]
-        with _opened(self._files[key]) as tensors:
-            yield tensors.get_slice(key)
+        if source.rule is None:
+            with _opened(self._files[key]) as tensors:
+                yield tensors.get_slice(key)
+            return
+        rule = deepcopy(source.rule)
+        for pattern, each in source.keys:
+            rule.add_tensor(source.name, each, pattern, lambda each=each: self._read(each))
+        made = rule.convert(source.name, model=self._whole, config=self._whole.config)
+        if name not in made:
+            raise ValueError(f"{key} cannot be made into {name}")
+        value = made[name]
+        yield (value[0] if isinstance(value, list) else value).detach()
 
     def read(self, name: str) -> Tensor:
         """A weight, whole."""
@@ -140,18 +147,6 @@ class StoredWeights:
             if f"{key}{_PACKED}" in self._files or tensor.dtype in _CODES:
                 raise ValueError(f"{key} is quantised, which fits no merged model")
         return found
-
-    def _converted(self, source: _Source, name: str) -> Tensor:
-        rule = deepcopy(source.rule)
-        assert rule is not None
-        for pattern, key in source.keys:
-            rule.add_tensor(source.name, key, pattern, lambda key=key: self._read(key))
-        made = rule.convert(source.name, model=self._whole, config=self._whole.config)
-        if name not in made:
-            raise ValueError(f"{source.keys[0][1]} cannot be made into {name}")
-        value = made[name]
-        weight: Tensor = value[0] if isinstance(value, list) else value
-        return weight.detach()
 
     def _read(self, key: str) -> Tensor:
         with _opened(self._files[key]) as tensors:
@@ -183,7 +178,7 @@ class _Whole:
 
     def get_parameter(self, name: str) -> Tensor:
         own = self._model.get_parameter(self._prefix + name)
-        dtype = torch.float32 if nf4.is_quantized(own) else own.dtype
+        dtype = torch.float32 if is_quantized(own) else own.dtype
         return torch.empty(full_shape(own), dtype=dtype, device="meta")
 
     def __getattr__(self, name: str) -> Tensor:
@@ -293,7 +288,7 @@ def _gguf(model: PreTrainedModel, file: str) -> tuple[dict[str, Any], list[Any]]
         rules = add_gguf_load_ops(rules, blocks, header, torch.float32)
         tensors = load_gguf_state_dict(header)
     else:
-        packs = any(nf4.is_quantized(p) for p in model.parameters())
+        packs = any(is_quantized(p) for p in model.parameters())
         dtype = torch.float32 if packs else model.dtype
         rules = []
         tensors = load_gguf_checkpoint(
@@ -324,3 +319,112 @@ def _opened(file: Any) -> Iterator[Any]:
             yield tensors
     else:
         yield _Tensors(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Within, modules are built with parameters on the meta device, and with real buffers."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) -> set[str]:
+    """Fill the meta parameters of ``model`` with what this rank holds of them, on CPU.
+
+    Args:
+        model: perhaps divided by :func:`dschat_lora.models.tensor_parallel.divide`, perhaps with
+            layers that are to hold 4 bits: their weights are quantised as they are read, unless
+            the files hold them so.
+        path: directory or hub name.
+        new: names that the files may lack; those come out uninitialised.
+
+    Returns:
+        The names that the files lacked.
+
+    Raises:
+        ValueError: if the files lack a weight, or hold one of another shape or one that is not
+            finite, or the model is divided and they are no safetensors.
+    """
+    stored = StoredWeights(model, path, pickled=group_of(model) is None)
+    missing: set[str] = set()
+    for aliases in parameter_names(model):
+        parameter = model.get_parameter(aliases[0])
+        state = state_of(parameter)
+        name = next((name for name in aliases if name in stored), None)
+        new_parameter = None
+        if name is None:
+            missing.update(aliases)
+            value = torch.empty(parameter.shape, dtype=parameter.dtype)
+        elif state is None or (new_parameter := stored.packed(name, state)) is None:
+            with stored.piece(name) as piece:
+                value = _own_part(piece, name, parameter)
+                if state is not None:
+                    options = {"dtype": state.dtype, "transposed": state.transposed}
+                    new_parameter = nf4.quantize(value, **options, worker=device())
+        if new_parameter is None:
+            new_parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            new_parameter.__dict__.update(parameter.__dict__)
+        for alias in aliases:
+            replace_part(model, alias, new_parameter)
+    check_whole(missing, new=new)
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            buffer.copy_(stored.read(name))
+    return missing
+
+
+def check_whole(lacking: Collection[str], *, new: Collection[str] = ()) -> None:
+    """Refuse files that are ``lacking`` weights, but for ``new`` ones."""
+    missing = sorted(set(lacking) - set(new))
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"the files lack {', '.join(missing[:3])}{more}")
+
+
+def parameter_names(model: nn.Module) -> list[list[str]]:
+    """All names of each parameter; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _own_part(piece: Any, key: str, parameter: Tensor) -> Tensor:
+    """This rank's part of a stored tensor, in the type of ``parameter``, or to be quantised."""
+    stored = torch.Size(piece.shape if isinstance(piece, Tensor) else piece.get_shape())
+    wanted, shard = full_shape(parameter), shard_of(parameter)
+    if stored != wanted:
+        raise ValueError(f"{key} has the shape {tuple(stored)}, the model {tuple(wanted)}")
+    if shard is None:
+        whole: Tensor = piece[:]
+        if whole.dtype not in (*_FLOATS, parameter.dtype):
+            raise ValueError(f"{key} holds {whole.dtype} codes without scales that are known")
+        if state_of(parameter) is None:
+            # A copy: of a pickle a view would keep the file's pages, and unpacked values may be
+            # transposed, which DeepSpeed does not broadcast.
+            whole = whole.to(
+                parameter.dtype,
+                copy=isinstance(piece, Tensor),
+                memory_format=torch.contiguous_format,
+            )
+        check_finite(whole, key)
+        return whole
+    dim = shard.dim % len(stored)
+    parts = [
+        piece[tuple([slice(None)] * dim + [slice(start, stop)])] for start, stop in shard.ranges()
+    ]
+    # Never a view of more than the part.
+    own = torch.cat([part.to(parameter.dtype) for part in parts], dim).contiguous()
+    check_finite(own, key)
+    return own

@@ -18,8 +18,8 @@ from dschat_lora.lora.parallel import (
     Shard,
     Split,
 )
-from dschat_lora.models.shard_loading import parameter_names
-from dschat_lora.models.tensor_parallel_checks import check_divides
+from dschat_lora.models.option_checks import check_divides
+from dschat_lora.models.stored_weights import parameter_names
 
 # Where transformers ships no plan: linear layers below the base model, in its words.
 _OPT = {
@@ -115,26 +115,23 @@ def _divide_tokens(model: PreTrainedModel, group: TensorGroup) -> None:
     """With sequence parallelism, each rank computes some of the tokens in the blocks."""
     count = model.config.num_hidden_layers
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-    blocks[0].register_forward_pre_hook(partial(_scatter, group), with_kwargs=True)
-    blocks[-1].register_forward_hook(partial(_gather, group))
 
+    def scatter(
+        block: nn.Module, values: Positional, named: Named
+    ) -> tuple[Positional, Named] | None:
+        if not group.sequence_parallel:
+            return None
+        return _with_hidden(group.scatter_tokens, block, values, named)
 
-def _scatter(
-    group: TensorGroup, block: nn.Module, values: Positional, named: Named
-) -> tuple[Positional, Named]:
-    """Give each rank some of the tokens that enter the first block."""
-    if not group.sequence_parallel:
-        return values, named
-    return _with_hidden(group.scatter_tokens, block, values, named)
+    def gather(_: nn.Module, values: Positional, output: Output) -> Output:
+        if not group.sequence_parallel:
+            return output
+        if isinstance(output, tuple):
+            return group.gather_tokens(output[0]), *output[1:]
+        return group.gather_tokens(output)
 
-
-def _gather(group: TensorGroup, _: nn.Module, values: Positional, output: Output) -> Output:
-    """Give every rank all tokens that leave the last block."""
-    if not group.sequence_parallel:
-        return output
-    if isinstance(output, tuple):
-        return group.gather_tokens(output[0]), *output[1:]
-    return group.gather_tokens(output)
+    blocks[0].register_forward_pre_hook(scatter, with_kwargs=True)
+    blocks[-1].register_forward_hook(gather)
 
 
 def _with_hidden(

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from dschat_lora.lora.layers import LoraEmbedding, TrainedBias, TrainedModule, full_shape
+from dschat_lora.lora.layers import LoraEmbedding, full_shape
 from dschat_lora.lora.parallel import ParallelEmbedding
+from dschat_lora.lora.trained import TrainedBias, TrainedModule
 from dschat_lora.perf.experts import ExpertWeight, expert_weights, is_router, lists_experts
 from dschat_lora.perf.shape import layer_sizes
 from dschat_lora.perf.tower import beside_text, field, text_config

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dschat_lora.lora.nf4 import is_quantized, stored_bytes, value_bytes
+from dschat_lora.lora.layers import is_quantized, stored_bytes, value_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
 from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, chains_of, describe
 from dschat_lora.perf.tower import field, text_config, text_tower

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from dschat_lora.lora.experts import LoraExperts
-from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape, is_conv1d
+from dschat_lora.lora.layers import LoraLinear, full_shape, is_conv1d
 from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
+from dschat_lora.lora.trained import TrainedBias, TrainedModule
 from dschat_lora.perf.experts import expert_weights, experts_per_token, lists_experts
 from dschat_lora.perf.tower import beside_text, field, text_blocks, text_config
 

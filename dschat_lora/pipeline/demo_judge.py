@@ -24,7 +24,7 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapters_disabled
-from dschat_lora.models.causal_lm import PreTrainedModel, Tokenizer
+from dschat_lora.models.loading import PreTrainedModel, Tokenizer
 from dschat_lora.supervised.inference import LossMeter, load_policy
 from dschat_lora.supervised.score import score_files
 

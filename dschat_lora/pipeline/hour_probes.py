@@ -20,7 +20,7 @@ from dschat_lora.generation.cuda_graphs import DecodeStep, cuda_graphs
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
+from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.models.published import PUBLISHED, write_config
 from dschat_lora.models.source import find_model
 from dschat_lora.report.record import package_versions

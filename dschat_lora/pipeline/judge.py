@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import prints_on_stderr
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.rewards import load_function

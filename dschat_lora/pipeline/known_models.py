@@ -5,10 +5,10 @@ from typing import Any
 
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.verbs import ModelsConfig
-from dschat_lora.models.causal_lm import read_config
 from dschat_lora.models.families import COLUMNS, Families, read_families, short, word
+from dschat_lora.models.loading import read_config
+from dschat_lora.models.option_checks import check_divides
 from dschat_lora.models.source import find_model
-from dschat_lora.models.tensor_parallel_checks import check_divides
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
 from dschat_lora.pipeline.plan import StagePlan

@@ -14,9 +14,9 @@ from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, Supervi
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.lora.nf4 import value_shape
+from dschat_lora.lora.layers import value_shape
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import Card
 from dschat_lora.perf.flops import Flops, forward_flops, step_flops

@@ -7,7 +7,7 @@ from typing import Any
 from dschat_lora.config.stages import DpoStageConfig
 from dschat_lora.data.audit import DataAudit
 from dschat_lora.data.rows import config_sources
-from dschat_lora.models.causal_lm import load_tokenizer
+from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.data_audit import STAGES

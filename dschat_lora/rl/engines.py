@@ -12,8 +12,8 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.architecture_checks import check_architecture
-from dschat_lora.models.compile import compile_blocks
-from dschat_lora.models.policy import Policy
+from dschat_lora.models.blocks import compile_blocks
+from dschat_lora.models.causal_lm import Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.batch import ResponseBatch
 from dschat_lora.rl.config import RlhfConfig

@@ -12,7 +12,7 @@ from dschat_lora.data.messages import Message, check_message
 from dschat_lora.data.templates import PROBE
 from dschat_lora.engine.collectives import gather_texts, max_over_ranks, raise_together
 from dschat_lora.engine.distributed import grid, rank, tensor_rank
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.user_functions import (
     UserFunction,

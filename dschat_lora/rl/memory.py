@@ -8,8 +8,7 @@ from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.collectives import max_over_ranks
 from dschat_lora.engine.distributed import data_world_size, device, device_type
-from dschat_lora.lora.layers import LoraLinear
-from dschat_lora.lora.nf4 import is_quantized, value_bytes
+from dschat_lora.lora.layers import LoraLinear, is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import cached_token_bytes, largest_unpacked, parameter_bytes

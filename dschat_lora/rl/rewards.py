@@ -13,7 +13,7 @@ from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishmen
 from dschat_lora.algos.devices import to_device
 from dschat_lora.engine.collectives import raise_together, sum_over_processes
 from dschat_lora.engine.distributed import rank, world_size
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.rl.user_functions import (

@@ -12,13 +12,18 @@ from dschat_lora.models.build import (
     AdaptedModel,
     build_causal_lm,
     build_reward_model,
-    with_own_bits,
+    resolve_base_bits,
 )
-from dschat_lora.models.causal_lm import PreTrainedModel, Tokenizer, load_causal_lm, load_config
-from dschat_lora.models.policy import Policy
+from dschat_lora.models.causal_lm import Policy
+from dschat_lora.models.loading import (
+    PreTrainedModel,
+    Tokenizer,
+    load_causal_lm,
+    load_config,
+    share_parameters,
+)
 from dschat_lora.models.reward_model import RewardModel, load_reward_model, zero_head_
 from dschat_lora.models.source import ModelSource
-from dschat_lora.models.views import share_parameters
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.inputs import Sources
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
@@ -111,7 +116,7 @@ class _Builder:
         return (asked or one.base_bits or 16) == (asked or other.base_bits or 16)
 
     def language_base(self, source: ModelSource) -> PreTrainedModel:
-        model_config = with_own_bits(self.config.actor.model(self.config.load), source)
+        model_config = resolve_base_bits(self.config.actor.model(self.config.load), source)
         return load_causal_lm(
             source.base,
             load_config(source.base, model_config),
@@ -122,7 +127,7 @@ class _Builder:
         ).requires_grad_(False)
 
     def scored_base(self, source: ModelSource, *, new_head: bool) -> PreTrainedModel:
-        model_config = with_own_bits(self.config.critic.model(self.config.load), source)
+        model_config = resolve_base_bits(self.config.critic.model(self.config.load), source)
         return load_reward_model(
             source.base,
             load_config(source.base, model_config),

@@ -19,10 +19,9 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import gather_over_ranks, gather_texts, max_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.engine.zero import broken_parameters, gathered
-from dschat_lora.generation.cache_check import check_cache
-from dschat_lora.generation.generate import Decoder, KeepGoing
+from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
-from dschat_lora.models.causal_lm import PreTrainedModel, Tokenizer, end_ids
+from dschat_lora.models.loading import PreTrainedModel, Tokenizer, end_ids
 from dschat_lora.rl.advice import FullWhileDecodingError
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.environment import Episodes

@@ -16,11 +16,11 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
-from dschat_lora.models.build import check_targets, recompute_blocks
-from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
+from dschat_lora.models.blocks import offload_inputs, recompute_blocks
+from dschat_lora.models.build import check_targets
 from dschat_lora.models.composite import Task
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
-from dschat_lora.models.offload import offload_inputs
+from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.advice import explaining_memory
 from dschat_lora.rl.config import RlhfConfig

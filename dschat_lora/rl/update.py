@@ -20,7 +20,7 @@ from dschat_lora.algos.ppo import (
 )
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
-from dschat_lora.lora.casts import FactorCasts
+from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Minibatch, ResponseBatch
 from dschat_lora.rl.engines import Engines

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.config.held import held_object, is_held
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin

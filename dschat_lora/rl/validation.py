@@ -9,8 +9,8 @@ from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
+from dschat_lora.models.option_checks import check_processes, check_training
 from dschat_lora.models.source import ModelSource
-from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.rl.config import RlhfConfig

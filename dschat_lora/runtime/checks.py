@@ -28,9 +28,8 @@ from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.held import held_object, is_held
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.models.quantization_checks import check_four_bits
+from dschat_lora.models.option_checks import check_divides, check_files, check_four_bits
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.models.tensor_parallel_checks import check_divides, check_files
 from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
 from dschat_lora.runtime.resume import OutputOptions, goes_on_in_place, settle
 

@@ -9,8 +9,8 @@ from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.collectives import check_same
 from dschat_lora.engine.distributed import local_rank
-from dschat_lora.models.causal_lm import Tokenizer
 from dschat_lora.models.fingerprint import file_fingerprint
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import ModelSource
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dschat_lora.config.stages import AuditConfig
 from dschat_lora.data.audit import MAX_SHOWN, DataAudit
 from dschat_lora.data.prepare import ShownSample, prepare, preview
 from dschat_lora.data.rows import DataKind
-from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.models.loading import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.report.html import page, write_report
 from dschat_lora.report.markup import histogram, safe, sample_html, sample_text

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.log import jsonable
 from dschat_lora.runtime.run import OpenRun
 

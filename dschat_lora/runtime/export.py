@@ -17,8 +17,8 @@ from dschat_lora.engine.distributed import world_size
 from dschat_lora.lora.merge import MergeReport
 from dschat_lora.lora.rates import adapter_learning_rate
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.models.causal_lm import Tokenizer, end_ids, stop_at, stored_dropouts
 from dschat_lora.models.fingerprint import weights_fingerprint
+from dschat_lora.models.loading import Tokenizer, end_ids, stop_at, stored_dropouts
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.run import OpenRun

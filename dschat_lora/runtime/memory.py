@@ -20,7 +20,7 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.collectives import broadcast_string, max_over_ranks
 from dschat_lora.engine.distributed import data_world_size, device, device_type, rank, world_size
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.models.tensor_parallel_checks import check_divides, check_training
+from dschat_lora.models.option_checks import check_divides, check_training
 from dschat_lora.perf.advice import Estimator, MemoryOptions, out_of_memory_advice
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import (

@@ -14,8 +14,8 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.merge import MergeReport
 from dschat_lora.models.build import build_causal_lm, build_reward_model
-from dschat_lora.models.causal_lm import Tokenizer, load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.composite import merged_words
+from dschat_lora.models.loading import Tokenizer, load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.other_base import probe_ids
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import log_once, note, to_json

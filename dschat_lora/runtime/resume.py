@@ -30,7 +30,7 @@ from dschat_lora.config.options import (
     value_text,
 )
 from dschat_lora.engine.ds_config import fields_that_write
-from dschat_lora.models.tensor_parallel_checks import check_processes
+from dschat_lora.models.option_checks import check_processes
 from dschat_lora.report.directory import check_idle, newest_directory
 from dschat_lora.report.terminal import say_once
 

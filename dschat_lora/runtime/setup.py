@@ -32,10 +32,10 @@ from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.models.architecture_checks import head_is_linear
-from dschat_lora.models.build import AdaptedModel, can_recompute
-from dschat_lora.models.causal_lm import Tokenizer
-from dschat_lora.models.compile import check_compiler
+from dschat_lora.models.blocks import can_recompute, check_compiler
+from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
 from dschat_lora.report.terminal import progress

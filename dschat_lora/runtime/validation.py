@@ -21,8 +21,8 @@ from dschat_lora.data.rows import DataKind, check_some_prompt_fits, check_source
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
+from dschat_lora.models.option_checks import check_processes, check_training
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.models.tensor_parallel_checks import check_processes, check_training
 from dschat_lora.report.terminal import say_once
 from dschat_lora.runtime.checks import (
     Check,

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from dschat_lora.generation.sampling import NO_TOKEN, Sampling, undrawn_reason
-from dschat_lora.generation.slots import choose_each
+from dschat_lora.generation.slots import sample_each
 from dschat_lora.serving.models import BaseBatch, ServedModel
 from dschat_lora.serving.text_stream import TextStream
 
@@ -302,7 +302,7 @@ def fitting(model: ServedModel, prompt: Sequence[int], options: AnswerOptions) -
 def _push(answers: Sequence[Answer], logits: torch.Tensor) -> list[bool]:
     """Choose the next token of each answer; returns which ended with it."""
     samplings = [answer.sampling for answer in answers]
-    tokens = choose_each(logits, samplings, [answer.uniform() for answer in answers])
+    tokens = sample_each(logits, samplings, [answer.uniform() for answer in answers])
     ended = []
     for answer, token in zip(answers, tokens, strict=True):
         if token == NO_TOKEN:

@@ -13,20 +13,20 @@ from dschat_lora.data.messages import Message
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.zero import broken_parameters
-from dschat_lora.generation.cache_check import check_cache
-from dschat_lora.generation.forward import TRIED
+from dschat_lora.generation.generate import check_cache
+from dschat_lora.generation.kv_cache import TRIED
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import (
+from dschat_lora.models.loading import (
     PreTrainedModel,
     Tokenizer,
     end_ids,
     load_causal_lm,
     load_config,
     load_tokenizer,
+    share_parameters,
 )
-from dschat_lora.models.views import share_parameters
 from dschat_lora.report.terminal import note
 from dschat_lora.serving.config import AnswerConfig
 from dschat_lora.serving.plain_text import chat_ids

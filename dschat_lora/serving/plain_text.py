@@ -8,7 +8,7 @@ from typing import Any
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.messages import Message, content_text
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 
 
 def chat_ids(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
 _MOST_TOKENS = 8  # of a character; bytes that make none are shown as such

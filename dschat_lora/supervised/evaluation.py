@@ -10,9 +10,9 @@ from dschat_lora.data.loader import eval_batches
 from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
-from dschat_lora.generation.greedy import answer
+from dschat_lora.generation.search import greedy_decode
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.causal_lm import end_ids
+from dschat_lora.models.loading import end_ids
 from dschat_lora.report.log import eval_line
 from dschat_lora.runtime.evaluation import AnswerLog, EvalResults
 from dschat_lora.supervised.batching import BatchLayout, rows_of
@@ -100,7 +100,7 @@ class SampleAnswers:
         if not self.prompts or self.answers.has(when):
             return
         self.engine.eval()
-        answers = answer(
+        answers = greedy_decode(
             self.engine.module.model,
             self.answers.tokenizer,
             self.prompts,

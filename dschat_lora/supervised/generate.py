@@ -14,10 +14,9 @@ from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.zero import broken_parameters
-from dschat_lora.generation.cache_check import check_cache
-from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.generate import Decoder, check_cache
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
-from dschat_lora.models.causal_lm import end_ids
+from dschat_lora.models.loading import end_ids
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import note
 from dschat_lora.supervised.inference import (

@@ -20,12 +20,8 @@ from dschat_lora.data.sources import find_source
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import (
-    CausalLMLogprobs,
-    PreTrainedModel,
-    Tokenizer,
-    load_tokenizer,
-)
+from dschat_lora.models.causal_lm import CausalLMLogprobs
+from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_tokenizer
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import note
 

@@ -15,7 +15,7 @@ from dschat_lora.data.loader import StepLoader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.collectives import gather_over_ranks, sum_over_ranks, sum_with_requests
 from dschat_lora.engine.distributed import data_rank
-from dschat_lora.lora.casts import FactorCasts
+from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.throughput import Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line

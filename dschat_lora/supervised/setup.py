@@ -10,19 +10,27 @@ from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import parameter_groups, rate_warning
+from dschat_lora.models.blocks import (
+    FLEX_ATTENTION,
+    compile_blocks,
+    offload_inputs,
+    recompute_blocks,
+)
 from dschat_lora.models.build import (
     AdaptedModel,
     Task,
     build_causal_lm,
     build_reward_model,
     check_targets,
-    recompute_blocks,
 )
-from dschat_lora.models.causal_lm import Tokenizer, attention_note, load_config, load_tokenizer
-from dschat_lora.models.compile import FLEX_ATTENTION, compile_blocks
-from dschat_lora.models.offload import offload_inputs
+from dschat_lora.models.loading import (
+    ModuleT,
+    Tokenizer,
+    attention_note,
+    load_config,
+    load_tokenizer,
+)
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.models.views import ModuleT
 from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import (
     estimate_memory_of,

@@ -13,7 +13,7 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.models.causal_lm import Tokenizer
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.shape import describe as describe_shape

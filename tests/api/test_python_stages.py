@@ -26,7 +26,7 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import command_line, options_in_python
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.engine.meeting import LAUNCHED
-from dschat_lora.models.given import saved_model
+from dschat_lora.models.fingerprint import saved_model
 from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage

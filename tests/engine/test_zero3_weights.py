@@ -7,8 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.lfm2.modeling_lfm2 import Lfm2Config, Lfm2ShortConv
 
 from dschat_lora.lora import layers
-from dschat_lora.lora.layers import LoraLinear
-from dschat_lora.lora.matmul import lora_linear, lora_linear_reference
+from dschat_lora.lora.layers import LoraLinear, lora_linear, lora_linear_reference
 
 pytestmark = pytest.mark.stage
 WIDE, DEEP = 64, 4

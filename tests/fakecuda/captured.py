@@ -5,8 +5,8 @@ import warnings
 import torch
 from transformers import AutoModelForCausalLM
 
-from dschat_lora.generation.forward import takes_cache
 from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.kv_cache import takes_cache
 from dschat_lora.generation.sampling import Sampling
 from fakecuda.device import fake_cuda
 from fakecuda.programs import CUDA

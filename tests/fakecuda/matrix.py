@@ -12,7 +12,7 @@ from itertools import islice, product
 from pathlib import Path
 
 from dschat_lora.assets import BUNDLED_DATA
-from dschat_lora.models.tensor_parallel_checks import KINDS
+from dschat_lora.models.option_checks import KINDS
 from fakecuda import shim
 from fakecuda.conftest import FakeDevice
 from helpers.spread import pairs

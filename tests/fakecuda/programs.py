@@ -25,9 +25,7 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.build import recompute_blocks
-from dschat_lora.models.compile import compile_blocks
-from dschat_lora.models.offload import offload_inputs
+from dschat_lora.models.blocks import compile_blocks, offload_inputs, recompute_blocks
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED

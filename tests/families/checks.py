@@ -19,13 +19,11 @@ from dschat_lora.checkpoint.adapter import read_adapter, write_adapter
 from dschat_lora.checkpoint.export import save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.generation.cache_check import check_cache
-from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.generate import Decoder, check_cache
 from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import CausalLMLoss
-from dschat_lora.models.policy import Policy
+from dschat_lora.models.causal_lm import CausalLMLoss, Policy
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.batch import Response, collate
 from dschat_lora.rl.engines import Engines, resolve_architecture

@@ -16,16 +16,16 @@ import transformers
 
 from dschat_lora.assets import FAMILIES
 from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.generation.cache_check import check_cache
-from dschat_lora.generation.forward import TRIED
+from dschat_lora.generation.generate import check_cache
+from dschat_lora.generation.kv_cache import TRIED
 from dschat_lora.generation.slots import SlotRows
+from dschat_lora.lora.layers import is_quantized
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
-from dschat_lora.lora.nf4 import is_quantized
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.families import NO_EXPERTS
+from dschat_lora.models.loading import share_parameters
+from dschat_lora.models.option_checks import check_divides
 from dschat_lora.models.source import find_model
-from dschat_lora.models.tensor_parallel_checks import check_divides
-from dschat_lora.models.views import share_parameters
 from dschat_lora.perf.coverage import coverage
 from families.checks import PAD, Family
 from helpers.kinds import LEFT_OUT

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.models.architecture_checks import check_architecture, head_error
 from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.causal_lm import load_config
+from dschat_lora.models.loading import load_config
 from families import checks
 from families.checks import CPU, Family
 from helpers.tiny import VOCAB

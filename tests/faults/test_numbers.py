@@ -28,7 +28,7 @@ from dschat_lora.algos.finite import is_finite
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.engine.distributed import shutdown
-from dschat_lora.generation.beam_search import Search, TextRules
+from dschat_lora.generation.search import BeamSearch, TextRules
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.environment import Environment
 from dschat_lora.rl.experience import check_scores
@@ -737,7 +737,7 @@ def test_score_that_is_not_finite_is_named_with_its_row(refused, line, row):
 
 @pytest.mark.parametrize("bad", [[NAN, 0.0, 0.0], [INF, 0.0, 0.0], [-INF, -INF, -INF]])
 def test_beam_search_does_not_go_on_where_no_token_has_a_probability(bad):
-    rules = TextRules(Search(2, 8, (2,), 0), start=1)
+    rules = TextRules(BeamSearch(2, 8, (2,), 0), start=1)
     fine = [0.0, 1.0, -INF]
     rows = torch.tensor([[1, 0], [1, 2]])
     assert rules(rows, torch.tensor([fine, fine])).exp().sum(-1).tolist() == [1.0, 1.0]

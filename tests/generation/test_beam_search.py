@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from dschat_lora.generation.beam_search import Search, TextRules, completing, write_texts
+from dschat_lora.generation.search import BeamSearch, TextRules, beam_search, repeated_ngram_ends
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3, 9], [4], [11, 2, 5, 8, 6], [3, 3]]
@@ -63,8 +63,8 @@ def test_a_wide_search_finds_the_best_of_all_texts(ends):
     for seed, penalty in product((4, 11, 13), (0.0, 0.8, 2.0)):
         model = toy(5, seed=seed, spread=0.4)
         # Wider than there are texts to go on from and tokens to add.
-        search = Search(80, 3, ends, pad_id=0, length_penalty=penalty)
-        (text,) = write_texts(model, [[1, 2, 4]], search, device=CPU)
+        search = BeamSearch(80, 3, ends, pad_id=0, length_penalty=penalty)
+        (text,) = beam_search(model, [[1, 2, 4]], search, device=CPU)
         assert text == best_of_all(model, [1, 2, 4], ends=ends, length=3, penalty=penalty)
         found.add(len(text))
     assert len(found) > 1
@@ -92,7 +92,7 @@ def slow_search(model, prompt, *, beams, ends, length, penalty):
 def test_the_search_goes_on_until_nothing_open_can_be_better():
     for seed in range(8):
         model = toy(6, seed=seed, spread=0.4)
-        (text,) = write_texts(model, [[1, 2, 4]], Search(2, 7, (0, 3), 0, 2.0), device=CPU)
+        (text,) = beam_search(model, [[1, 2, 4]], BeamSearch(2, 7, (0, 3), 0, 2.0), device=CPU)
         options = {"beams": 2, "ends": (0, 3), "length": 7, "penalty": 2.0}
         assert text == slow_search(model, [1, 2, 4], **options), seed
 
@@ -100,7 +100,7 @@ def test_the_search_goes_on_until_nothing_open_can_be_better():
 def test_the_length_penalty_decides_between_short_and_long():
     model = toy(5, seed=0, spread=0.4)
     lengths = [
-        len(write_texts(model, [[1, 2]], Search(50, 4, (0,), 0, penalty), device=CPU)[0])
+        len(beam_search(model, [[1, 2]], BeamSearch(50, 4, (0,), 0, penalty), device=CPU)[0])
         for penalty in (0.0, 3.0)
     ]
     assert lengths[0] < lengths[1] == 4
@@ -115,27 +115,27 @@ def test_one_beam_is_greedy():
             if tokens[-1] in (0, 6):
                 break
         expected = [t for t in tokens[len(prompt) :] if t not in (0, 6)]
-        assert write_texts(model, [prompt], Search(1, 10, (0, 6), 0), device=CPU) == [expected]
+        assert beam_search(model, [prompt], BeamSearch(1, 10, (0, 6), 0), device=CPU) == [expected]
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_what_the_model_came_with_has_no_say(beams):
-    model, search = toy(12), Search(beams, 9, (0,), 0)
-    plain = write_texts(model, PROMPTS, search, device=CPU)
+    model, search = toy(12), BeamSearch(beams, 9, (0,), 0)
+    plain = beam_search(model, PROMPTS, search, device=CPU)
     first = next(text[0] for text in plain if text)
     model.generation_config = GenerationConfig(
         do_sample=True, suppress_tokens=[first], num_return_sequences=2, repetition_penalty=9.0
     )
-    assert write_texts(model, PROMPTS, search, device=CPU) == plain
+    assert beam_search(model, PROMPTS, search, device=CPU) == plain
 
 
 @pytest.mark.parametrize("beams", [1, 4])
 def test_many_at_a_time_and_no_cache_change_nothing(beams):
     model = toy(12, seed=1)
-    search = Search(beams, 9, (0,), 0, 0.8, no_repeat_ngram_size=3)
-    raise_together = write_texts(model, PROMPTS, search, device=CPU)
-    assert raise_together == [write_texts(model, [p], search, device=CPU)[0] for p in PROMPTS]
-    assert raise_together == write_texts(model, PROMPTS, search, device=CPU, use_cache=False)
+    search = BeamSearch(beams, 9, (0,), 0, 0.8, no_repeat_ngram_size=3)
+    raise_together = beam_search(model, PROMPTS, search, device=CPU)
+    assert raise_together == [beam_search(model, [p], search, device=CPU)[0] for p in PROMPTS]
+    assert raise_together == beam_search(model, PROMPTS, search, device=CPU, use_cache=False)
     assert any(raise_together)
 
 
@@ -147,14 +147,14 @@ def repeats(text, n):
 def test_no_ngram_occurs_twice():
     model = toy(12, seed=2, spread=0.3)
     free, ruled = (
-        write_texts(model, PROMPTS, Search(3, 30, (0,), 0, 1.0, n), device=CPU) for n in (0, 4)
+        beam_search(model, PROMPTS, BeamSearch(3, 30, (0,), 0, 1.0, n), device=CPU) for n in (0, 4)
     )
     assert any(repeats(text, 4) for text in free)
     assert not any(repeats(text, 4) for text in ruled)
 
 
 def test_ngrams_of_the_prompt_may_be_said():
-    rules = TextRules(Search(1, 9, (0,), 0, no_repeat_ngram_size=3), start=3)
+    rules = TextRules(BeamSearch(1, 9, (0,), 0, no_repeat_ngram_size=3), start=3)
     rows = torch.tensor([[1, 2, 3, 1, 2], [1, 2, 3, 4, 5]])
     assert torch.isfinite(rules(rows, torch.zeros(2, 6))).all()
     said = torch.tensor([[1, 2, 3, 1, 2, 5, 1, 2]])
@@ -174,11 +174,11 @@ def test_ngrams_of_the_prompt_may_be_said():
     ],
 )
 def test_completing(tokens, n, expected):
-    assert completing(tokens, n) == expected
+    assert repeated_ngram_ends(tokens, n) == expected
 
 
 def test_the_repetition_penalty_is_of_tokens_of_the_text():
-    rules = TextRules(Search(1, 9, (0,), 0, repetition_penalty=2.0), start=2)
+    rules = TextRules(BeamSearch(1, 9, (0,), 0, repetition_penalty=2.0), start=2)
     scores = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
     after = rules(torch.tensor([[3, 0, 1, 1]]), scores)
     torch.testing.assert_close(after.exp(), torch.tensor([[0.1, 0.04, 0.3, 0.4]]))
@@ -189,9 +189,9 @@ def test_a_text_ends_at_any_of_its_ends_and_not_before_its_least_length():
     model = toy(12, seed=1)
     ends = (0, 6, 9)
     for least in (0, 5):
-        search = Search(4, 12, ends, 0, 0.8, min_length=least)
-        texts = write_texts(model, PROMPTS, search, device=CPU)
+        search = BeamSearch(4, 12, ends, 0, 0.8, min_length=least)
+        texts = beam_search(model, PROMPTS, search, device=CPU)
         assert not any(token in ends for text in texts for token in text)
         assert all(len(text) >= least for text in texts)
-    shorter = [len(t) for t in write_texts(model, PROMPTS, Search(4, 12, ends, 0), device=CPU)]
+    shorter = [len(t) for t in beam_search(model, PROMPTS, BeamSearch(4, 12, ends, 0), device=CPU)]
     assert min(shorter) < 5

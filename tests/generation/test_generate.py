@@ -21,13 +21,12 @@ from transformers import (
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.batch_state import CachedRows
-from dschat_lora.generation.fast_attention import fast_attention
-from dschat_lora.generation.fast_linears import FastLinears, fast_linears
-from dschat_lora.generation.forward import takes_cache
+from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.generate import Decoder, decode
-from dschat_lora.generation.sampling import Responses, Sampling, choose, keep_top, uniforms
+from dschat_lora.generation.kv_cache import fast_attention, takes_cache
+from dschat_lora.generation.sampling import Responses, Sampling, keep_top, sample_tokens, uniforms
 from dschat_lora.lora.model import adapter_layers, adapters_disabled, apply_lora
-from dschat_lora.models.views import share_parameters
+from dschat_lora.models.loading import share_parameters
 from helpers.tiny import KINDS, VOCAB, tiny_model
 
 CPU = torch.device("cpu")
@@ -210,7 +209,7 @@ def test_quick_linear_layers_compute_what_they_did(kind, products, monkeypatch):
     ids = torch.tensor([PROMPTS[3], PROMPTS[3][::-1]])
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        with fast_linears(model):
+        with FastLinears(model).in_use():
             assert "forward" in vars(layer)
             found = model(input_ids=ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -331,7 +330,7 @@ def test_drawn_tokens_follow_the_exact_distribution(sampling):
     logits = 1.5 * torch.randn(1, 12, generator=torch.Generator().manual_seed(5))
     count = 20_000
     uniform = uniforms(range(count), 1)[:, 0]
-    drawn = choose(logits.expand(count, -1), uniform, sampling)
+    drawn = sample_tokens(logits.expand(count, -1), uniform, sampling)
     found = torch.bincount(drawn, minlength=12)
     expected = count * torch.tensor(plain_distribution(logits[0], sampling))
     assert not found[expected == 0].any()
@@ -344,13 +343,13 @@ def test_drawn_tokens_follow_the_exact_distribution(sampling):
 def test_a_token_is_the_first_whose_cumulated_probability_reaches_the_random_number():
     logits = torch.tensor([0.25, 0.0, 0.5, 0.25]).log().repeat(6, 1)
     uniform = torch.tensor([1e-17, 0.25, 0.2500001, 0.75, 0.76, 1.0], dtype=torch.float64)
-    assert choose(logits, uniform, Sampling(1)).tolist() == [0, 0, 2, 2, 3, 3]
+    assert sample_tokens(logits, uniform, Sampling(1)).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 def test_a_token_of_no_probability_is_not_drawn_at_either_end():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
     for value in (2.0**-53, 1.0):
-        assert choose(logits, torch.tensor([value]).double(), Sampling(1)).tolist() == [1]
+        assert sample_tokens(logits, torch.tensor([value]).double(), Sampling(1)).tolist() == [1]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -466,7 +465,7 @@ def test_steps_of_fixed_shapes_repeated_from_a_recording_equal_plain_ones(make, 
 
     sampling = Sampling(30, top_k=30)
     expected = run(model, PROMPTS, sampling, seeds=seeds, eos_ids=ends)
-    with fast_linears(model), fast_attention(model):
+    with FastLinears(model).in_use(), fast_attention(model):
         options = {"buckets": True, "record": record}
         rows, responses = rows_of(model, PROMPTS, sampling, seeds, ends, **options)
         found = drive(rows, responses, look_every=4)
@@ -524,7 +523,7 @@ def test_merged_copies_give_what_layers_with_adapters_give(kind, share):
         for layer in adapter_layers(model).values():
             layer.lora_B.mul_(scale)
         expected = model(ids).logits
-        with Count() as plain, fast_linears(model):
+        with Count() as plain, FastLinears(model).in_use():
             model(ids)
         with Count() as merged, linears.in_use():
             torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)

@@ -16,17 +16,15 @@ from transformers import (
 
 from dschat_lora.algos import sft
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.generation.beam_search import Search, write_texts
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.generate import Decoder, decode
-from dschat_lora.generation.greedy import answer
 from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.search import BeamSearch, beam_search, greedy_decode
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.architecture_checks import head_is_linear
-from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, fp32_logits
-from dschat_lora.models.policy import Policy
+from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy, fp32_logits
 from dschat_lora.models.tensor_parallel import divide
 from helpers.tiny import KINDS, SHAPE, VOCAB, tiny_model
 
@@ -172,10 +170,10 @@ WAYS = {
         model, PROMPTS, Sampling(2), seeds=[[0]] * 4, eos_ids=[], pad_id=0, device=CPU
     ),
     "batched": slot_rows,
-    "greedy": lambda model: answer(
+    "greedy": lambda model: greedy_decode(
         model, Padding(), PROMPTS, eos_ids=[2], max_new_tokens=2, device=CPU
     ),
-    "beams": lambda model: write_texts(model, PROMPTS, Search(2, 2, (2,), 0), device=CPU),
+    "beams": lambda model: beam_search(model, PROMPTS, BeamSearch(2, 2, (2,), 0), device=CPU),
 }
 
 

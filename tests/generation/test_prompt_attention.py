@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dschat_lora.generation import batch_state
-from dschat_lora.generation.fast_attention import attend_by_products
-from dschat_lora.generation.kv_cache import KVCache, SharedPrompts
+from dschat_lora.generation.kv_cache import KVCache, SharedPrompts, attend_by_products
 from dschat_lora.generation.sampling import Sampling
 from generation.test_generate import PROMPTS, adapted, run, sliding
 

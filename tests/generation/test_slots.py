@@ -7,10 +7,10 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling, uniforms
-from dschat_lora.generation.slots import SlotRows, choose_each
+from dschat_lora.generation.slots import SlotRows, sample_each
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.models.views import share_parameters
+from dschat_lora.models.loading import share_parameters
 from helpers.tiny import KINDS, SHAPE, tiny_model
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def continuous(rows, samplings, numbers=NUMBERS, *, draws=None):
 
     def push(requests, logits):
         uniform = [1.0 if draws is None else float(draws[r, len(said[r])]) for r in requests]
-        chosen = choose_each(logits, [samplings[r] for r in requests], uniform)
+        chosen = sample_each(logits, [samplings[r] for r in requests], uniform)
         for request, token in zip(requests, chosen, strict=True):
             said[request].append(token)
 

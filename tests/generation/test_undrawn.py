@@ -8,8 +8,8 @@ import torch
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.engine.zero import broken_parameters
 from dschat_lora.generation.generate import Decoder, decode
-from dschat_lora.generation.sampling import NO_TOKEN, Sampling, choose, undrawn_reason
-from dschat_lora.generation.slots import choose_each
+from dschat_lora.generation.sampling import NO_TOKEN, Sampling, sample_tokens, undrawn_reason
+from dschat_lora.generation.slots import sample_each
 from dschat_lora.rl.config import RolloutConfig
 from dschat_lora.serving.config import AnswerConfig
 from helpers.tiny import tiny_model
@@ -33,10 +33,10 @@ def test_a_row_without_a_largest_finite_logit_has_no_token(name):
     broken += [[NAN] * 4, [0.0, 1.0, -INF, NAN]]
     logits = torch.tensor([row, *broken, row])
     uniform = torch.full((len(logits),), 0.4, dtype=torch.float64)
-    alone = choose(torch.tensor([row]), uniform[:1], KINDS[name])[0]
+    alone = sample_tokens(torch.tensor([row]), uniform[:1], KINDS[name])[0]
     expected = [int(alone), *[NO_TOKEN] * len(broken), int(alone)]
-    assert choose(logits, uniform, KINDS[name]).tolist() == expected
-    assert choose_each(logits, [KINDS[name]] * len(logits), uniform.tolist()) == expected
+    assert sample_tokens(logits, uniform, KINDS[name]).tolist() == expected
+    assert sample_each(logits, [KINDS[name]] * len(logits), uniform.tolist()) == expected
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -46,13 +46,13 @@ def test_minus_infinity_alone_leaves_a_token_out(name):
         uniform = torch.full((2,), value, dtype=torch.float64)
         if KINDS[name].temperature < 1:
             logits = logits.clamp(max=1e38)
-        assert choose(logits, uniform, KINDS[name]).tolist() == [1, 2]
+        assert sample_tokens(logits, uniform, KINDS[name]).tolist() == [1, 2]
 
 
 def test_the_lowest_temperature_takes_the_likeliest_token_of_logits_of_any_model():
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 1e4
     uniform = torch.rand(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    chosen = choose(logits, 1 - uniform, Sampling(1, temperature=1e-6))
+    chosen = sample_tokens(logits, 1 - uniform, Sampling(1, temperature=1e-6))
     assert chosen.tolist() == logits.argmax(-1).tolist()
 
 

@@ -6,10 +6,8 @@ import warnings
 import pytest
 import torch
 
-from dschat_lora.generation.cache_check import check_cache
-from dschat_lora.generation.forward import takes_cache
-from dschat_lora.generation.generate import Decoder
-from dschat_lora.generation.kv_cache import RecurrentStates
+from dschat_lora.generation.generate import Decoder, check_cache
+from dschat_lora.generation.kv_cache import RecurrentStates, takes_cache
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.models.causal_lm import CausalLMLogprobs

@@ -20,7 +20,8 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import Snapshot, gather_to_cpu
 from dschat_lora.lora.model import apply_lora, lora_layers
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.models.causal_lm import CausalLMLogprobs, load_config
+from dschat_lora.models.causal_lm import CausalLMLogprobs
+from dschat_lora.models.loading import load_config
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs

@@ -7,7 +7,7 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from dschat_lora.models.policy import Policy
+from dschat_lora.models.causal_lm import Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.config import RlhfConfig

@@ -20,7 +20,8 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.models.causal_lm import CausalLMLoss, load_causal_lm, load_config
+from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog

@@ -18,9 +18,8 @@ from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.models.build import build_causal_lm, build_reward_model
-from dschat_lora.models.causal_lm import load_tokenizer
+from dschat_lora.models.loading import load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
-from dschat_lora.models.views import share_parameters
 from dschat_lora.serving.models import BaseBatch
 
 CARD = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}

@@ -25,8 +25,7 @@ from dschat_lora.lora.parallel import (
     RowParallel,
     shard_of,
 )
-from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead, LogprobHead
-from dschat_lora.models.policy import PolicyHead
+from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead, LogprobHead, PolicyHead
 from dschat_lora.models.tensor_parallel import divide
 from helpers.tensor_parallel import divided
 from helpers.tiny import KINDS, VOCAB, ragged_samples, tiny_model

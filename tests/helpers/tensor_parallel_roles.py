@@ -11,13 +11,13 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import form_grid, rank
-from dschat_lora.generation.fast_attention import fast_attention
-from dschat_lora.generation.fast_linears import fast_linears
+from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.kv_cache import fast_attention
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.parallel import own_part, whole_sequences
-from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.rl.rollout import Generator
 from dschat_lora.supervised.stages import run_dpo, run_reward
@@ -154,7 +154,7 @@ def decode(path, *, tensor_parallel=1, sequence_parallel=False):
         ids = torch.arange(3, 18)[None]
         with torch.no_grad(), whole_sequences(model):
             slow = model(input_ids=ids, use_cache=False).logits
-            with fast_linears(model), fast_attention(model):
+            with FastLinears(model).in_use(), fast_attention(model):
                 quick = model(input_ids=ids, use_cache=False).logits
     return {
         "cached": (cached.tokens(), cached.logprobs()),

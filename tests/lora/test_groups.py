@@ -11,10 +11,10 @@ from torch import nn
 from toy import Conv1D, call_merged, randomise
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.generation.fast_linears import fast_linears
+from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.groups import Groups, PackedLoraLinear, groups_of_parts, parts_of
-from dschat_lora.lora.matmul import draw_keep
+from dschat_lora.lora.layers import draw_keep
 from dschat_lora.lora.merge import merged_state_dict
 from dschat_lora.lora.model import (
     adapter_layout,
@@ -268,7 +268,7 @@ def test_merging_moves_the_rows_of_enabled_parts_alone(adapted):
 def test_quick_layers_know_the_parts(adapted):
     model, ids = adapted
     expected = model(ids).logits
-    with fast_linears(model):
+    with FastLinears(model).in_use():
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -5,13 +5,8 @@ import torch
 from torch import nn
 from toy import Conv1D, randomise
 
-from dschat_lora.lora.layers import (
-    LoraEmbedding,
-    LoraLinear,
-    TrainedBias,
-    TrainedModule,
-    conv1d,
-)
+from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, conv1d
+from dschat_lora.lora.trained import TrainedBias, TrainedModule
 
 
 def adapted_linear(r=2, scaling=0.5, dropout=0.0, dtype=torch.float32, bias=True):

@@ -7,8 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dschat_lora.lora.layers import LoraLinear
-from dschat_lora.lora.matmul import draw_keep, lora_linear, lora_linear_reference
+from dschat_lora.lora.layers import LoraLinear, draw_keep, lora_linear, lora_linear_reference
 from helpers.spread import ALL
 
 NAMES = ("x", "bias", "lora_A", "lora_B")

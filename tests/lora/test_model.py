@@ -6,7 +6,7 @@ from torch import nn
 from toy import random_ids, randomise, toy_model
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, TrainedModule
+from dschat_lora.lora.layers import LoraEmbedding, LoraLinear
 from dschat_lora.lora.model import (
     adapter_layout,
     adapter_parameters,
@@ -17,6 +17,7 @@ from dschat_lora.lora.model import (
     lora_layers,
     lora_scaling,
 )
+from dschat_lora.lora.trained import TrainedModule
 
 EVERYTHING = LoraConfig(
     lora_dim=2,

@@ -9,17 +9,17 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from dschat_lora.lora import nf4
-from dschat_lora.lora.layers import LoraLinear, TrainedBias, TrainedModule, full_shape
-from dschat_lora.lora.nf4 import (
-    NF4Linear,
-    from_stored,
+from dschat_lora.lora.layers import (
+    LoraLinear,
+    full_shape,
     is_quantized,
-    quantize,
     state_of,
     stored_bytes,
     value_bytes,
     values_of,
 )
+from dschat_lora.lora.nf4 import NF4Linear, from_stored, quantize
+from dschat_lora.lora.trained import TrainedBias, TrainedModule
 
 # The 16 values of NF4, as arXiv:2305.14314 prints them in appendix E.
 TABLE = [

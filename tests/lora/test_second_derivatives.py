@@ -10,11 +10,11 @@ from torch.func import functional_call, grad, vmap
 from transformers.pytorch_utils import Conv1D
 
 import dschat_lora.lora.loralib as lora
-from dschat_lora.lora.conv import LoraConv
 from dschat_lora.lora.groups import Groups, PackedLoraLinear
-from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, TrainedBias, TrainedModule
-from dschat_lora.lora.loralib.layers import LoRALayer
+from dschat_lora.lora.layers import LoraEmbedding, LoraLinear
+from dschat_lora.lora.loralib.layers import LoraConv, LoRALayer
 from dschat_lora.lora.loralib.utils import lora_state_dict, mark_only_lora_as_trainable
+from dschat_lora.lora.trained import TrainedBias, TrainedModule
 
 KEYS = Groups((2, 1, 2), (True, False, True))
 LAYERS = {

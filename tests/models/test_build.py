@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.models.build import build_causal_lm, check_balancing, check_targets
-from dschat_lora.models.causal_lm import load_config, load_tokenizer, stored_dropouts
+from dschat_lora.models.loading import load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.source import ModelSource, find_model
 from fakecuda.captured import tiny
 

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE
-from dschat_lora.models.causal_lm import end_ids, load_tokenizer, stop_at
+from dschat_lora.models.loading import end_ids, load_tokenizer, stop_at
 from dschat_lora.rl.train import make_generator
 
 EOS, UNK = 2, 0

@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 from dschat_lora.config.groups import LoadConfig, LoraConfig
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.models.build import recompute_blocks
+from dschat_lora.models.blocks import check_compiler, compile_blocks, recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLoss
-from dschat_lora.models.compile import check_compiler, compile_blocks
-from dschat_lora.models.views import share_parameters
+from dschat_lora.models.loading import share_parameters
 from dschat_lora.runtime.checks import check_compile
 
 

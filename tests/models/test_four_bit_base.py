@@ -17,6 +17,7 @@ from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora import nf4
+from dschat_lora.lora.layers import is_quantized, state_of, stored_bytes, values_of
 from dschat_lora.lora.merge import merge_deviation, merged_state_dict
 from dschat_lora.lora.model import (
     adapter_layout,
@@ -24,14 +25,13 @@ from dschat_lora.lora.model import (
     adapters_disabled,
     apply_lora,
 )
-from dschat_lora.lora.nf4 import is_quantized, quantize, state_of, stored_bytes, values_of
-from dschat_lora.models import other_base, shard_loading
-from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.lora.nf4 import quantize
+from dschat_lora.models import other_base, stored_weights
 from dschat_lora.models.fingerprint import base_fingerprint, weights_fingerprint
+from dschat_lora.models.loading import load_causal_lm, load_config, share_parameters
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import find_model
-from dschat_lora.models.views import share_parameters
 from helpers.process_memory import forget_peak, peak_memory, save_wide_model
 from helpers.quantised import mend_bitsandbytes
 from helpers.spread import ALL
@@ -386,7 +386,7 @@ def test_the_device_that_is_trained_on_quantizes(model_directory, monkeypatch):
 
     monkeypatch.setattr(nf4, "quantize", noted)
     monkeypatch.setattr(other_base, "quantize", noted)
-    for module in (shard_loading, other_base):
+    for module in (stored_weights, other_base):
         monkeypatch.setattr(module, "device", lambda: torch.device("cuda", 3))
     model = load(path)
     other_base._rounded("", torch.randn(64, 4), False)

@@ -6,14 +6,14 @@ from transformers import AutoModelForCausalLM
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation.fast_linears import FastLinears
+from dschat_lora.lora.layers import is_quantized, state_of, value_bytes, values_of
 from dschat_lora.lora.merge import merged_state_dict
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from dschat_lora.lora.nf4 import is_quantized, quantize, state_of, value_bytes, values_of
+from dschat_lora.lora.nf4 import quantize
 from dschat_lora.lora.targets import router_names
 from dschat_lora.models import other_base
-from dschat_lora.models.causal_lm import load_causal_lm, load_config
 from dschat_lora.models.four_bit_base import whole_weights_warning
-from dschat_lora.models.views import share_parameters
+from dschat_lora.models.loading import load_causal_lm, load_config, share_parameters
 from fakecuda.captured import tiny
 from helpers.spread import ALL
 

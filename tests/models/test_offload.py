@@ -10,9 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfi
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.models.build import recompute_blocks
-from dschat_lora.models.compile import compile_blocks
-from dschat_lora.models.offload import HostCopies, offload_inputs
+from dschat_lora.models.blocks import HostCopies, compile_blocks, offload_inputs, recompute_blocks
 
 LAYERS = 3
 CONFIGS = {

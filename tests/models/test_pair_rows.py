@@ -24,8 +24,8 @@ from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
-from dschat_lora.lora.layers import TrainedModule
 from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.lora.trained import TrainedModule
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import build_causal_lm, build_reward_model

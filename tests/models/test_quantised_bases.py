@@ -15,11 +15,12 @@ from transformers import (
 )
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.lora.layers import values_of
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.lora.nf4 import quantize, values_of
+from dschat_lora.lora.nf4 import quantize
 from dschat_lora.models.build import bits_of, build_causal_lm
-from dschat_lora.models.causal_lm import load_causal_lm, load_config
 from dschat_lora.models.fingerprint import weights_fingerprint
+from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import find_model
 from helpers.gguf_files import save_gguf

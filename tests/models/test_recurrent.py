@@ -7,11 +7,9 @@ from torch import nn
 from dschat_lora.algos.segments import make_spans
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.models.architecture_checks import check_architecture
-from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.build import recompute_blocks
-from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
-from dschat_lora.models.policy import Policy
-from dschat_lora.models.recurrent import recurrent_layers
+from dschat_lora.models.backbone import Backbone, recurrent_layers
+from dschat_lora.models.blocks import recompute_blocks
+from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy
 from dschat_lora.supervised.objectives import answer_logprobs, causal_lm_loss
 from helpers import plain
 from helpers.pairs import plain_logprobs, ragged_pairs

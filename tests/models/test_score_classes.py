@@ -13,7 +13,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.build import build_reward_model
-from dschat_lora.models.causal_lm import load_config
+from dschat_lora.models.loading import load_config
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.models.source import ModelSource
 from dschat_lora.supervised.objectives import score_ends

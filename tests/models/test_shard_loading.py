@@ -17,7 +17,7 @@ from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.parallel import shard_of
-from dschat_lora.models.causal_lm import load_causal_lm, load_config
+from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.tensor_parallel import divide
 from helpers.tiny import KINDS

@@ -10,8 +10,8 @@ from transformers.integrations import flex_attention as flex_integration
 
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.samples import SequenceSample
+from dschat_lora.models import attention
 from dschat_lora.models import backbone as backbone_module
-from dschat_lora.models import blocks, varlen
 from dschat_lora.models.backbone import Backbone
 from helpers.pairs import ragged_pairs
 from helpers.tiny import VOCAB, ragged_samples, tiny_model
@@ -86,7 +86,7 @@ class SlowKernel:
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Every device counts as one that has the kernel."""
-    for module in (varlen, backbone_module):
+    for module in (attention, backbone_module):
         monkeypatch.setattr(module, "has_varlen", lambda device, dtype: True)
 
 
@@ -119,7 +119,7 @@ def test_one_call_a_layer_gives_the_loss_and_gradient_of_a_dense_mask(
     kind, checkpointing, on_gpu, monkeypatch
 ):
     kernel = SlowKernel()
-    monkeypatch.setattr(varlen, "kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "kernel", lambda: kernel)
     model = model_of(kind)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -140,11 +140,11 @@ def test_one_call_a_layer_gives_the_loss_and_gradient_of_a_dense_mask(
         assert (gradient - expected[name]).norm() <= 1e-6 * norm, name
 
 
-@pytest.mark.skipif(varlen.kernel() is None, reason="this torch has no such kernel")
+@pytest.mark.skipif(attention.kernel() is None, reason="this torch has no such kernel")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_read_back_from_the_device(kind, on_gpu, monkeypatch):
     # On the meta device there is nothing to read: whatever asks for a value fails.
-    monkeypatch.setattr(blocks, "_one_by_one", None)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", None)
     model = model_of(kind).bfloat16().to("meta")
     backbone = Backbone(model)
     for batch in batches():
@@ -191,13 +191,13 @@ def test_a_window_on_a_cpu_is_that_of_the_mask(checkpointing, monkeypatch):
 )
 def test_the_kernel_is_asked_for_what_it_does_alone(options, size, fits, on_gpu):
     query = torch.zeros(1, 4, 3, size)
-    assert varlen.takes(query, query, query, options) is fits
-    assert not varlen.takes(query, query, torch.zeros(1, 4, 3, size - 8), options)
+    assert attention.varlen_takes(query, query, query, options) is fits
+    assert not attention.varlen_takes(query, query, torch.zeros(1, 4, 3, size - 8), options)
 
 
 def test_no_cpu_and_no_32_bits_have_the_kernel():
-    assert not varlen.has_varlen(torch.device("cpu"), torch.bfloat16)
-    assert not varlen.has_varlen(torch.device("cuda"), torch.float32)
+    assert not attention.has_varlen(torch.device("cpu"), torch.bfloat16)
+    assert not attention.has_varlen(torch.device("cuda"), torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama", "sliding"])
@@ -214,8 +214,8 @@ def test_flex_attention_sees_what_the_dense_mask_lets_through(kind, monkeypatch)
     for batch in batches():
         inputs = batch.input_ids, batch.position_ids, batch.segment_ids
         states = []
-        for attention in ("flex_attention", "eager"):
-            model.config._attn_implementation = attention
+        for kernel in ("flex_attention", "eager"):
+            model.config._attn_implementation = kernel
             mask = backbone.inputs(*inputs, getattr(batch, "branch_ids", None))
             states.append(model.base_model(**mask).last_hidden_state)
         torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)

@@ -6,7 +6,7 @@ from torch import nn
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.models.views import share_parameters
+from dschat_lora.models.loading import share_parameters
 from helpers.tiny import KINDS, tiny_model
 
 IDS = torch.arange(3, 12)[None]

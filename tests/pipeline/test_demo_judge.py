@@ -13,7 +13,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import load_tokenizer
+from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.pipeline import demo_judge as judging
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from dschat_lora.models.compile import compiler_for
+from dschat_lora.models.blocks import compiler_for
 from dschat_lora.pipeline import doctor, stage_verbs
 from helpers.spread import ALL
 

@@ -10,7 +10,7 @@ from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
-from dschat_lora.models.tensor_parallel_checks import check_divides, sizes_of
+from dschat_lora.models.option_checks import check_divides, sizes_of
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.resume import options_to_keep, settle

@@ -24,7 +24,7 @@ from dschat_lora.data.prepare import prepare
 from dschat_lora.experiments.glue.checkpoints import check_pickles
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.targets import choose_targets
-from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
+from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
@@ -360,7 +360,7 @@ DANGEROUS = {
     "dist.gather_object": set(),
     "importlib.import_module": {"rl/user_functions.py"},
     # These name modules of the package itself, and of an attention kernel.
-    "import_module": {"__init__.py", "models/varlen.py", "runtime/stage_main.py"},
+    "import_module": {"__init__.py", "models/attention.py", "runtime/stage_main.py"},
 }
 
 

@@ -49,7 +49,7 @@ from dschat_lora.data.templates import read_chat_template
 from dschat_lora.data.workers import map_in_order
 from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import load_causal_lm, load_config, load_tokenizer
+from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.report.rollouts import read_rollouts

@@ -15,7 +15,7 @@ from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation import sampling
 from dschat_lora.models.build import build_causal_lm, build_reward_model
-from dschat_lora.models.causal_lm import load_tokenizer
+from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.describe import describe
 from dschat_lora.supervised import generate

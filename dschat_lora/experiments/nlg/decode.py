@@ -27,8 +27,8 @@ from dschat_lora.experiments.nlg.meanings import (
     read_meanings,
 )
 from dschat_lora.experiments.nlg.validation import epoch_files
-from dschat_lora.generation.beam_search import Search, write_texts
-from dschat_lora.models.causal_lm import Tokenizer, load_tokenizer
+from dschat_lora.generation.search import BeamSearch, beam_search
+from dschat_lora.models.loading import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.report.terminal import error_message, log_once
 
@@ -120,7 +120,7 @@ def _search_all(
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     lines = torch.full((0, search.max_new_tokens + 2), -1, device=device())
     for own in batches[rank() :: world_size()]:
-        texts = write_texts(model, [prompts[i] for i in own], search, device=device())
+        texts = beam_search(model, [prompts[i] for i in own], search, device=device())
         width = search.max_new_tokens
         padded = [
             [i, len(t), *t, *[-1] * (width - len(t))] for i, t in zip(own, texts, strict=True)
@@ -135,12 +135,12 @@ def _as_texts(ids: Sequence[list[int]], tokenizer: Tokenizer) -> list[str]:
     return [clean_text(plain(each)) for each in ids]
 
 
-def _search(config: DecodeConfig, tokenizer: Tokenizer, model: Any) -> Search:
+def _search(config: DecodeConfig, tokenizer: Tokenizer, model: Any) -> BeamSearch:
     tokens = model.get_input_embeddings().num_embeddings
     for value in config.eos_token_id:
         if value >= tokens:
             raise ValueError(f"--eos_token_id {value}: the model has {tokens} tokens, from 0")
-    return Search(
+    return BeamSearch(
         num_beams=config.num_beams,
         max_new_tokens=config.max_new_tokens,
         # In this order and once each: transformers searches wider for every one.
@@ -156,7 +156,7 @@ def _search(config: DecodeConfig, tokenizer: Tokenizer, model: Any) -> Search:
 def _prompts(
     meanings: Sequence[Meaning],
     tokenizer: Tokenizer,
-    search: Search,
+    search: BeamSearch,
     model: Any,
     *,
     seq_len: int | None = None,

@@ -16,8 +16,7 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.experiments.nlg.config import DecodeConfig
 from dschat_lora.experiments.nlg.original import weights_file
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.causal_lm import Tokenizer
-from dschat_lora.models.gpt2_weights import gpt2_with_weights
+from dschat_lora.models.loading import Tokenizer, gpt2_with_weights
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import log_once
 

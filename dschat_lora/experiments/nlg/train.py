@@ -19,8 +19,8 @@ from dschat_lora.experiments.nlg.validation import (
     schedule,
 )
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.models.causal_lm import CausalLMLoss, load_tokenizer
-from dschat_lora.models.gpt2_weights import gpt2_with_weights
+from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.models.loading import gpt2_with_weights, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head

@@ -6,8 +6,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.lora.conv import LoraConv
-from dschat_lora.lora.loralib.layers import Embedding, FrozenLinear, LoRALayer, wide
+from dschat_lora.lora.loralib.layers import Embedding, FrozenLinear, LoraConv, LoRALayer, wide
 from dschat_lora.lora.model import AdapterLayer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -67,18 +66,14 @@ def merged_copy(module: ModuleT) -> ModuleT:
         if isinstance(layer, AdapterLayer):
             raise ValueError(f"{name} was adapted by apply_lora: merge it by merged_state_dict")
         if isinstance(layer, FrozenLinear | Embedding | LoraConv) and layer.r > 0:
-            _make_plain(layer)
+            if hasattr(layer, "lora_A"):
+                owner = layer.conv if isinstance(layer, LoraConv) else layer
+                weight = wide(layer.weight) + layer.delta()
+                owner.weight = nn.Parameter(weight.to(layer.weight.dtype))
+                del layer.lora_A, layer.lora_B
+            layer.weight.requires_grad_(True)
+            layer.r, layer.scaling = 0, 0.0
     return merged
-
-
-def _make_plain(layer: FrozenLinear | Embedding | LoraConv) -> None:
-    if hasattr(layer, "lora_A"):
-        owner = layer.conv if isinstance(layer, LoraConv) else layer
-        weight = wide(layer.weight) + layer.delta()
-        owner.weight = nn.Parameter(weight.to(layer.weight.dtype))
-        del layer.lora_A, layer.lora_B
-    layer.weight.requires_grad_(True)
-    layer.r, layer.scaling = 0, 0.0
 
 
 def _check_bias(bias: str) -> None:

@@ -16,8 +16,7 @@ from dschat_lora.experiments.nlg.loading import load_model
 from dschat_lora.experiments.nlg.meanings import read_meanings
 from dschat_lora.experiments.nlg.validation import check_decode
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from dschat_lora.models.causal_lm import load_tokenizer
-from dschat_lora.models.gpt2_weights import gpt2_with_weights
+from dschat_lora.models.loading import gpt2_with_weights, load_tokenizer
 from dschat_lora.models.source import find_model
 from helpers.restaurants import save_base
 

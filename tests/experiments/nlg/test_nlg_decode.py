@@ -22,8 +22,8 @@ from dschat_lora.experiments.nlg.meanings import (
     read_meanings,
 )
 from dschat_lora.experiments.nlg.validation import check_decode
-from dschat_lora.generation.beam_search import Search
-from dschat_lora.models.causal_lm import load_tokenizer
+from dschat_lora.generation.search import BeamSearch
+from dschat_lora.models.loading import load_tokenizer
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_meaning_begins_and_ends_as_in_training(meanings):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<pad> $A", special_tokens=[("<pad>", 1)]
     )
-    search = Search(num_beams=1, max_new_tokens=4, eos_ids=(2,), pad_id=1)
+    search = BeamSearch(num_beams=1, max_new_tokens=4, eos_ids=(2,), pad_id=1)
     (prompt,) = _prompts([Meaning("name : Aromi")], tokenizer, search, SimpleNamespace(config=None))
     record = TextRecord(
         "f:1", "prompt-completion", (Span("name : Aromi", False), Span(" It .", True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from dschat_lora.generation.greedy import answer
+from dschat_lora.generation.search import greedy_decode
 
 PAD, EOS = 1, 2
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
@@ -35,7 +35,7 @@ def greedy(model, prompt, steps):
 def test_answers_of_a_padded_batch_are_those_of_each_prompt_alone(name):
     model = tiny(name)
     prompts = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
-    raise_together = answer(
+    raise_together = greedy_decode(
         model,
         TOKENIZER,
         prompts,
@@ -52,7 +52,7 @@ def test_any_end_token_ends_an_answer(ends, expected):
     torch.nn.init.zeros_(model.lm_head.weight)
     model.lm_head.bias = torch.nn.Parameter(torch.eye(40)[7] * 9.0)
     device = torch.device("cpu")
-    found = answer(model, TOKENIZER, [[5, 6]], eos_ids=ends, max_new_tokens=4, device=device)
+    found = greedy_decode(model, TOKENIZER, [[5, 6]], eos_ids=ends, max_new_tokens=4, device=device)
     assert found == [expected]
 
 
@@ -63,7 +63,7 @@ def test_answer_ends_with_its_first_end_of_sequence():
     model.lm_head.bias = torch.nn.Parameter(
         torch.nn.functional.one_hot(torch.tensor(EOS), 40) * 9.0
     )
-    answers = answer(
+    answers = greedy_decode(
         model,
         TOKENIZER,
         [[5, 6], [7]],
@@ -82,7 +82,7 @@ def test_prompt_without_room_for_an_answer_keeps_its_end(name):
         table = model.model.decoder.embed_positions
         table.weight = torch.nn.Parameter(table.weight[: limit + 2])
     prompt = [3 + (7 * i) % 31 for i in range(40)]
-    (found,) = answer(
+    (found,) = greedy_decode(
         model,
         TOKENIZER,
         [prompt],

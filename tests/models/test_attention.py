@@ -7,10 +7,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.models import backbone as backbone_module
+from dschat_lora.models.attention import attend_by_spans
 from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.blocks import attend_by_spans
-from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
-from dschat_lora.models.policy import Policy
+from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.batch import Response, collate
 from dschat_lora.supervised import objectives as objective

@@ -1,18 +1,60 @@
-"""Beam search: the best continuation of each prompt."""
+"""Greedy answers and beam search, by transformers' own generation."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from dschat_lora.generation.forward import padded_left
+from dschat_lora.generation.batch_state import padded_left
+from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import fp32_logits
+from dschat_lora.models.loading import Tokenizer
+
+
+@torch.no_grad()
+def greedy_decode(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    eos_ids: Collection[int],
+    max_new_tokens: int,
+    device: torch.device,
+    synced: bool = False,
+) -> list[list[int]]:
+    """Greedy continuations of tokenised prompts, up to and including one of ``eos_ids``.
+
+    The model is in evaluation mode. Long prompts are cut on the left to what its positions allow.
+    If ``synced``, every rank goes on until all are done, as sharded weights need it.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None:
+        # Of a prompt that leaves no room for an greedy_decode the end is kept.
+        room = max(1, limit - max_new_tokens)
+        prompts = [prompt[-room:] for prompt in prompts]
+        max_new_tokens = min(max_new_tokens, limit - 1)
+    ids, mask = padded_left(prompts, tokenizer.pad_token_id, device)
+    with whole_sequences(model), fp32_logits(model):
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=list(eos_ids),
+            use_cache=True,
+            synced_gpus=synced,
+        )
+    answers = output[:, ids.shape[1] :].tolist()
+    ends = [next((i for i, t in enumerate(each, 1) if t in eos_ids), None) for each in answers]
+    return [each[:end] for each, end in zip(answers, ends, strict=True)]
 
 
 @dataclass(frozen=True)
-class Search:
+class BeamSearch:
     """Options of beam search."""
 
     num_beams: int  # hypotheses kept at every step; 1 is greedy search
@@ -33,7 +75,7 @@ class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyp
     padded prompts.
     """
 
-    def __init__(self, search: Search, start: int) -> None:
+    def __init__(self, search: BeamSearch, start: int) -> None:
         self._start = start
         self._ngram = search.no_repeat_ngram_size
         self._penalty = search.repetition_penalty
@@ -59,11 +101,11 @@ class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyp
             scores = scores.scatter(1, text, repeated * self._penalty)
         if self._ngram:
             for row, tokens in enumerate(text.tolist()):
-                scores[row, completing(tokens, self._ngram)] = -torch.inf
+                scores[row, repeated_ngram_ends(tokens, self._ngram)] = -torch.inf
         return scores
 
 
-def completing(tokens: Sequence[int], n: int) -> list[int]:
+def repeated_ngram_ends(tokens: Sequence[int], n: int) -> list[int]:
     """Tokens that would complete an n-gram for the second time."""
     last = list(tokens[len(tokens) - n + 1 :])
     if len(last) < n - 1:
@@ -73,10 +115,10 @@ def completing(tokens: Sequence[int], n: int) -> list[int]:
 
 
 @torch.no_grad()
-def write_texts(
+def beam_search(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    search: Search,
+    search: BeamSearch,
     *,
     device: torch.device,
     use_cache: bool = True,
@@ -110,8 +152,6 @@ def write_texts(
             pad_token_id=search.pad_id,
             use_cache=use_cache,
         )
-    return [_until(text, search.eos_ids) for text in output[:, width:].tolist()]
-
-
-def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
-    return ids[: next((i for i, each in enumerate(ids) if each in ends), len(ids))]
+    texts = output[:, width:].tolist()
+    ends = [next((i for i, t in enumerate(each) if t in search.eos_ids), None) for each in texts]
+    return [each[:end] for each, end in zip(texts, ends, strict=True)]

@@ -1,0 +1,200 @@
+"""Attention of packed rows: each sequence attends to itself alone."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dschat_lora.algos.segments import Spans
+
+_MODULE = "torch.nn.attention.varlen"
+# Beyond, the backward pass needs more shared memory than some of the GPUs have.
+MAX_HEAD_SIZE = 192
+# Options of layers that the kernel has, that change nothing, or that are checked below.
+_KNOWN = {"dropout", "is_causal", "position_ids", "scaling", "sliding_window", "use_cache"}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_by_spans(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    spans: Spans | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each sequence by itself, where the model was called with ``spans``.
+
+    No product is formed that a mask would strike out, but for half of those of a branch with
+    itself. Without spans this is what transformers calls "sdpa".
+
+    ``query`` is (1, heads, N, D), ``key`` and ``value`` are (1, key heads, N, D): all sequences one
+    after another, no padding. The mask has no meaning beside spans; of the options
+    ``sliding_window`` counts there too, the positions that a query sees, its own included.
+    """
+    if spans is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if varlen_takes(query, key, value, options):
+        scaling, window = options.get("scaling"), options.get("sliding_window")
+        output = varlen_attend(query, key, value, spans, scaling=scaling, window=window)
+        return output, None
+    window = options.get("sliding_window")
+    tokens = [queries for queries, _ in spans.lengths]
+    outputs: list[Tensor] = []
+    before = None
+    parts = (torch.split(x, tokens, dim=2) for x in (query, key, value))
+    for q, k, v, (queries, keys) in zip(*parts, spans.lengths, strict=True):
+        seen_k, seen_v = k, v
+        if keys > queries:
+            # A further branch; the first stands before it with what all begin with.
+            assert before is not None
+            shared = keys - queries
+            seen_k, seen_v = (
+                torch.cat([x[:, :, :shared], own], dim=2)
+                for x, own in zip(before, (k, v), strict=True)
+            )
+        mask = _mask(queries, keys, window, q.device)
+        outputs.append(sdpa_attention_forward(module, q, seen_k, seen_v, mask, **options)[0])
+        if keys == queries:
+            before = k, v
+    return torch.cat(outputs, dim=1), None
+
+
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(1, 1, queries, keys) bool, True where a query sees a key; None: all that precedes."""
+    if queries == keys and (window is None or keys <= window):
+        return None
+    earlier = keys - queries
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(earlier)
+    if window is not None:
+        visible = visible.triu(earlier - window + 1)
+    return visible[None, None]
+
+
+def understand_spans() -> None:
+    """Have models that attend by transformers' "sdpa" take ``spans`` too, in this process.
+
+    Models look that name up at every call, so layers that are computed again in the backward
+    pass find it, and generation does what it did.
+    """
+    AttentionInterface.register("sdpa", attend_by_spans)
+
+
+def fits(head_size: int) -> bool:
+    """Whether the kernel takes heads of this size."""
+    return head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether sequences of this type are computed in one call on ``device``."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and torch.version.hip is None
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and kernel() is not None
+    )
+
+
+@cache
+def kernel() -> Callable[..., Any] | None:
+    """Torch's function; None in versions whose one knows no windows, so no causal mask either."""
+    if find_spec(_MODULE) is None:
+        return None
+    function: Callable[..., Any] = import_module(_MODULE).varlen_attn
+    return function if "window_size" in _options(function) else None
+
+
+@cache
+def _options(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def varlen_takes(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
+    """Whether :func:`varlen_attend` computes a layer with these tensors and further options."""
+    size = query.shape[-1]
+    others = {name: options[name] for name in options.keys() - _KNOWN}
+    return (
+        all(value is None or value is False for value in others.values())
+        and not options.get("dropout")
+        and options.get("is_causal") is not False
+        and size == value.shape[-1]
+        and fits(size)
+        and query.dtype == key.dtype == value.dtype
+        and has_varlen(query.device, query.dtype)
+    )
+
+
+def varlen_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    *,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """(1, N, heads, D) of causal attention of each sequence, without waiting for the device.
+
+    ``query`` is (1, heads, N, D) in 16 bits, ``key`` and ``value`` are (1, key heads, N, D), heads
+    a multiple of key heads. ``scaling`` None is ``D ** -0.5``; ``window`` counts the positions that
+    a query sees, its own included.
+    """
+    function = kernel()
+    assert function is not None
+    # Versions without the option always take grouped queries.
+    has_option = "enable_gqa" in _options(function)
+    grouped = {"enable_gqa": key.shape[1] != query.shape[1]} if has_option else {}
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if spans.keys is not None:
+        key, value = (x.index_select(0, spans.keys) for x in (key, value))
+    # Where queries are fewer than keys the kernel takes them for the last ones.
+    output: Tensor = function(
+        query,
+        key,
+        value,
+        spans.query_ends,
+        spans.key_ends,
+        *spans.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    return output[None]
+
+
+def flex_mask(
+    segment_ids: Tensor,
+    position_ids: Tensor,
+    *,
+    window: int | None = None,
+    branch_ids: Tensor | None = None,
+) -> BlockMask:
+    """What :func:`~dschat_lora.algos.segments.block_causal_mask` lets through, made once a batch.
+
+    All ids are (B, T) int64, as there; ``window`` is the positions a sliding window spans.
+    """
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (segment_ids[row, query] == segment_ids[row, key]) & (key <= query)
+        if branch_ids is not None:
+            branch = branch_ids[row, key]
+            seen = seen & ((branch == 0) | (branch == branch_ids[row, query]))
+        if window is not None:
+            seen = seen & (position_ids[row, query] - position_ids[row, key] < window)
+        return seen
+
+    rows, width = segment_ids.shape
+    device = segment_ids.device.type
+    return create_block_mask(visible, rows, None, width, width, device=device)
