@@ -101,11 +101,11 @@ def serve_ours(connection: Any, task: PpoTask) -> None:
     clock = Clock(connection.send)
     with ExitStack() as closing:
         closing.enter_context(redirect_stdout(StringIO()))
-        iterate, metrics = our_iterations(task, options, closing)
+        trainer, metrics = our_iterations(task, options, closing)
         connection.send(True)
         while connection.recv() == "step":
             clock.start()
-            iterate()
+            trainer.iterate()
             (*_, line) = metrics.read_text(encoding="utf-8").splitlines()
             clock.end(json.loads(line)["supervised_tokens"])
         connection.send(peak_bytes())

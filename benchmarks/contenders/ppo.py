@@ -36,17 +36,14 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation import sampling
-from dschat_lora.report.rollouts import RolloutLog
-from dschat_lora.rl import iteration
+from dschat_lora.rl import trainer
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.diagnostics import Diagnostics
 from dschat_lora.rl.engines import Engines, build_engines
-from dschat_lora.rl.iteration import Iterations
 from dschat_lora.rl.rollout import PromptOrder
-from dschat_lora.rl.schedule import RlhfProgress, make_rlhf_schedule
+from dschat_lora.rl.schedule import RlhfProgress
 from dschat_lora.rl.setup import RlhfSetup, set_up
 from dschat_lora.rl.throughput import PHASES, PhaseTimer
-from dschat_lora.rl.train import make_generator
+from dschat_lora.rl.trainer import RlhfTrainer
 from dschat_lora.rl.update import Updater
 from dschat_lora.rl.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import OpenRun, open_run
@@ -135,10 +132,8 @@ class Ours:
         self._clock = PhaseClock(device())
         self._iterations = {name: self._make(task.settings[name]) for name in task.settings}
 
-    def _make(self, setting: Setting) -> Iterations:
-        iterations = _make_iterations(
-            self._setup, self._run, self._engines, self._progress, setting.numbers
-        )
+    def _make(self, setting: Setting) -> RlhfTrainer:
+        iterations = _make_iterations(self._setup, self._engines, self._progress, setting.numbers)
         iterations.timer = self._clock
         return iterations
 
@@ -154,7 +149,7 @@ class Ours:
     def iterate(self, name: str) -> IterationWork:
         """The next iteration in a setting."""
         with self._ending(self._task.settings[name]):
-            self._iterations[name]()
+            self._iterations[name].iterate()
         lines = self._metrics.read_text(encoding="utf-8").splitlines()
         figures = json.loads(lines[-1])
         seconds = {phase: figures[f"{phase}_seconds"] for phase in PHASES}
@@ -174,7 +169,7 @@ class Ours:
                     kept.append((self.experience, self.targets, result))
                     yield result
 
-        with mock.patch.object(iteration, "Updater", Watched):
+        with mock.patch.object(trainer, "Updater", Watched):
             self.iterate(name)
         ((known, targets, result),) = kept
         assert targets is not None
@@ -239,7 +234,7 @@ def _throughput(figures: dict[str, Any]) -> dict[str, float | None]:
 
 def our_iterations(
     task: PpoTask, options: Mapping[str, str], closing: ExitStack
-) -> tuple[Iterations, Path]:
+) -> tuple[RlhfTrainer, Path]:
     """Iterations of another algorithm on a task's prompts, and the file of their metrics.
 
     ``options`` are those of step 3 beside the task's own; ``closing`` ends the run.
@@ -248,7 +243,7 @@ def our_iterations(
     assert run.directory is not None
     engines = build_engines(setup)
     progress = RlhfProgress(kl_coef=setup.config.ppo.kl_coef)
-    iterations = _make_iterations(setup, run, engines, progress)
+    iterations = _make_iterations(setup, engines, progress)
     return iterations, run.directory / "metrics.jsonl"
 
 
@@ -264,28 +259,17 @@ def _set_up(
 
 def _make_iterations(
     setup: RlhfSetup,
-    run: OpenRun[RlhfConfig],
     engines: Engines,
     progress: RlhfProgress,
     numbers: tuple[int, ...] | None = None,
-) -> Iterations:
+) -> RlhfTrainer:
     """Iterations on the prompts of these numbers, or on all in turn."""
-    assert run.directory is not None
-    plan = make_rlhf_schedule(setup.config, len(setup.prompts.train))
+    made = RlhfTrainer(setup, engines)
+    made.progress = progress
     if numbers is not None:
         count = len(numbers)
-        plan = replace(plan, order=SamePrompts(count, count, SEED, numbers))
-    return Iterations(
-        setup,
-        engines,
-        plan,
-        make_generator(setup, engines),
-        progress,
-        Diagnostics(setup.settings["actor"].dtype, samples_tokens=True),
-        pretraining=None,
-        average=None,
-        rollouts=RolloutLog(run.directory, run.log, active=False, source=None),
-    )
+        made.schedule = replace(made.schedule, order=SamePrompts(count, count, SEED, numbers))
+    return made
 
 
 def _options(task: PpoTask) -> dict[str, str]:
@@ -310,6 +294,7 @@ def _options(task: PpoTask) -> dict[str, str]:
         "output_dir": task.path("output"),
         "logging_steps": str(10**6),
         "print_answers_interval": "0",
+        "log_rollouts": "0",
     }
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import compress, repeat
 from typing import Any
 
@@ -13,12 +12,8 @@ from torch import Tensor
 from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
-from dschat_lora.report.log import rlhf_line
 from dschat_lora.rl.batch import Response
-from dschat_lora.rl.diagnostics import Diagnostics
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
-from dschat_lora.rl.schedule import RlhfProgress
-from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.rl.update import StepResult
 from dschat_lora.runtime.lr_schedule import rate_metrics
 
@@ -252,47 +247,3 @@ def sampler_errors(experience: Experience) -> dict[str, float]:
     table = experience.table(response.logprobs for response in experience.responses)
     errors = (table - experience.logprobs).abs()[experience.mask]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
-
-
-@dataclass(frozen=True)
-class IterationReport:
-    """Writes an iteration's metrics, progress line, warnings and sample to the log."""
-
-    setup: RlhfSetup
-    num_iterations: int
-    diagnostics: Diagnostics
-
-    def __call__(
-        self, progress: RlhfProgress, metrics: dict[str, Any], experience: Experience
-    ) -> None:
-        """Report an iteration; every rank knows all, so all of them get the same warnings."""
-        config, log = self.setup.config, self.setup.run.log
-        iteration, total = progress.iteration, self.num_iterations
-        log.write("train", progress.step, metrics)
-        log.advance()
-        if iteration % config.run.logging_steps == 0 or iteration == total:
-            log.say_metrics(rlhf_line(iteration, total, metrics))
-        for message in self.diagnostics.iteration(metrics):
-            self._warn("warning", progress, message)
-        interval = 1 if config.classic.print_answers else config.classic.print_answers_interval
-        if interval and (iteration - 1) % interval == 0:
-            response, decode = experience.responses[0], self.setup.tokenizer.decode
-            log.say(
-                f"  sample       {decode(response.prompt)!r} -> {decode(response.tokens)!r} "
-                f"(score {float(experience.scores[0]):.3g})"
-            )
-
-    def nothing_counts(self, progress: RlhfProgress, experience: Experience) -> None:
-        """Report an iteration without an optimizer step."""
-        self._warn(
-            "empty_batch",
-            progress,
-            f"none of the {len(experience.responses)} responses of iteration "
-            f"{progress.iteration} counts: no score came for any of them, no token could be drawn, "
-            "or --mask_truncated_completions left them out; nothing was learnt",
-        )
-
-    def _warn(self, event: str, progress: RlhfProgress, message: str) -> None:
-        log = self.setup.run.log
-        log.write("event", progress.step, {"event": event, "message": message})
-        log.say(f"  warning      {message}")

@@ -52,7 +52,9 @@ class UserFunction:
         Raises:
             ValueError: naming both.
         """
-        lacking = [name for name in self._columns() if name not in columns]
+        column = getattr(self.function, "column", None)  # of a built-in one
+        wanted = required_columns(self.function) if column is None else [column]
+        lacking = [name for name in wanted if name not in columns]
         if lacking:
             raise ValueError(
                 f"--{self.option} {self.name} asks for {', '.join(lacking)}; it may take prompts, "
@@ -60,43 +62,38 @@ class UserFunction:
                 f"the data: {', '.join(sorted(columns)) or 'there are none'}"
             )
 
-    def _columns(self) -> list[str]:
-        column = getattr(self.function, "column", None)
-        return required_columns(self.function) if column is None else [column]
-
     def call(self, responses: Sequence[Response]) -> list[Any]:
         """What the function returns for each response, after so many errors at most.
 
         Raises:
             ValueError: if it returns no list of as many.
         """
-        found: Any = self._tried(responses)
+        where, found = f"--{self.option} {self.name}", None
+        for tries_left in reversed(range(self.retries + 1)):
+            try:
+                found = self._within_time(responses) if self.timeout else self._returned(responses)
+                break
+            except Exception as error:
+                if tries_left:
+                    note(f"{where} failed and is tried again: {error!r}")
+                elif isinstance(error, ValueError | OSError):
+                    # It would pass for a wrong option or a full disk, and be shown without its
+                    # place.
+                    raise RuntimeError(f"{where} failed") from error
+                else:
+                    raise
         if hasattr(found, "tolist") and not isinstance(found, Tensor):
             found = found.tolist()  # an array
         is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
         if not is_list or len(found) != len(responses):
             what = f"{len(found)} {self.noun}" if is_list else f"a {type(found).__name__}"
             raise ValueError(
-                f"--{self.option} {self.name} returned {what} for {len(responses)} responses; "
-                f"it must return a list of {self.entry}, for each"
+                f"{where} returned {what} for {len(responses)} responses; it must return a list of "
+                f"{self.entry}, for each"
             )
         return list(found)
 
-    def _tried(self, responses: Sequence[Response]) -> object:
-        for _ in range(self.retries):
-            try:
-                return self._within_time(responses)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
-                note(f"--{self.option} {self.name} failed and is tried again: {error!r}")
-        try:
-            return self._within_time(responses)
-        except (ValueError, OSError) as error:
-            # It would pass for a wrong option or a full disk, and be shown without its place.
-            raise RuntimeError(f"--{self.option} {self.name} failed") from error
-
-    def _within_time(self, responses: Sequence[Response]) -> object:
-        if not self.timeout:
-            return self._returned(responses)
+    def _within_time(self, responses: Sequence[Response]) -> Any:
         future: concurrent.futures.Future[object] = concurrent.futures.Future()
 
         def run() -> None:
@@ -117,27 +114,21 @@ class UserFunction:
                 f"--reward_timeout for {len(responses)} responses"
             ) from None
 
-    def _returned(self, responses: Sequence[Response]) -> object:
+    def _returned(self, responses: Sequence[Response]) -> Any:
         try:
             with same_gradients():
-                return self._called(responses)
+                calls = calls_of(self.function, responses, self.tokenizer)
+                found = [self.function(**call) for call in calls]
+                if any(inspect.isawaitable(each) for each in found):
+
+                    async def all_found() -> list[Any]:
+                        return list(await asyncio.gather(*found))
+
+                    # In a thread of its own: a notebook runs a loop in this one.
+                    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                        found = pool.submit(asyncio.run, all_found()).result()
         except SystemExit as error:  # it would pass for the end of the run
             raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from error
-
-    def _called(self, responses: Sequence[Response]) -> object:
-        calls = calls_of(self.function, responses, self.tokenizer)
-        found = [self.function(**call) for call in calls]
-        if any(inspect.isawaitable(each) for each in found):
-
-            async def all_found() -> list[Any]:
-                return list(await asyncio.gather(*found))
-
-            # In a thread of its own: a notebook runs a loop in this one.
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                return self._one_or_all(pool.submit(asyncio.run, all_found()).result())
-        return self._one_or_all(found)
-
-    def _one_or_all(self, found: list[Any]) -> Any:
         return found if is_singular(self.function) else found[0]
 
 
@@ -216,7 +207,11 @@ def is_singular(function: Callable[..., object]) -> bool:
 
 def required_columns(function: Callable[..., object]) -> list[str]:
     """Parameters without default that only columns of the data can fill."""
-    known = {*OWN, *TRL} if not is_singular(function) else {*map(_singular, (*OWN, *TRL))}
+    known = (
+        {*OWN, *TRL}
+        if not is_singular(function)
+        else {SINGULAR.get(name, name) for name in (*OWN, *TRL)}
+    )
     parameters = named_parameters(function).values()
     return [p.name for p in parameters if p.default is p.empty and p.name not in known]
 
@@ -231,9 +226,31 @@ def calls_of(
     or lists of messages.
     """
     names = named_parameters(function)
-    offered = _offered(responses, tokenizer, like_trl=not {"responses", "response"} & names.keys())
+    rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
+    columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
+    texts = [last_text(each, tokenizer) for each in responses]
+    prompts = [tokenizer.decode(each.prompt) for each in responses]
+    asked = [_prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
+    said = [messages_after_prompt(each, tokenizer) for each in responses]
+    ids = [list(each.tokens) for each in responses]
+    offered = {name: [row.get(name) for row in rows] for name in columns} | {
+        "prompts": prompts,
+        "responses": texts,
+        "completions": texts,
+        "messages": [[*as_messages(p), *m] for p, m in zip(asked, said, strict=True)],
+        "ended": [each.ended for each in responses],
+        "rows": rows,
+        "token_ids": ids,
+        "completion_ids": ids,
+    }
+    if not {"responses", "response"} & names.keys():  # one of TRL's
+        offered["prompts"] = asked
+        offered["completions"] = [
+            text if isinstance(prompt, str) else messages
+            for prompt, text, messages in zip(asked, texts, said, strict=True)
+        ]
     if is_singular(function):
-        whole = {_singular(name): values for name, values in offered.items()}
+        whole = {SINGULAR.get(name, name): values for name, values in offered.items()}
         calls = [{name: v[i] for name, v in whole.items()} for i in range(len(responses))]
     else:
         calls = [offered]
@@ -241,39 +258,6 @@ def calls_of(
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return calls
     return [{name: v for name, v in call.items() if name in names} for call in calls]
-
-
-def _singular(name: str) -> str:
-    return SINGULAR.get(name, name)
-
-
-def _offered(
-    responses: Sequence[Response], tokenizer: Tokenizer, *, like_trl: bool
-) -> dict[str, list[Any]]:
-    rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
-    names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
-    texts = [last_text(each, tokenizer) for each in responses]
-    prompts = [tokenizer.decode(each.prompt) for each in responses]
-    found = [_prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
-    said = [messages_after_prompt(each, tokenizer) for each in responses]
-    ids = [list(each.tokens) for each in responses]
-    offered = {name: [row.get(name) for row in rows] for name in names} | {
-        "prompts": prompts,
-        "responses": texts,
-        "completions": texts,
-        "messages": [[*as_messages(p), *m] for p, m in zip(found, said, strict=True)],
-        "ended": [each.ended for each in responses],
-        "rows": rows,
-        "token_ids": ids,
-        "completion_ids": ids,
-    }
-    if like_trl:
-        offered["prompts"] = found
-        offered["completions"] = [
-            text if isinstance(prompt, str) else messages
-            for prompt, text, messages in zip(found, texts, said, strict=True)
-        ]
-    return offered
 
 
 def last_text(response: Response, tokenizer: Tokenizer) -> str:

@@ -16,7 +16,7 @@ from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.generation import sampling
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.rl import iteration, setup
+from dschat_lora.rl import setup, trainer
 from dschat_lora.rl import train as course
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.engines import build_engines
@@ -157,7 +157,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
         # The process group is the tests'.
         mock.patch("dschat_lora.runtime.run.init_distributed"),
         mock.patch("dschat_lora.runtime.run.shutdown"),
-        mock.patch.object(iteration, "Updater", Watched),
+        mock.patch.object(trainer, "Updater", Watched),
         mock.patch.object(Generator, "__call__", watched),
         too_large if layer_by_layer else nullcontext(),
         open_run(config, name=NAME, check=check_rlhf) as run,
@@ -177,7 +177,7 @@ def _course(ready, engines):
         if not p.requires_grad
     }
     before = gather_to_cpu(frozen)
-    course.finish(ready, engines, course.train(ready, engines))
+    course.train(ready, engines)
     after = gather_to_cpu(frozen)
     trained = {
         role: gather_to_cpu({n: p for n, p in m.model.named_parameters() if p.requires_grad})

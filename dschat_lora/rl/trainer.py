@@ -1,9 +1,11 @@
-"""An iteration of step 3: generate, score, update, report."""
+"""Iterations of PPO, RLOO, GRPO and their kin: generate responses, score them, update, report."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from dschat_lora.algos.seeds import permutation
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.peak import device_peak
+from dschat_lora.report.log import rlhf_line
 from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rl.batch import (
     Minibatch,
@@ -25,7 +28,7 @@ from dschat_lora.rl.batch import (
 from dschat_lora.rl.diagnostics import Diagnostics, check_sampler
 from dschat_lora.rl.dynamic_sampling import Resampled, resample
 from dschat_lora.rl.ema import MovingAverage
-from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.engines import Engines, Retry
 from dschat_lora.rl.experience import (
     Experience,
     Scores,
@@ -34,51 +37,64 @@ from dschat_lora.rl.experience import (
     score_responses,
     scores_alone,
 )
+from dschat_lora.rl.memory import cache_columns
 from dschat_lora.rl.metrics import (
-    IterationReport,
     importance_metrics,
     response_metrics,
     rollout_rows,
     update_metrics,
 )
-from dschat_lora.rl.pretraining import Pretraining
+from dschat_lora.rl.pretraining import make_pretraining
 from dschat_lora.rl.rewards import (
     clipped_rewards,
     punish_overlong,
     rescale_values,
     shaped_rewards,
 )
-from dschat_lora.rl.rollout import Generator
-from dschat_lora.rl.schedule import RlhfProgress, RlhfSchedule
+from dschat_lora.rl.rollout import Generator, end_of_text, stop_ids
+from dschat_lora.rl.schedule import RlhfProgress, make_rlhf_schedule
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.rl.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
 from dschat_lora.rl.update import StepResult, Updater
 from dschat_lora.runtime.lr_schedule import standard_schedule
+from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
 
-@dataclass
-class Iterations:
-    """Iterations of PPO, RLOO or GRPO, one after another; call on every rank.
+class RlhfTrainer:
+    """Makes one iteration after another; call methods on every rank.
 
-    ``progress`` and ``average`` are kept up to date.
+    ``progress``, ``diagnostics``, ``pretraining`` and ``average`` (the actor's moving average) are
+    kept up to date; the last two are None where the run has none.
     """
 
-    setup: RlhfSetup
-    engines: Engines
-    schedule: RlhfSchedule
-    generator: Generator
-    progress: RlhfProgress
-    diagnostics: Diagnostics
-    pretraining: Pretraining | None
-    average: MovingAverage | None
-    rollouts: RolloutLog
+    def __init__(self, setup: RlhfSetup, engines: Engines) -> None:
+        """Prepare the run.
 
-    def __post_init__(self) -> None:
-        self.config, self.timer = self.setup.config, PhaseTimer(device())
-        self._pad_id = int(self.setup.tokenizer.pad_token_id)
-        self._shares_prompts = self.engines.shares_prompts and self.schedule.num_generations > 1
-        self._rate_factor = standard_schedule(self.config.optim)(self.schedule.num_steps)
-        self._report = IterationReport(self.setup, self.schedule.num_iterations, self.diagnostics)
+        Raises:
+            ValueError: if one of ``--stop_tokens`` is not one token.
+        """
+        self.setup, self.config = setup, setup.config
+        config, self._pad_id = self.config, int(setup.tokenizer.pad_token_id)
+        self.schedule = make_rlhf_schedule(config, len(setup.prompts.train))
+        self.generator = make_generator(setup, engines)
+        self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
+        self.progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
+        self.diagnostics = Diagnostics(
+            setup.settings["actor"].dtype, samples_tokens=config.batch.draws_from_policy
+        )
+        self.pretraining = self.average = None
+        if setup.text is not None:
+            self.pretraining = make_pretraining(setup.text.train, config, pad_id=self._pad_id)
+        if config.classic.enable_ema:
+            self.average = MovingAverage(setup.roles.actor.model, config.classic.ema_decay)
+        run, earlier = setup.run, None
+        assert run.directory is not None, "a dry run keeps nothing"
+        if config.checkpoint and not goes_on_in_place(config):
+            earlier = run_of(Path(config.checkpoint))
+        self.rollouts = RolloutLog(run.directory, run.log, active=rank() == 0, source=earlier)
+        self.timer = PhaseTimer(device())
+        self._shares_prompts = engines.shares_prompts and self.schedule.num_generations > 1
+        self._rate_factor = standard_schedule(config.optim)(self.schedule.num_steps)
 
     @property
     def learning(self) -> tuple[str, ...]:
@@ -86,22 +102,21 @@ class Iterations:
         warms_up = self.progress.iteration < self.config.ppo.critic_warmup_iterations
         return ("critic",) if warms_up and self.config.has_critic else ("actor", "critic")
 
-    def __call__(self) -> bool:
+    def iterate(self) -> bool:
         """Generate, score, update and report; whether the last optimizer step was skipped."""
+        config, progress = self.config, self.progress
         with self.timer.phase("generation"):
-            responses = self._generate(self.schedule.order(self.progress.iteration))
-        resampled = self._resample(responses)
+            responses = self._generate(self.schedule.order(progress.iteration))
+        resampled = self._resample(responses) if config.ppo.dynamic_sampling else None
         if resampled is not None:
             responses = resampled.responses
         self.generator.make_room()
         with self.timer.phase("scoring"):
-            minibatches = self._minibatches(
-                responses,
-                rows_per_step=self.schedule.rows_per_step,
-                passes=self.config.ppo.ppo_epochs,
-            )
+            passes = config.ppo.ppo_epochs
+            rows = self.schedule.rows_per_step
+            minibatches = self._minibatches(responses, rows_per_step=rows, passes=passes)
+            first_pass = minibatches[: len(minibatches) // passes]
             make_batch = self._collator(responses)
-            first_pass = minibatches[: len(minibatches) // self.config.ppo.ppo_epochs]
             batches = [make_batch(rows) for each in first_pass for rows in each.micro_batches]
             # The old outputs of a single batch are those of the update's own forward pass.
             extra_forward = not (len(minibatches) == 1 and len(batches) == 1)
@@ -115,35 +130,51 @@ class Iterations:
             )
             check_scores(experience, self.setup.tokenizer.decode)
             rewards, clip_fraction = self._shape_rewards(experience)
+        learning = self.learning  # before the iteration is counted
         with self.timer.phase("training"):
             updater = self._updater(experience, rewards)
             results = self._update(updater, minibatches, make_batch, batches)
-        learning = self.learning  # before the iteration is counted
-        self._advance(updater.experience, results)
-        self._keep_rollouts(updater)
+        experience = updater.experience  # with the old outputs
+        self._advance(experience, results)
+        if config.classic.log_rollouts and rank() == 0:
+            self.rollouts.write(
+                rollout_rows(
+                    experience,
+                    updater.targets,
+                    self.setup.tokenizer.decode,
+                    iteration=progress.iteration,
+                    most=config.classic.log_rollouts,
+                )
+            )
         if not results:
             self.timer.take()
-            self._report.nothing_counts(self.progress, experience)
+            self._warn(
+                "empty_batch",
+                f"none of the {len(responses)} responses of iteration {progress.iteration} counts: "
+                "no score came for any of them, no token could be drawn, or "
+                "--mask_truncated_completions left them out; nothing was learnt",
+            )
             return False
-        passes = len(results) / len(first_pass)  # the last one may have been cut short
         metrics = {
-            "epoch": self.progress.iteration / self.schedule.iterations_per_epoch,
-            "iteration": self.progress.iteration,
+            "epoch": progress.iteration / self.schedule.iterations_per_epoch,
+            "iteration": progress.iteration,
             **update_metrics(results),
-            **response_metrics(updater.experience, rewards, updater.targets),
+            **response_metrics(experience, rewards, updater.targets),
             "score_clip_fraction": clip_fraction,
-            **importance_metrics(
-                updater.importance, updater.experience.mask, self.config.ppo.importance_cap
-            ),
-            "kl_coef": self.progress.kl_coef,
+            **importance_metrics(updater.importance, experience.mask, config.ppo.importance_cap),
+            "kl_coef": progress.kl_coef,
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),
             **self._throughput(
-                responses, batches, passes=passes, extra_forward=extra_forward, learning=learning
+                responses,
+                batches,
+                passes=len(results) / len(first_pass),  # the last one may have been cut short
+                extra_forward=extra_forward,
+                learning=learning,
             ),
         }
         check_sampler(metrics, self.diagnostics.dtype)
-        self._report(self.progress, metrics, experience)
+        self._report(metrics, experience)
         return results[-1].skipped
 
     def _generate(self, numbers: Sequence[int], *more: int | str) -> list[Response]:
@@ -164,11 +195,9 @@ class Iterations:
             keep_logprobs=True,
         )
 
-    def _resample(self, responses: list[Response]) -> Resampled | None:
-        """The responses by dynamic sampling, with their scores; None where that is off."""
+    def _resample(self, responses: list[Response]) -> Resampled:
+        """The responses by dynamic sampling, with their scores."""
         tries, iteration = self.config.ppo.dynamic_sampling, self.progress.iteration
-        if not tries:
-            return None
 
         def generate(numbers: Sequence[int], number: int) -> list[Response]:
             with self.timer.phase("generation"):
@@ -296,20 +325,6 @@ class Iterations:
                 num_samples=len(responses),
             )
 
-    def _keep_rollouts(self, updater: Updater) -> None:
-        most = self.config.classic.log_rollouts
-        if not most or rank() != 0:
-            return
-        self.rollouts.write(
-            rollout_rows(
-                updater.experience,
-                updater.targets,
-                self.setup.tokenizer.decode,
-                iteration=self.progress.iteration,
-                most=most,
-            )
-        )
-
     def _throughput(
         self,
         responses: Sequence[Response],
@@ -342,3 +357,50 @@ class Iterations:
             peak_tflops=device_peak(device(), self.setup.settings["actor"].torch_dtype),
             device=device(),
         )
+
+    def _report(self, metrics: dict[str, Any], experience: Experience) -> None:
+        """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
+        config, log = self.config, self.setup.run.log
+        iteration, total = self.progress.iteration, self.schedule.num_iterations
+        log.write("train", self.progress.step, metrics)
+        log.advance()
+        if iteration % config.run.logging_steps == 0 or iteration == total:
+            log.say_metrics(rlhf_line(iteration, total, metrics))
+        for message in self.diagnostics.iteration(metrics):
+            self._warn("warning", message)
+        interval = 1 if config.classic.print_answers else config.classic.print_answers_interval
+        if interval and (iteration - 1) % interval == 0:
+            response, decode = experience.responses[0], self.setup.tokenizer.decode
+            log.say(
+                f"  sample       {decode(response.prompt)!r} -> {decode(response.tokens)!r} "
+                f"(score {float(experience.scores[0]):.3g})"
+            )
+
+    def _warn(self, event: str, message: str) -> None:
+        log = self.setup.run.log
+        log.write("event", self.progress.step, {"event": event, "message": message})
+        log.say(f"  warning      {message}")
+
+
+def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
+    """The generator of the actor's responses.
+
+    Raises:
+        ValueError: if one of ``--stop_tokens`` is not one token.
+    """
+    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.plan
+    return Generator(
+        engines.actor,
+        setup.roles.rollout,
+        engines.actor.module.policy("actor").model,
+        eos_ids=stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens),
+        pad_id=int(setup.tokenizer.pad_token_id),
+        batch_size=batch.per_device_generation_batch_size,
+        max_length=cache_columns(setup.config),
+        keeps_memory=plan is not None and plan.keeps_cache,
+        update_bytes=0 if plan is None else plan.update,
+        merged=batch.merge_for_rollouts,
+        unpacked=setup.unpacked,
+        find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
+        episodes=setup.episodes,
+    )
