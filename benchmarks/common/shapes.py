@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.packing import PackedRows, make_rows

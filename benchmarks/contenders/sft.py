@@ -33,7 +33,7 @@ from benchmarks.contenders.common import (
     trl_options,
     whole_windows,
 )
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader

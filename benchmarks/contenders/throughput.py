@@ -21,7 +21,7 @@ from benchmarks.contenders.common import (
     add_chat_lora_,
     draw_adapters_,
 )
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine

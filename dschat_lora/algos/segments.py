@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dschat_lora.algos.devices import to_device
+from dschat_lora.algos.tensors import to_device
 
 # Tokens of a sample: of the prefix that its branches share, then of each branch. A sample that is
 # one sequence has the first number alone.

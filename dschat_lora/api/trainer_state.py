@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dschat_lora.algos.finite import check_finite
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.api.trainer_build import Parts
 from dschat_lora.checkpoint.manifest import verify, write_manifest
 from dschat_lora.checkpoint.staging import staged_directory

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from dschat_lora.algos.finite import check_finite
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.groups import Groups, groups_of_parts

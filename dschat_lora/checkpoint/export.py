@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dschat_lora.algos.finite import check_finite
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
 from dschat_lora.checkpoint.model_card import model_card

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dschat_lora.algos.finite import check_finite
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.adapter_checks import check_scaling
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.checkpoint.staging import staged_file

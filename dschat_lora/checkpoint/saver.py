@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dschat_lora.algos.finite import check_finite
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.history import STATE_FILE, rotate, step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.checkpoint.staging import staged_directory

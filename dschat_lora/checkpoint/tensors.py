@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from dschat_lora.algos.finite import check_finite
+from dschat_lora.algos.tensors import check_finite
 
 # In what torch.save says where the disk refuses; it keeps no reason.
 _OF_TORCH_SAVE = ("inline_container", "iostream error", "PytorchStreamWriter")

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dschat_lora.algos.devices import to_device
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.algos.segments import Sizes, Spans, causal_pairs, make_spans
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.tensors import to_device
 from dschat_lora.data.packing import SampleCounts, first_fit, round_up
 from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet
 

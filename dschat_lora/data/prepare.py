@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.audit import DataAudit, make_audit
 from dschat_lora.data.cache import code_digest, file_digest, load_or_build

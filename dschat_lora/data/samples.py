@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.files import naming
 from dschat_lora.data.rows import DataKind
 

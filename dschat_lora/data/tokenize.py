@@ -6,7 +6,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.algos.segments import Spans, causal_pairs
-from dschat_lora.algos.sft import IGNORE_INDEX
 from dschat_lora.data.batch import Batch, SampleCollator, batch_to_device
 from dschat_lora.data.packing import SampleCounts, round_up
 from dschat_lora.data.samples import SequenceSample, TokenSet, UnpairedSample

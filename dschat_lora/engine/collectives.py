@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dschat_lora.algos.devices import to_device
+from dschat_lora.algos.tensors import to_device
 from dschat_lora.engine import peers
 from dschat_lora.engine.distributed import (
     data_group,

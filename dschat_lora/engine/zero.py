@@ -9,7 +9,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.algos.finite import is_finite
+from dschat_lora.algos.tensors import is_finite
 from dschat_lora.engine.collectives import broadcast_, gather_over_ranks
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, grid, rank
 

@@ -12,14 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dschat_lora.algos.logprobs import (
+    MAX_CHUNK_LOGITS,
+    VocabularyPart,
+    head_logits,
+    linear_cross_entropy,
     linear_logprobs,
     linear_logprobs_entropy,
     token_entropy,
     token_logprobs,
 )
 from dschat_lora.algos.segments import Spans
-from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, head_logits, linear_cross_entropy
-from dschat_lora.algos.vocabulary import VocabularyPart
 from dschat_lora.config.groups import ACTIVE_EXPERTS
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.architecture_checks import check_architecture, head_is_linear

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key, re
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
-from dschat_lora.algos.finite import check_finite
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.manifest import weight_map
 from dschat_lora.checkpoint.quantization import located, quantization, stored_kind
 from dschat_lora.checkpoint.tensors import save_tensors

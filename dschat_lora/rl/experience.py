@@ -18,9 +18,9 @@ from dschat_lora.algos.advantages import (
     token_rewards,
     whiten,
 )
-from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
 from dschat_lora.algos.ppo import importance_weights
+from dschat_lora.algos.tensors import to_device
 from dschat_lora.engine.collectives import gather_over_ranks
 from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Response, ResponseBatch, response_mask

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishment
-from dschat_lora.algos.devices import to_device
+from dschat_lora.algos.tensors import to_device
 from dschat_lora.engine.collectives import raise_together, sum_over_processes
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.models.loading import Tokenizer

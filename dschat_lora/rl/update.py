@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.devices import to_device
 from dschat_lora.algos.kl import KL_ESTIMATORS
 from dschat_lora.algos.ppo import (
     PolicyLoss,
@@ -18,6 +17,7 @@ from dschat_lora.algos.ppo import (
     token_weights,
     value_loss,
 )
+from dschat_lora.algos.tensors import to_device
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
 from dschat_lora.lora.layers import FactorCasts

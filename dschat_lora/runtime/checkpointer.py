@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from dschat_lora.algos.finite import is_finite
+from dschat_lora.algos.tensors import is_finite
 from dschat_lora.checkpoint.history import quarantine_checkpoints, read_state
 from dschat_lora.checkpoint.manifest import read_manifest
 from dschat_lora.checkpoint.saver import Saver

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from dschat_lora.algos.sft import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
+from dschat_lora.algos.logprobs import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
 from dschat_lora.checkpoint.history import STATE_FILE, checkpoints_of
 from dschat_lora.config.groups import Switch, is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
+from torch import nn
+
+from dschat_lora.algos.logprobs import IGNORE_INDEX, token_logprobs
 from dschat_lora.data.loader import eval_batches
-from dschat_lora.data.samples import Samples, TokenSet
+from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
 from dschat_lora.generation.search import greedy_decode
+from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import end_ids
 from dschat_lora.report.log import eval_line
@@ -19,7 +24,6 @@ from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.loop import evaluate
 from dschat_lora.supervised.objectives import Objective, mean_of
 from dschat_lora.supervised.setup import SupervisedSetup
-from dschat_lora.supervised.token_losses import ShownSequence, token_losses
 
 MAX_ANSWER_TOKENS = 64
 
@@ -86,6 +90,15 @@ class SupervisedEvaluator:
         return self.results.before_and_after(self._objective.headline)
 
 
+@dataclass(frozen=True)
+class ShownSequence:
+    """A held-out sequence, cut to ``MAX_TOKENS``."""
+
+    name: str  # "chosen" or "rejected" of a pair
+    ids: list[int]
+    supervised: list[bool]  # whether the loss is taken on the token
+
+
 @dataclass
 class SampleAnswers:
     """Greedy answers to a few held-out prompts, and losses of tokens, before and after training."""
@@ -125,3 +138,40 @@ def first_prompts(samples: TokenSet, count: int) -> list[list[int]]:
         if ids and ids not in prompts:
             prompts.append(ids)
     return prompts
+
+
+MAX_TOKENS = 256  # of a sequence that is shown
+
+
+def first_sequences(samples: TokenSet, count: int) -> list[ShownSequence]:
+    """The sequences of the first ``count`` samples or pairs."""
+    return [each for n in range(min(count, len(samples))) for each in _sequences(samples[n])]
+
+
+def _sequences(sample: object) -> Iterator[ShownSequence]:
+    if isinstance(sample, SequenceSample):
+        supervised = (sample.labels != IGNORE_INDEX).tolist()
+        yield ShownSequence("", sample.input_ids.tolist()[:MAX_TOKENS], supervised[:MAX_TOKENS])
+    elif isinstance(sample, PairSample):
+        for name, ids in (("chosen", sample.chosen), ("rejected", sample.rejected)):
+            marks = [n >= sample.prompt_length for n in range(len(ids))]
+            yield ShownSequence(name, ids.tolist()[:MAX_TOKENS], marks[:MAX_TOKENS])
+
+
+@torch.no_grad()
+def token_losses(
+    engine: TrainEngine[BackboneModel], sequences: Sequence[ShownSequence]
+) -> list[list[float | None]]:
+    """-log p of each token after those before it, in nats; None of the first. On every rank.
+
+    The engine is in evaluation mode.
+    """
+    model: nn.Module = engine.module.model
+    found = []
+    with whole_sequences(model):
+        for each in sequences:
+            ids = torch.tensor([each.ids], device=engine.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            losses: list[float | None] = (-token_logprobs(logits, ids[0, 1:])).tolist()
+            found.append([None, *losses])
+    return found

@@ -25,11 +25,15 @@ from dschat_lora.runtime.export import export_trained, first_ids
 from dschat_lora.runtime.lr_schedule import RateFactor, standard_schedule
 from dschat_lora.runtime.next_steps import say_next_steps
 from dschat_lora.supervised.batching import BatchLayout, train_loader
-from dschat_lora.supervised.evaluation import SampleAnswers, SupervisedEvaluator, first_prompts
+from dschat_lora.supervised.evaluation import (
+    SampleAnswers,
+    SupervisedEvaluator,
+    first_prompts,
+    first_sequences,
+)
 from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
-from dschat_lora.supervised.token_losses import first_sequences
 
 
 class SampleSplit(Protocol):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dschat_lora.algos.sft import linear_cross_entropy
+from dschat_lora.algos.logprobs import linear_cross_entropy
 from helpers.watching import LargestTensor
 
 ROWS, WIDTH, VOCAB = 11, 6, 9

@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dschat_lora.algos.logprobs import linear_logprobs, linear_logprobs_entropy
-from dschat_lora.algos.sft import linear_cross_entropy
-from dschat_lora.algos.vocabulary import VocabularyPart, add_at_, log_softmax
+from dschat_lora.algos.logprobs import (
+    VocabularyPart,
+    add_at_,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_logprobs_entropy,
+    log_softmax,
+)
 from helpers.tensor_parallel_layers import in_threads
 
 ROWS, WIDTH = 11, 6

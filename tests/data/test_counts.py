@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.packing import TokenBudget, make_rows

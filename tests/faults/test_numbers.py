@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dschat_lora import __main__ as command
-from dschat_lora.algos.finite import is_finite
+from dschat_lora.algos.tensors import is_finite
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.engine.distributed import shutdown

@@ -14,7 +14,7 @@ from transformers import (
     GraniteConfig,
 )
 
-from dschat_lora.algos import sft
+from dschat_lora.algos import logprobs
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.generate import Decoder, decode
@@ -53,7 +53,7 @@ def fp32_products(monkeypatch):
         return plain(x, y) if out_dtype is None else plain(x.to(out_dtype), y.to(out_dtype))
 
     monkeypatch.setattr(torch, "mm", product)
-    monkeypatch.setattr(sft, "_keeps_sums", lambda x: x.dtype.itemsize == 2)
+    monkeypatch.setattr(logprobs, "_keeps_sums", lambda x: x.dtype.itemsize == 2)
 
 
 def bloom_config():
@@ -146,7 +146,7 @@ def test_unrounded_logits_have_the_gradients_of_the_product(bias, fp32_products)
     weights = torch.randn(7, 11, generator=generator)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     (nn.functional.linear(*doubles) * weights).sum().backward()
-    logits = sft.head_logits(*leaves, *([] if bias else [None]))
+    logits = logprobs.head_logits(*leaves, *([] if bias else [None]))
     assert logits.dtype == torch.float32
     (logits * weights).sum().backward()
     for leaf, double in zip(leaves, doubles, strict=True):

@@ -348,7 +348,7 @@ def head_errors(group):
         for kind in HEAD_KINDS:
             for parallel in (False, True) if kind == "loss" else (False,):
                 # So that a few positions' logits alone are formed at a time.
-                small = patch("dschat_lora.algos.sft.MAX_CHUNK_LOGITS_CPU", 100)
+                small = patch("dschat_lora.algos.logprobs.MAX_CHUNK_LOGITS_CPU", 100)
                 with sequences(group, parallel), small:
                     errors[f"{name}, {kind}" + ", sequence" * parallel] = head_error(
                         name, kind, group

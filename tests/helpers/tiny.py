@@ -13,7 +13,7 @@ from transformers.models.opt import OPTConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.data.samples import SequenceSample
 
 VOCAB, LENGTH = 61, 32

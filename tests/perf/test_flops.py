@@ -19,7 +19,7 @@ from perf_models import (
 )
 from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
 
-from dschat_lora.algos.sft import linear_cross_entropy
+from dschat_lora.algos.logprobs import linear_cross_entropy
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.perf.flops import (

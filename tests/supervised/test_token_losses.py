@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dschat_lora.algos.sft import IGNORE_INDEX
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.data.samples import PairSample, SequenceSample
-from dschat_lora.supervised.token_losses import first_sequences, token_losses
+from dschat_lora.supervised.evaluation import first_sequences, token_losses
 from helpers.tiny import tiny_model
 
 

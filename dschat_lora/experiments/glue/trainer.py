@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Trainer
 
-from dschat_lora.algos.finite import check_finite
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.experiments.glue.callback import MetricsCallback
 from dschat_lora.experiments.glue.regularize import two_pass_loss

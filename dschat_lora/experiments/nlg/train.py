@@ -25,8 +25,8 @@ from dschat_lora.models.source import find_model
 from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head
 from dschat_lora.supervised.objectives import SUPERVISED
-from dschat_lora.supervised.plan import show_plan
 from dschat_lora.supervised.setup import SupervisedSetup, build_engine, set_up
+from dschat_lora.supervised.stages import show_plan
 from dschat_lora.supervised.train import make_answers, train
 
 
