@@ -68,7 +68,8 @@ class UserFunction:
         Raises:
             ValueError: if it returns no list of as many.
         """
-        where, found = f"--{self.option} {self.name}", None
+        where = f"--{self.option} {self.name}"
+        found: Any = None
         for tries_left in reversed(range(self.retries + 1)):
             try:
                 found = self._within_time(responses) if self.timeout else self._returned(responses)
@@ -233,7 +234,8 @@ def calls_of(
     asked = [_prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
     said = [messages_after_prompt(each, tokenizer) for each in responses]
     ids = [list(each.tokens) for each in responses]
-    offered = {name: [row.get(name) for row in rows] for name in columns} | {
+    by_column = {name: [row.get(name) for row in rows] for name in columns}
+    offered: dict[str, list[Any]] = by_column | {
         "prompts": prompts,
         "responses": texts,
         "completions": texts,
