@@ -106,7 +106,7 @@ FLOORS = [
         "serving": Room(
             "checkpoint config data engine generation lora models report runtime supervised",
             "h11 starlette torch uvicorn",
-            "address config sources verbs",
+            "config verbs",
         ),
     },
     {

@@ -13,30 +13,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from dschat_lora.serving.decoder import (
-    Answer,
+    AnswerDecoder,
     BusyError,
-    Decoder,
     Piece,
+    RunningAnswer,
     StoppedError,
     TooLongError,
 )
-from dschat_lora.serving.errors import ApiError, invalid
+from dschat_lora.serving.guard import ApiError, invalid
 from dschat_lora.serving.requests import AnswerRequest
 
 Kind = Literal["chat", "text"]
 
 
-class RunningAnswers:
+class RequestAnswers:
     """The answers of one request, from a decoder's thread to the event loop.
 
     Raises:
         ApiError: if the decoder does not take all of them.
     """
 
-    def __init__(self, request: AnswerRequest, decoder: Decoder) -> None:
+    def __init__(self, request: AnswerRequest, decoder: AnswerDecoder) -> None:
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self._decoder, self._answers = decoder, list[Answer]()
+        self._decoder, self._answers = decoder, list[RunningAnswer]()
         self._open = len(request.prompts) * request.n
         self.request, self.tokens = request, [0] * self._open
         try:
@@ -95,7 +95,7 @@ class RunningAnswers:
 class AnswerResponse(Response):
     """The response to a request for answers; a client that leaves ends them."""
 
-    def __init__(self, answers: RunningAnswers, kind: Kind) -> None:
+    def __init__(self, answers: RequestAnswers, kind: Kind) -> None:
         super().__init__()
         self._answers, self._kind, self._request = answers, kind, answers.request
         prefix = "chatcmpl" if kind == "chat" else "cmpl"

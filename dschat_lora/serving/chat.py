@@ -15,15 +15,14 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.terminal import is_terminal, log_once, note, write_text
 from dschat_lora.serving.config import ChatConfig
 from dschat_lora.serving.decoder import (
-    Answer,
+    AnswerDecoder,
     AnswerOptions,
-    Decoder,
     Piece,
+    RunningAnswer,
     StoppedError,
     TooLongError,
 )
-from dschat_lora.serving.models import ServedModel, open_models
-from dschat_lora.serving.reward import AnswerScorer
+from dschat_lora.serving.models import AnswerScorer, ServedModel, open_models
 
 COMMANDS = {
     "/help": "show this",
@@ -63,7 +62,7 @@ class ChatSession:
     def __init__(
         self,
         models: Sequence[ServedModel],
-        decoder: Decoder,
+        decoder: AnswerDecoder,
         config: ChatConfig,
         scorer: AnswerScorer | None = None,
     ) -> None:
@@ -185,7 +184,7 @@ class ChatSession:
         self._answer()
 
     def _answer(self) -> None:
-        asked: list[tuple[Conversation, Answer, SimpleQueue[Piece]]] = []
+        asked: list[tuple[Conversation, RunningAnswer, SimpleQueue[Piece]]] = []
         try:
             for each in self._conversations:
                 pieces: SimpleQueue[Piece] = SimpleQueue()
@@ -273,7 +272,7 @@ def run_chat(config: ChatConfig, read: Callable[[str], str] = input) -> None:
     """
     served = open_models(config, with_base=False)
     scorer = AnswerScorer(config, served.values()) if config.reward is not None else None
-    decoder = Decoder(
+    decoder = AnswerDecoder(
         {model.batch for model in served.values()}, max_batch_size=len(served), max_queue=0
     )
     decoder.start()

@@ -1,12 +1,20 @@
-"""Options of ``dschat-lora chat`` and ``dschat-lora serve``."""
+"""Options of ``dschat-lora chat`` and ``dschat-lora serve``, and the models that they name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from dschat_lora.checkpoint.history import CHECKPOINTS
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import InferenceConfig
+from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.runtime.checks import find_of_kind
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+BASE = "base"
+# Directories in a run's whose parent has the run's name.
+_INNER = ("adapter", "model", "actor")
 
 
 @dataclass(frozen=True)
@@ -72,3 +80,49 @@ class ServeConfig(AnswerConfig):
                 f"--host {self.host} lets other machines in: give --token TOKEN too, which "
                 "requests must then carry"
             )
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    """A model and the name that requests know it by."""
+
+    name: str
+    source: ModelSource
+
+
+def find_models(words: Sequence[str], *, with_base: bool) -> list[NamedSource]:
+    """The models behind the words of a command line, the base first if it is asked for.
+
+    A name is the run directory's, with ``-2``, ... where an earlier one has it.
+
+    Raises:
+        ValueError: if one is not there, or is no language model.
+    """
+    others = []
+    for word in words:
+        if word != BASE:
+            actor = Path(word).expanduser() / "actor"
+            inner = str(actor) if actor.is_dir() else word
+            others.append((word, find_of_kind(inner, ("CAUSAL_LM",), option="OUT")))
+    first = others[0][1] if others else find_model(None)
+    found: dict[str, ModelSource] = {}
+    if BASE in words or (with_base and first.adapter is not None):
+        found[BASE] = ModelSource(first.base)
+    for word, source in others:
+        name = model_name(word)
+        numbered = (f"{name}-{number}" for number in range(2, len(others) + 3))
+        found[name if name not in found else next(n for n in numbered if n not in found)] = source
+    return [NamedSource(name, source) for name, source in found.items()]
+
+
+def model_name(word: str) -> str:
+    """The name of the run that a word of the command line leads to."""
+    path = Path(word).expanduser()
+    if not path.is_dir():
+        return path.name  # of a hub name
+    path = path.resolve()
+    while path.name in _INNER and path.parent.name:
+        path = path.parent
+    if path.parent.name == CHECKPOINTS:
+        return f"{path.parents[1].name}-{path.name}"
+    return path.name

@@ -14,7 +14,7 @@ import torch
 from dschat_lora.generation.sampling import NO_TOKEN, Sampling, undrawn_reason
 from dschat_lora.generation.slots import sample_each
 from dschat_lora.serving.models import BaseBatch, ServedModel
-from dschat_lora.serving.text_stream import TextStream
+from dschat_lora.serving.text import TextStream
 
 # Tokens, padding included, of prompts that are read between two steps of the running rows.
 PROMPT_TOKENS = 8192
@@ -65,7 +65,7 @@ class Piece:
 Emit = Callable[[Piece], None]
 
 
-class Answer:
+class RunningAnswer:
     """One answer that is decoded; pieces of it are given to ``emit`` on the decoder's thread.
 
     Attributes:
@@ -113,7 +113,7 @@ class Answer:
         self._emit(Piece("", self._count, error=reason, stopped=stopped))
 
 
-class Decoder:
+class AnswerDecoder:
     """Decodes answers on a thread of its own, from :meth:`start` until :meth:`close`.
 
     Args:
@@ -128,8 +128,8 @@ class Decoder:
     def __init__(
         self, batches: Iterable[BaseBatch], *, max_batch_size: int, max_queue: int
     ) -> None:
-        self._running: dict[BaseBatch, list[Answer]] = {batch: [] for batch in batches}
-        self._waiting: deque[Answer] = deque()
+        self._running: dict[BaseBatch, list[RunningAnswer]] = {batch: [] for batch in batches}
+        self._waiting: deque[RunningAnswer] = deque()
         self._max_batch_size, self._max_queue = max_batch_size, max_queue
         self._changed = threading.Condition()
         self.failure: str | None = None
@@ -149,7 +149,7 @@ class Decoder:
 
     def submit(
         self, model: ServedModel, prompt: Sequence[int], options: AnswerOptions, emit: Emit
-    ) -> Answer:
+    ) -> RunningAnswer:
         """Have a prompt of tokens answered.
 
         Raises:
@@ -157,7 +157,7 @@ class Decoder:
             BusyError: if too many wait.
             StoppedError: after :meth:`close`.
         """
-        answer = Answer(model, prompt, fitting(model, prompt, options), emit)
+        answer = RunningAnswer(model, prompt, fitting(model, prompt, options), emit)
         with self._changed:
             if not self.is_alive:
                 raise StoppedError(self.failure or STOPPING)
@@ -175,7 +175,7 @@ class Decoder:
         """Number of answers that run, and that wait."""
         return sum(map(len, self._running.values())), len(self._waiting)
 
-    def leave(self, answer: Answer) -> None:
+    def leave(self, answer: RunningAnswer) -> None:
         """Stop decoding an answer that nobody reads; nothing more of it is emitted."""
         answer.left = True
 
@@ -226,19 +226,19 @@ class Decoder:
         self._end(self._taken_from_queue(), STOPPING, stopped=True)
         return any(self._running.values()) and time.monotonic() < self._deadline
 
-    def _taken_from_queue(self) -> list[Answer]:
+    def _taken_from_queue(self) -> list[RunningAnswer]:
         with self._changed:
             answers = list(self._waiting)
             self._waiting.clear()
         return answers
 
-    def _end(self, answers: list[Answer], reason: str, *, stopped: bool = False) -> None:
+    def _end(self, answers: list[RunningAnswer], reason: str, *, stopped: bool = False) -> None:
         for answer in answers:
             if not answer.left:
                 answer.fail(reason, stopped=stopped)
         answers.clear()
 
-    def _advance(self, batch: BaseBatch, running: list[Answer]) -> None:
+    def _advance(self, batch: BaseBatch, running: list[RunningAnswer]) -> None:
         """One token for each running answer, after new ones have joined."""
         self._drop(batch, running, [answer.left for answer in running])
         joining = self._joining(batch, len(running))
@@ -253,9 +253,9 @@ class Decoder:
             logits = batch.rows.step([answer.last_token for answer in running])
             self._drop(batch, running, _push(running, logits))
 
-    def _joining(self, batch: BaseBatch, running: int) -> list[Answer]:
+    def _joining(self, batch: BaseBatch, running: int) -> list[RunningAnswer]:
         """Take the answers from the queue that can join a batch."""
-        joining: list[Answer] = []
+        joining: list[RunningAnswer] = []
         with self._changed:
             longest = 0
             for answer in list(self._waiting):
@@ -271,7 +271,7 @@ class Decoder:
                     self._waiting.remove(answer)
         return joining
 
-    def _drop(self, batch: BaseBatch, running: list[Answer], ended: Sequence[bool]) -> None:
+    def _drop(self, batch: BaseBatch, running: list[RunningAnswer], ended: Sequence[bool]) -> None:
         """Drop rows; as in the batch, the last one takes the place of each."""
         for row in reversed(range(len(running))):
             if ended[row]:
@@ -299,7 +299,7 @@ def fitting(model: ServedModel, prompt: Sequence[int], options: AnswerOptions) -
     return replace(options, max_new_tokens=min(room, options.max_new_tokens))
 
 
-def _push(answers: Sequence[Answer], logits: torch.Tensor) -> list[bool]:
+def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:
     """Choose the next token of each answer; returns which ended with it."""
     samplings = [answer.sampling for answer in answers]
     tokens = sample_each(logits, samplings, [answer.uniform() for answer in answers])

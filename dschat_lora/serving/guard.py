@@ -1,4 +1,4 @@
-"""Which requests are let in: from this machine's own pages, with the token, of bounded size."""
+"""Which requests are let in, and how refusals are said: as OpenAI's interface says them."""
 
 import asyncio
 import hmac
@@ -19,12 +19,47 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dschat_lora.config.files import json_object
 from dschat_lora.report.terminal import note
 from dschat_lora.serving.config import LOCAL_HOSTS
-from dschat_lora.serving.errors import ApiError, invalid
 
 MAX_BODY_BYTES = 2**20
 MAX_DEPTH = 64
 BODY_SECONDS = 30
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([0-9a-z._-]+))(?::[0-9]{1,5})?")
+
+
+class ApiError(Exception):
+    """A request that gets no answer, and why.
+
+    Args:
+        status: of HTTP.
+        message: one line for a person.
+        param: the field of the body that is wrong.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that is sent."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": " ".join(self.message.split()),
+                "type": _TYPES.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
+    """A mistake in the body of a request."""
+    return ApiError(400, message, param=param, code=code)
 
 
 class Guard:
@@ -84,7 +119,8 @@ class Guard:
 
     def _check(self, headers: Headers, path: str) -> None:
         host = headers.get("host", "").lower()  # the only one: h11 refuses two
-        if self._is_local and _name_of(host) not in LOCAL_HOSTS:
+        name = _HOST.fullmatch(host)  # without its port
+        if self._is_local and (not name or (name[1] or name[2]) not in LOCAL_HOSTS):
             raise ApiError(403, f"this server is no host {host!r:.80}", code="wrong_host")
         origin = headers.get("origin")
         schemes = ("http",) if self._is_local else ("http", "https")  # of a proxy in front
@@ -106,8 +142,17 @@ async def read_json(request: Request) -> Any:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, found {kind!r:.80}")
+    body = b""
+
+    async def receive() -> None:
+        nonlocal body
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+
     try:
-        body = await asyncio.wait_for(_body(request), BODY_SECONDS)
+        await asyncio.wait_for(receive(), BODY_SECONDS)
     except asyncio.TimeoutError as error:
         raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds") from error
     try:
@@ -148,18 +193,3 @@ def _check_depth(value: object) -> None:
         if not level:
             return
     raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-
-
-async def _body(request: Request) -> bytes:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
-    return body
-
-
-def _name_of(host: str) -> str:
-    """The name in a ``Host`` header in lower case, without its port; empty where it is none."""
-    found = _HOST.fullmatch(host)
-    return (found[1] or found[2]) if found else ""

@@ -1,6 +1,7 @@
-"""Models that answer together: the adapters of one base unmerged in one batch."""
+"""Models that answer together, the adapters of one base in one batch; and one that scores."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,6 +11,9 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.chat import Chat, make_chat
 from dschat_lora.data.encoder import Encoder, make_encoder
 from dschat_lora.data.messages import Message
+from dschat_lora.data.readers import RawRow
+from dschat_lora.data.records import to_records
+from dschat_lora.data.rows import parse_row
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.zero import broken_parameters
@@ -28,9 +32,9 @@ from dschat_lora.models.loading import (
     share_parameters,
 )
 from dschat_lora.report.terminal import note
-from dschat_lora.serving.config import AnswerConfig
-from dschat_lora.serving.plain_text import chat_ids
-from dschat_lora.serving.sources import NamedSource, find_models
+from dschat_lora.serving.config import AnswerConfig, NamedSource, find_models
+from dschat_lora.serving.text import chat_ids
+from dschat_lora.supervised.score import Scorer
 
 NO_LIMIT = 2**31
 
@@ -101,7 +105,9 @@ def _open_base(
         # That of all adapters: the others would be on another base than their own.
         bits = {each.source.base_bits for each in named if each.source.adapter is not None}
         options = replace(options, base_bits=4 if bits == {4} else None)
-    model = _load_base(base, options)
+    dtype = DTYPES[resolve_dtype(options.dtype)]
+    model = load_causal_lm(base, load_config(base, options), options, dtype=dtype, meta=False)
+    model = model.requires_grad_(False).to(device()).eval()
     check_cache(model)
     tokenizers = {each.name: load_tokenizer(each.source.tokenizer, options) for each in named}
     adapted = [each for each in named if each.source.adapter is not None]
@@ -112,20 +118,27 @@ def _open_base(
         mixed, rows = share_parameters(model), AdapterRows(model.device)
         TRIED[mixed] = TRIED.get(model, False)
         mix_adapters(mixed, trees, rows=rows)
+    positions = getattr(model.config, "max_position_embeddings", None) or NO_LIMIT
+    if (asked := config.max_seq_len) > positions:
+        raise ValueError(
+            f"--max_seq_len {asked} is more than the {positions} positions of the model"
+        )
     pad_id = int(tokenizers[named[0].name].pad_token_id)
-    batch = BaseBatch(
-        model, SlotRows(mixed.eval(), rows, pad_id=pad_id), _limit(model, config.max_seq_len)
-    )
+    batch = BaseBatch(model, SlotRows(mixed.eval(), rows, pad_id=pad_id), asked or positions)
     return {
-        each.name: _served(each, batch, numbers.get(each.name, 0), tokenizers[each.name], config)
+        each.name: ServedModel(
+            each.name,
+            base,
+            batch,
+            numbers.get(each.name, 0),
+            tokenizer,
+            make_chat(tokenizer, config.loading.chat_template_kwargs),
+            make_encoder(tokenizer),
+            frozenset(end_ids(tokenizer)),
+        )
         for each in named
+        for tokenizer in [tokenizers[each.name]]
     }
-
-
-def _load_base(base: str, options: ModelConfig) -> PreTrainedModel:
-    here, dtype = device(), DTYPES[resolve_dtype(options.dtype)]
-    model = load_causal_lm(base, load_config(base, options), options, dtype=dtype, meta=False)
-    return model.requires_grad_(False).to(here).eval()
 
 
 def _adapted(
@@ -153,29 +166,23 @@ def _adapted(
     return adapted.model.requires_grad_(False).eval()
 
 
-def _served(
-    named: NamedSource,
-    batch: BaseBatch,
-    adapter: int,
-    tokenizer: Tokenizer,
-    config: AnswerConfig,
-) -> ServedModel:
-    return ServedModel(
-        named.name,
-        named.source.base,
-        batch,
-        adapter,
-        tokenizer,
-        make_chat(tokenizer, config.loading.chat_template_kwargs),
-        make_encoder(tokenizer),
-        frozenset(end_ids(tokenizer)),
-    )
+class AnswerScorer:
+    """The reward model of ``--reward``, on the base of the answering models where it is theirs."""
 
+    def __init__(self, config: AnswerConfig, served: Iterable[ServedModel]) -> None:
+        bases = {model.base_path: model.batch.base for model in served}
+        options = config.loading.model(config.reward)
+        self._scorer = Scorer(options, bases=bases)
+        self._chat = make_chat(self._scorer.tokenizer, config.loading.chat_template_kwargs)
+        self._lock = threading.Lock()
 
-def _limit(model: PreTrainedModel, asked: int) -> int:
-    positions = getattr(model.config, "max_position_embeddings", None) or NO_LIMIT
-    if asked > positions:
-        raise ValueError(
-            f"--max_seq_len {asked} is more than the {positions} positions of the model"
-        )
-    return asked or positions
+    def score(self, messages: Sequence[Message]) -> float | None:
+        """The score of the last message, an assistant's; None if the messages are too long.
+
+        Raises:
+            ValueError: if they cannot be scored.
+        """
+        row = parse_row(RawRow("messages", {"messages": list(messages)}))
+        *_, record = to_records(row, self._chat, "pairs")
+        with self._lock:
+            return self._scorer.scores([record])[0]

@@ -1,14 +1,19 @@
-"""Bodies of requests to OpenAI's interface, checked."""
+"""Bodies of requests for answers, in OpenAI's interface, and of votes, checked."""
 
+import errno
+import json
+import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dschat_lora.data.messages import Message, check_message
 from dschat_lora.generation.sampling import MIN_TEMPERATURE, Sampling
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import AnswerOptions
-from dschat_lora.serving.errors import ApiError, invalid
+from dschat_lora.serving.guard import ApiError, invalid
 from dschat_lora.serving.models import ServedModel
 
 MAX_CHOICES = 16
@@ -114,8 +119,18 @@ def text_request(
         raise invalid("prompt is missing", "prompt")
     several = prompt if isinstance(prompt, list) and not _is_tokens(prompt) else [prompt]
     _check_number(len(several))  # before any of them is tokenised
-    prompts = tuple(tuple(_tokens(each, model, words)) for each in several)
-    return _request(fields, model, prompts, config, default_tokens=16)
+    size = model.batch.base.get_input_embeddings().num_embeddings
+    prompts = []
+    for each in several:
+        if isinstance(each, str):
+            prompts.append(tuple(model.prompt_ids(each)))
+            continue
+        if not isinstance(each, list) or not _is_tokens(each):
+            raise invalid(f"prompt must be {words}, found {_shown(each)}", "prompt")
+        if not all(0 <= token < size for token in each):
+            raise invalid(f"tokens of prompt must be in [0, {size - 1}]", "prompt")
+        prompts.append(tuple(each))
+    return _request(fields, model, tuple(prompts), config, default_tokens=16)
 
 
 def checked_messages(messages: object, param: str = "messages") -> list[Message]:
@@ -148,7 +163,21 @@ def _request(
     stream_options = fields.take("stream_options", dict, "an object") or {}
     if stream_options and not stream:
         raise invalid("stream_options is for stream: true", "stream_options")
-    options = _options(fields, model, config, default_tokens=default_tokens)
+    limit = model.batch.limit
+    asked = fields.number("max_completion_tokens", 1, limit, whole=True)
+    asked = fields.number("max_tokens", 1, limit, whole=True) or asked
+    stop = fields.take("stop", (str, list), "text or a list of texts") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if len(stop) > _MAX_STOPS or not all(isinstance(each, str) and each for each in stop):
+        raise invalid(f"stop must be up to {_MAX_STOPS} texts, none empty", "stop")
+    options = AnswerOptions(
+        _sampling(fields, config),
+        asked or default_tokens or config.max_new_tokens,
+        stop=tuple(stop),
+        seed=fields.take("seed", int, "a whole number"),
+        strip=default_tokens is None,
+        cut=asked is None,
+    )
     fields.finish()
     usage = bool(stream_options.get("include_usage"))
     return AnswerRequest(model, prompts, options, n, stream, usage)
@@ -157,26 +186,6 @@ def _request(
 def _check_number(answers: int) -> None:
     if answers > MAX_CHOICES:
         raise invalid(f"{answers} answers are asked for, at most {MAX_CHOICES} are given")
-
-
-def _options(
-    fields: Fields, model: ServedModel, config: ServeConfig, *, default_tokens: int | None
-) -> AnswerOptions:
-    limit = model.batch.limit
-    asked = fields.number("max_completion_tokens", 1, limit, whole=True)
-    asked = fields.number("max_tokens", 1, limit, whole=True) or asked
-    stop = fields.take("stop", (str, list), "text or a list of texts") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if len(stop) > _MAX_STOPS or not all(isinstance(each, str) and each for each in stop):
-        raise invalid(f"stop must be up to {_MAX_STOPS} texts, none empty", "stop")
-    return AnswerOptions(
-        _sampling(fields, config),
-        asked or default_tokens or config.max_new_tokens,
-        stop=tuple(stop),
-        seed=fields.take("seed", int, "a whole number"),
-        strip=default_tokens is None,
-        cut=asked is None,
-    )
 
 
 def _sampling(fields: Fields, config: ServeConfig) -> Sampling:
@@ -214,17 +223,77 @@ def _is_tokens(prompt: list[object]) -> bool:
     return all(isinstance(each, int) and not isinstance(each, bool) for each in prompt)
 
 
-def _tokens(prompt: object, model: ServedModel, words: str) -> list[int]:
-    if isinstance(prompt, str):
-        return model.prompt_ids(prompt)
-    if not isinstance(prompt, list) or not _is_tokens(prompt):
-        raise invalid(f"prompt must be {words}, found {_shown(prompt)}", "prompt")
-    size = model.batch.base.get_input_embeddings().num_embeddings
-    if not all(0 <= token < size for token in prompt):
-        raise invalid(f"tokens of prompt must be in [0, {size - 1}]", "prompt")
-    return prompt
-
-
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+class VoteFile:
+    """A JSONL file with a row for each answer that another one was preferred to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+
+    def append(self, body: object) -> int:
+        """Write the rows of a vote, all or none; returns how many.
+
+        Raises:
+            ApiError: naming the field that is wrong.
+            OSError: if the file cannot be written.
+        """
+        rows = _vote_rows(body)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+", buffering=0) as file:
+                size = file.tell()
+                if size:  # a line that a crash left unfinished stays a line of its own
+                    file.seek(-1, os.SEEK_END)
+                    text = text if file.read(1) == b"\n" else f"\n{text}"
+                try:
+                    # A disk that is nearly full takes a part.
+                    if file.write(text.encode()) < len(text.encode()):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(size)
+                    raise
+        return len(rows)
+
+
+def _vote_rows(body: object) -> list[dict[str, Any]]:
+    """Rows of ``prompt``, ``chosen`` and ``rejected``, one for each answer that was not chosen.
+
+    Answers that are equal to the chosen one, or empty, say nothing and are left out.
+    """
+    fields = Fields(body)
+    prompt = checked_messages(fields.take("prompt", list, "a list of messages"), "prompt")
+    chosen_model, chosen = _model_and_text(fields.take("chosen", dict, "an object"), "chosen")
+    others = fields.take("rejected", list, "a list of objects") or []
+    fields.finish()
+    rejected = [_model_and_text(each, "rejected") for each in others]
+    rows = [
+        {
+            "prompt": prompt,
+            "chosen": [{"role": "assistant", "content": chosen}],
+            "rejected": [{"role": "assistant", "content": text}],
+            "chosen_model": chosen_model,
+            "rejected_model": model,
+        }
+        for model, text in rejected
+        if text.strip() and text.strip() != chosen.strip()
+    ]
+    if not chosen.strip():
+        raise invalid("an empty answer cannot be chosen", "chosen")
+    if not rows:
+        raise invalid("there is no other answer to compare with", "rejected")
+    return rows
+
+
+def _model_and_text(value: object, param: str) -> tuple[str, str]:
+    if isinstance(value, dict) and value.keys() == {"model", "content"}:
+        model, content = value["model"], value["content"]
+        if isinstance(model, str) and isinstance(content, str):
+            return model, content
+    raise invalid(f'{param} must be {{"model": TEXT, "content": TEXT}}', param)

@@ -1,13 +1,17 @@
 """The command lines of ``dschat-lora chat`` and ``dschat-lora serve``."""
 
+import os
+import socket
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 from dschat_lora.config.options import parse_config
+from dschat_lora.data.templates import read_chat_template
+from dschat_lora.runtime.checks import check_can_be_made, find_of_kind, settled_base_bits
 from dschat_lora.runtime.stage_main import late
-from dschat_lora.serving.address import listen
-from dschat_lora.serving.config import AnswerConfig, ChatConfig, ServeConfig
-from dschat_lora.serving.sources import check_answering, votes_path
+from dschat_lora.serving.config import AnswerConfig, ChatConfig, ServeConfig, find_models
 
 ConfigT = TypeVar("ConfigT", bound=AnswerConfig)
 _CHAT_EXAMPLES = """examples:
@@ -46,7 +50,11 @@ def serve(argv: Sequence[str]) -> None:
         examples=_SERVE_EXAMPLES,
     )
     votes = votes_path(config)
-    _require_server()
+    lacking = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if lacking:
+        raise ValueError(
+            f"dschat-lora serve needs {' and '.join(lacking)}: pip install 'dschat_lora[serve]'"
+        )
     with listen(config.host, config.port) as listening:  # before anything heavy is loaded
         late("serving.server:run_server")(config, votes, listening)
 
@@ -59,6 +67,7 @@ def _checked(
     program: str,
     examples: str,
 ) -> ConfigT:
+    """The options; models that are not there, or of the wrong kind, are refused."""
     try:
         config = parse_config(
             config_class,
@@ -71,15 +80,45 @@ def _checked(
     except ValueError as error:
         message = str(error).replace("--models is required", "OUT is missing: name a run")
         raise ValueError(message) from error
-    check_answering(config)
+    for each in find_models(config.models, with_base=True):
+        settled_base_bits(config.loading.base_bits, each.source)
+    if config.reward is not None:
+        find_of_kind(config.reward, ("SEQ_CLS",), option="--reward")
+    if config.loading.chat_template is not None:
+        read_chat_template(config.loading.chat_template)
     return config
 
 
-def _require_server() -> None:
-    from importlib.util import find_spec
+def votes_path(config: ServeConfig) -> Path:
+    """The file of ``--votes``.
 
-    lacking = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if lacking:
+    Raises:
+        ValueError: if it cannot be made.
+    """
+    if config.votes is not None:
+        path = Path(config.votes).expanduser()
+    else:
+        first = Path(config.models[0]).expanduser()
+        path = (first if first.is_dir() else Path()) / "votes.jsonl"
+    if path.is_dir():
+        raise ValueError(f"--votes {path} is a directory; give a file")
+    check_can_be_made(path.parent, option="votes")
+    return path
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ValueError: naming the options, if the address is not to be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:  # the second of what is no name of a host
+        # The socket's own text names the address once more.
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else str(error)
         raise ValueError(
-            f"dschat-lora serve needs {' and '.join(lacking)}: pip install 'dschat_lora[serve]'"
-        )
+            f"--host {host} --port {port} cannot be used: {reason}; --port 0 takes a free port"
+        ) from error

@@ -37,7 +37,7 @@ from dschat_lora.pipeline import run as pipeline
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime import stage_main
-from dschat_lora.serving import address
+from dschat_lora.serving import verbs
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 from helpers.step1 import write_adapter_config, write_jsonl
 
@@ -299,7 +299,7 @@ def _run(argv, outcome):
                 (experiment_lines, "launch_stage", reach),
                 (experiment_lines, "run_seeds", reach),
                 (pipeline, "alone", reach),
-                (address.socket, "create_server", listen),
+                (verbs.socket, "create_server", listen),
             ),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),

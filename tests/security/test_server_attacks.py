@@ -35,7 +35,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving.decoder import AnswerDecoder
     from dschat_lora.serving.server import make_service
 
     directory = tmp_path_factory.mktemp("runs")
@@ -46,7 +46,9 @@ def service(tmp_path_factory):
     found = make_service(config, directory / "votes.jsonl")
     models = {**found.models, "endless": endless(found.models["base"])}
     batches = {model.batch for model in models.values()}
-    return replace(found, models=models, decoder=Decoder(batches, max_batch_size=8, max_queue=99))
+    return replace(
+        found, models=models, decoder=AnswerDecoder(batches, max_batch_size=8, max_queue=99)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +241,10 @@ PATHS = ("/settings", "/v1/models", "//", "/./", "/healthz/", "/page.css/../sett
 @pytest.fixture(scope="module")
 def guarded(service):
     """The address of a server for other machines, which demands a token."""
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving.decoder import AnswerDecoder
 
     config = replace(service.config, token="secret", host="0.0.0.0")
-    decoder = Decoder([], max_batch_size=1, max_queue=1)
+    decoder = AnswerDecoder([], max_batch_size=1, max_queue=1)
     with running_server(replace(service, config=config, decoder=decoder)) as address:
         yield address
 
@@ -598,7 +600,7 @@ def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
     from transformers import PreTrainedTokenizerFast
 
     from dschat_lora.data.encoder import make_encoder
-    from dschat_lora.serving.plain_text import chat_ids
+    from dschat_lora.serving.text import chat_ids
 
     backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -614,7 +616,7 @@ def test_text_behind_a_typed_token_has_no_beginning_of_sequence():
 
     from data.hand_tokenizers import build_byte_tokenizer
     from dschat_lora.data.encoder import make_encoder
-    from dschat_lora.serving.plain_text import chat_ids
+    from dschat_lora.serving.text import chat_ids
 
     tokenizer = build_byte_tokenizer(bos=True)
     chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"])
@@ -639,14 +641,14 @@ MARKUP = (
 
 @pytest.mark.skipif(find_chromium() is None, reason="there is no chromium")
 def test_the_page_shows_markup_of_names_prompts_and_answers_as_text(service, monkeypatch, tmp_path):
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving.decoder import AnswerDecoder
 
     base = service.models["base"]
     models = {f"{n}{MARKUP}": replace(base, name=f"{n}{MARKUP}") for n in range(2)}
-    decoder = Decoder([base.batch], max_batch_size=4, max_queue=9)
+    decoder = AnswerDecoder([base.batch], max_batch_size=4, max_queue=9)
     texts = iter([f"first{MARKUP}", f"second{MARKUP}"])
     monkeypatch.setattr(
-        "dschat_lora.serving.text_stream.TextStream.add",
+        "dschat_lora.serving.text.TextStream.add",
         lambda self, token: "" if self._ids else (self._ids.append(token), next(texts))[1],
     )
     page = Page(tmp_path / "chromium")
@@ -688,7 +690,7 @@ def broken(service):
     """``broken(where, value)``: the server of models of which a weight is set to a value."""
     from contextlib import ExitStack
 
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving.decoder import AnswerDecoder
 
     with ExitStack() as stack:
 
@@ -699,7 +701,7 @@ def broken(service):
             stack.callback(weight.data.copy_, kept)
             weight.data[3] = value
             model = endless(service.models["base"])
-            decoder = Decoder([model.batch], max_batch_size=4, max_queue=9)
+            decoder = AnswerDecoder([model.batch], max_batch_size=4, max_queue=9)
             return stack.enter_context(
                 running_server(replace(service, models={"endless": model}, decoder=decoder))
             ), decoder
@@ -781,7 +783,7 @@ def test_any_exception_of_a_step_fails_its_batch_alone(served, service, monkeypa
 def test_an_unforeseen_error_is_answered_without_what_was_asked(
     address, service, monkeypatch, capfd
 ):
-    monkeypatch.setattr("dschat_lora.serving.app.chat_request", lambda *_: {}["a secret prompt"])
+    monkeypatch.setattr("dschat_lora.serving.server.chat_request", lambda *_: {}["a secret prompt"])
     status, answer = send(address, "POST", CHAT, WHOLE.encode())
     monkeypatch.undo()
     assert status == 500
@@ -793,17 +795,17 @@ def test_an_unforeseen_error_is_answered_without_what_was_asked(
 
 
 def test_a_decoder_that_ends_by_itself_ends_the_server(service, monkeypatch):
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving.decoder import AnswerDecoder
 
     model = endless(service.models["base"])
-    decoder = Decoder([model.batch], max_batch_size=1, max_queue=5)
+    decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
 
     def fail(self, batch, running):
         raise SystemExit("out of the blue")
 
     with running_server(replace(service, models={"endless": model}, decoder=decoder)) as address:
         assert send(address, "GET", "/healthz")[0] == 200
-        monkeypatch.setattr(Decoder, "_advance", fail)
+        monkeypatch.setattr(AnswerDecoder, "_advance", fail)
         body = json.dumps({"model": "endless", "prompt": "Hi"}).encode()
         status, answer = send(address, "POST", TEXT, body)
         assert (status, answer["error"]["code"]) == (503, "stopped")
@@ -815,14 +817,17 @@ def test_a_decoder_that_ends_by_itself_ends_the_server(service, monkeypatch):
 
 def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch, tmp_path):
     from dschat_lora.serving import server
-    from dschat_lora.serving.address import address_of, listen
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving.decoder import AnswerDecoder
+    from dschat_lora.serving.server import address_of
+    from dschat_lora.serving.verbs import listen
 
     model = endless(service.models["base"])
-    decoder = Decoder([model.batch], max_batch_size=1, max_queue=5)
+    decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
     own = replace(service, models={"endless": model}, decoder=decoder)
     monkeypatch.setattr(server, "make_service", lambda config, votes: own)
-    monkeypatch.setattr(Decoder, "_advance", lambda *_: (_ for _ in ()).throw(SystemExit("gone")))
+    monkeypatch.setattr(
+        AnswerDecoder, "_advance", lambda *_: (_ for _ in ()).throw(SystemExit("gone"))
+    )
     body = json.dumps({"model": "endless", "prompt": "Hi"}).encode()
     late = threading.Timer(30, signal.raise_signal, [signal.SIGINT])  # where it goes on
     late.start()
@@ -877,8 +882,8 @@ def test_a_body_that_does_not_come_is_given_up(address, monkeypatch):
 
 
 def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
-    from dschat_lora.serving import address as places
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving import verbs as places
+    from dschat_lora.serving.decoder import AnswerDecoder
 
     listen = places.listen
 
@@ -890,7 +895,7 @@ def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
     monkeypatch.setattr(places, "listen", listen_with_little_room)
     monkeypatch.setattr("dschat_lora.serving.server.CLIENT_SECONDS", 0.3)
     model = endless(service.models["base"])
-    decoder = Decoder([model.batch], max_batch_size=16, max_queue=0)
+    decoder = AnswerDecoder([model.batch], max_batch_size=16, max_queue=0)
     body = {"model": "endless", "prompt": "Hi", "stream": True, "n": 16, "max_tokens": 400}
     body = json.dumps(body).encode()
     own = replace(service, models={"endless": model}, decoder=decoder)

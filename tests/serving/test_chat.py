@@ -213,7 +213,7 @@ def test_serve_without_its_libraries_names_the_extra(refused, monkeypatch):
 
 
 def test_runs_of_one_name_are_numbered_and_their_parts_have_the_name_of_the_run(runs, tmp_path):
-    from dschat_lora.serving.sources import find_models, model_name
+    from dschat_lora.serving.config import find_models, model_name
 
     other = write_run(tmp_path / "a", seed=3)
     words = [str(runs["a"] / "adapter"), str(other), str(runs["b"])]
@@ -228,7 +228,7 @@ def test_runs_of_one_name_are_numbered_and_their_parts_have_the_name_of_the_run(
 
 def test_votes_go_beside_the_first_run(runs, tmp_path, monkeypatch):
     from dschat_lora.serving.config import ServeConfig
-    from dschat_lora.serving.sources import votes_path
+    from dschat_lora.serving.verbs import votes_path
 
     monkeypatch.chdir(tmp_path)
     assert votes_path(ServeConfig(models=(str(runs["a"]),))) == runs["a"] / "votes.jsonl"

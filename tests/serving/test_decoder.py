@@ -9,9 +9,9 @@ import torch
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import (
+    AnswerDecoder,
     AnswerOptions,
     BusyError,
-    Decoder,
     StoppedError,
     TooLongError,
 )
@@ -35,7 +35,7 @@ def models(runs):
 
 @pytest.fixture
 def decoder(models):
-    found = Decoder({m.batch for m in models.values()}, max_batch_size=3, max_queue=100)
+    found = AnswerDecoder({m.batch for m in models.values()}, max_batch_size=3, max_queue=100)
     found.start()
     yield found
     found.close()
@@ -46,7 +46,7 @@ def decoder(models):
 def slow(models):
     """A decoder of one answer at a time, and a model whose answers do not end."""
     model = endless(models["base"])
-    found = Decoder([model.batch], max_batch_size=1, max_queue=1)
+    found = AnswerDecoder([model.batch], max_batch_size=1, max_queue=1)
     found.start()
     yield found, model
     found.close()
@@ -154,7 +154,7 @@ def test_an_answer_without_a_wish_for_its_length_fills_the_model_at_most(slow):
 
 def test_closing_ends_each_answer_once(models):
     model = endless(models["base"])
-    decoder = Decoder([model.batch], max_batch_size=1, max_queue=5)
+    decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
     queues = [Queue() for _ in range(3)]
     decoder.start()
     for queue in queues:
@@ -171,7 +171,7 @@ def test_closing_ends_each_answer_once(models):
 
 def test_running_answers_may_end_within_the_patience(models):
     model = endless(models["base"])
-    decoder = Decoder([model.batch], max_batch_size=1, max_queue=5)
+    decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
     queue = Queue()
     decoder.start()
     decoder.submit(model, [5], AnswerOptions(LONG.sampling, 20), queue.put)

@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(runs):
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving.decoder import AnswerDecoder
     from dschat_lora.serving.server import make_service
 
     first = runs["a"]
@@ -49,7 +49,9 @@ def service(runs):
     found = make_service(config, first / "votes.jsonl")
     models = {**found.models, "endless": endless(found.models["base"])}
     batches = {model.batch for model in models.values()}
-    return replace(found, models=models, decoder=Decoder(batches, max_batch_size=32, max_queue=99))
+    return replace(
+        found, models=models, decoder=AnswerDecoder(batches, max_batch_size=32, max_queue=99)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -227,10 +229,10 @@ def test_a_client_that_leaves_ends_its_answer(address, service, monkeypatch, str
 
 
 def test_requests_beyond_the_queue_are_told_to_come_again(service):
-    from dschat_lora.serving.decoder import Decoder
+    from dschat_lora.serving.decoder import AnswerDecoder
 
     model = endless(service.models["base"])
-    decoder = Decoder([model.batch], max_batch_size=1, max_queue=0)
+    decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=0)
     with running_server(replace(service, models={"endless": model}, decoder=decoder)) as address:
         connection, _ = start_stream(address)
         body = {"model": "endless", "prompt": "Hello"}

@@ -1,0 +1,151 @@
+"""Text of a chat as tokens, where special tokens that a user typed stay text; tokens as text."""
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.messages import Message, content_text
+from dschat_lora.models.loading import Tokenizer
+
+_INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
+_MOST_TOKENS = 8  # of a character; bytes that make none are shown as such
+
+
+def chat_ids(
+    messages: Sequence[Message],
+    chat: Chat,
+    encoder: Encoder,
+    tokenizer: Tokenizer,
+    *,
+    most: int = 2**31,
+) -> list[int]:
+    """Tokens of messages up to the assistant's turn; only the template's special tokens are such.
+
+    Those that stand in a message, such as ``<|im_end|>``, would let it forge turns of others. They
+    are left out when the messages are rendered, and put in place as the tokens of their text.
+
+    Raises:
+        ValueError: if the chat template refuses the messages or changes their texts, the tokenizer
+            cannot read a special token as text, one is spelt over several parts of a content, or
+            there are more than ``most``.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token.content: number for number, token in added if token.special}
+    longest_first = sorted(special, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    mark = secrets.token_hex(8)  # that nobody knows
+    typed: list[str] = []
+
+    def hide(found: re.Match[str]) -> str:
+        typed.append(found[0])
+        return f"{mark}{len(typed) - 1};"
+
+    hidden = _mapped(list(messages), pattern, hide)
+    for message in hidden:
+        content = message.get("content")
+        if isinstance(content, list) and (found := pattern.search(content_text(content))):
+            raise ValueError(f"{found[0]!r} is spelt over several parts of a content")
+    if len(typed) > most:
+        raise ValueError(f"they hold {len(typed)} special tokens, more than the model has room for")
+    text = chat.render(hidden, add_generation_prompt=True)
+    if not typed:
+        return encoder.encode([text])[0]
+    first, *rest = re.split(f"{mark}([0-9]+);", text)
+    if len(rest) < 2 * len(typed):
+        raise ValueError(f"the chat template changes texts, in which {typed[0]!r} is no token")
+    as_text: dict[str, list[int]] = {}
+    for token in set(typed):
+        encoded = tokenizer(token, add_special_tokens=False, split_special_tokens=True)
+        as_text[token] = encoded["input_ids"]
+        if special[token] in as_text[token]:
+            raise ValueError(f"the tokenizer cannot read the special token {token!r} as text")
+    ids = encoder.encode([first])[0]
+    for number, part in zip(rest[::2], rest[1::2], strict=True):
+        ids += as_text[typed[int(number)]]
+        ids += encoder.encode_alone(part) if part else []
+    return ids
+
+
+def _mapped(value: Any, pattern: re.Pattern[str], hide: Callable[[re.Match[str]], str]) -> Any:
+    """The value with ``hide`` in the place of matches in all its texts."""
+    if isinstance(value, str):
+        return pattern.sub(hide, value)
+    if isinstance(value, list):
+        return [_mapped(each, pattern, hide) for each in value]
+    if isinstance(value, dict):
+        return {
+            pattern.sub(hide, str(name)): _mapped(each, pattern, hide)
+            for name, each in value.items()
+        }
+    return value
+
+
+class TextStream:
+    """Decodes tokens one by one; all pieces together are the text of all tokens at once.
+
+    Text is held back while it may be part of a character or the beginning of a stop string.
+
+    Args:
+        tokenizer: of the model; special tokens leave no text.
+        stop: strings that end the text, which are left out of it.
+        strip: leave out white space in front.
+
+    Attributes:
+        stopped: whether a stop string was met.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, strip: bool) -> None:
+        self._tokenizer, self._stop, self._strip = tokenizer, tuple(stop), strip
+        self._ids: list[int] = []
+        self._start = self._read = 0  # a token's text depends on those from ``start`` on
+        self._waiting = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that is certain after one more token."""
+        self._ids.append(token)
+        text = self._new_text()
+        if text.endswith(_INCOMPLETE) and len(self._ids) - self._read < _MOST_TOKENS:
+            return ""
+        self._take(text)
+        # What a stop string may begin with is held back.
+        held = 0
+        if not self.stopped:
+            longest = min(max(map(len, self._stop), default=1) - 1, len(self._waiting))
+            ends = (size for size in range(longest, 0, -1) if self._may_stop(size))
+            held = next(ends, 0)
+        cut = len(self._waiting) - held
+        text, self._waiting = self._waiting[:cut], self._waiting[cut:]
+        return text
+
+    def finish(self) -> str:
+        """The rest, when no token follows."""
+        if not self.stopped:
+            self._take(self._new_text())
+        text, self._waiting = self._waiting, ""
+        return text
+
+    def _may_stop(self, size: int) -> bool:
+        return any(stop.startswith(self._waiting[-size:]) for stop in self._stop)
+
+    def _new_text(self) -> str:
+        known, text = (
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            for ids in (self._ids[self._start : self._read], self._ids[self._start :])
+        )
+        return str(text[len(known) :])
+
+    def _take(self, text: str) -> None:
+        self._start, self._read = self._read, len(self._ids)
+        self._waiting += text
+        if self._strip:
+            self._waiting = self._waiting.lstrip()
+            self._strip = not self._waiting
+        found = [at for stop in self._stop if (at := self._waiting.find(stop)) >= 0]
+        if found:
+            self._waiting, self.stopped = self._waiting[: min(found)], True
