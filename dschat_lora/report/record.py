@@ -92,19 +92,9 @@ def package_versions() -> dict[str, str | None]:
 
 
 def environment() -> dict[str, Any]:
-    """Command, package versions, git commit and platform."""
-    return {
-        "command": [Path(sys.executable).name, *sys.argv],
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": package_versions(),
-        "git_commit": _git_commit(),
-        "platform": platform.platform(),
-    }
-
-
-def _git_commit() -> str | None:
-    """Commit of the checkout the package runs from; None outside one."""
-    try:
+    """Command, package versions, git commit of the checkout (None outside one) and platform."""
+    commit = None
+    with suppress(OSError, subprocess.TimeoutExpired):
         result = subprocess.run(
             ["git", "rev-parse", "HEAD"],
             cwd=Path(__file__).parent,
@@ -114,6 +104,11 @@ def _git_commit() -> str | None:
             timeout=5,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None
+        commit = result.stdout.strip() or None
+    return {
+        "command": [Path(sys.executable).name, *sys.argv],
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": package_versions(),
+        "git_commit": commit,
+        "platform": platform.platform(),
+    }

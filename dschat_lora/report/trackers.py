@@ -3,12 +3,13 @@
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import note
 
 # Of an output directory: what a tracker calls the run, so that a resumed one goes on in it.
@@ -112,7 +113,8 @@ class RunTracker:
     def begin(self, lines: Sequence[bytes], *, first: int) -> None:
         if self._run is not None:
             return  # it goes on
-        known = self._known_runs()
+        path = self.directory / TRACKERS_FILE
+        known = read_object(path)
         identity = known.get(self.name) if first else None
         start = {"wandb": _start_wandb, "trackio": _start_trackio}[self.name]
         own = identity or f"{self.directory.name or 'run'}-{uuid4().hex[:8]}"
@@ -123,23 +125,23 @@ class RunTracker:
                 f"--report_to {self.name} cannot begin a run: {' '.join(str(error).split())}"
                 + ("; WANDB_MODE=offline keeps it on the disk" if self.name == "wandb" else "")
             ) from error
-        path = self.directory / TRACKERS_FILE
         path.write_text(json.dumps({**known, self.name: own}) + "\n", encoding="utf-8")
         if identity is None:
             _replay(self, lines, first=0)
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        if not numbers:
-            return
-        self._call(lambda run: _LOG[self.name](run, step, dict(numbers)))
+        if numbers and self.name == "wandb":
+            self._try(lambda run: run.log({**numbers, "step": step}))
+        elif numbers:
+            self._try(lambda run: run.log(dict(numbers), step=step))
 
     def flush(self) -> None:
         """Both libraries write by themselves."""
 
     def close(self) -> None:
-        self._call(lambda run: run.finish())
+        self._try(lambda run: run.finish())
 
-    def _call(self, use: Any) -> None:
+    def _try(self, use: Callable[[Any], object]) -> None:
         if self._run is None:
             return
         try:
@@ -147,13 +149,6 @@ class RunTracker:
         except Exception as error:  # noqa: BLE001 - whatever a tracker lacks, training goes on
             self._run = None
             note(f"--report_to {self.name} failed and gets no more: {error!r}")
-
-    def _known_runs(self) -> dict[str, str]:
-        try:
-            known = json.loads((self.directory / TRACKERS_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return known if isinstance(known, dict) else {}
 
 
 def _start_wandb(identity: str, directory: Path, config: dict[str, Any]) -> Any:
@@ -186,12 +181,6 @@ def _start_trackio(identity: str, directory: Path, config: dict[str, Any]) -> An
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-
-
-_LOG: dict[str, Any] = {
-    "wandb": lambda run, step, numbers: run.log({**numbers, "step": step}),
-    "trackio": lambda run, step, numbers: run.log(numbers, step=step),
-}
 
 
 def make_trackers(

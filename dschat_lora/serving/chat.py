@@ -11,7 +11,6 @@ from typing import Any
 
 from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.data.messages import Message
-from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.terminal import is_terminal, log_once, note, write_text
 from dschat_lora.serving.config import ChatConfig
 from dschat_lora.serving.decoder import (
@@ -21,6 +20,7 @@ from dschat_lora.serving.decoder import (
     RunningAnswer,
     StoppedError,
     TooLongError,
+    sampling_of,
 )
 from dschat_lora.serving.models import AnswerScorer, ServedModel, open_models
 
@@ -184,16 +184,23 @@ class ChatSession:
         self._answer()
 
     def _answer(self) -> None:
+        config = self.config
+        options = AnswerOptions(
+            sampling_of(config.temperature, config.top_p, config.top_k),
+            config.max_new_tokens,
+            seed=config.seed,
+            strip=True,
+            cut=True,
+        )
         asked: list[tuple[Conversation, RunningAnswer, SimpleQueue[Piece]]] = []
         try:
             for each in self._conversations:
                 pieces: SimpleQueue[Piece] = SimpleQueue()
                 prompt = each.model.chat_ids(self._messages(each))
-                answer = self._decoder.submit(each.model, prompt, self._options(), pieces.put)
+                answer = self._decoder.submit(each.model, prompt, options, pieces.put)
                 asked.append((each, answer, pieces))
             for each, _, pieces in asked:
                 self._show(each, pieces)
-                self._show_reward(each)
         except TooLongError as error:
             self._forget_question()
             raise ValueError(f"{error}; /reset begins anew") from error
@@ -205,7 +212,7 @@ class ChatSession:
                 self._decoder.leave(answer)
 
     def _show(self, conversation: Conversation, pieces: "SimpleQueue[Piece]") -> None:
-        """Write an answer as it comes, and remember it, also where Ctrl-C stops it."""
+        """Write an answer as it comes, and its score; remember it, also where Ctrl-C stops it."""
         if len(self._conversations) > 1:
             write_text(f"{conversation.model.name}: ")
         text = ""
@@ -223,13 +230,10 @@ class ChatSession:
         write_text("\n")
         if piece.error is not None:
             note(f"error: {piece.error}")
-
-    def _show_reward(self, conversation: Conversation) -> None:
-        is_answered = conversation.messages and conversation.messages[-1]["role"] == "assistant"
-        if self._scorer is None or not is_answered:
-            return
-        score = self._scorer.score(self._messages(conversation))
-        log_once("(reward: too long)" if score is None else f"(reward {score:.3f})")
+        messages = self._messages(conversation)
+        if self._scorer is not None and messages and messages[-1]["role"] == "assistant":
+            score = self._scorer.score(messages)
+            log_once("(reward: too long)" if score is None else f"(reward {score:.3f})")
 
     def _forget_question(self) -> None:
         for each in self._conversations:
@@ -240,27 +244,6 @@ class ChatSession:
         system = self.config.system
         first = [{"role": "system", "content": system}] if system else []
         return [*first, *conversation.messages]
-
-    def _options(self) -> AnswerOptions:
-        config = self.config
-        return AnswerOptions(
-            sampling_of(config.temperature, config.top_p, config.top_k),
-            config.max_new_tokens,
-            seed=config.seed,
-            strip=True,
-            cut=True,
-        )
-
-
-def sampling_of(temperature: float, top_p: float, top_k: int) -> Sampling:
-    """Options of sampling; temperature 0 is greedy.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    if temperature == 0:
-        return Sampling(1, do_sample=False)
-    return Sampling(1, temperature=temperature, top_p=top_p, top_k=top_k)
 
 
 def run_chat(config: ChatConfig, read: Callable[[str], str] = input) -> None:

@@ -280,6 +280,17 @@ class AnswerDecoder:
                 running.pop()
 
 
+def sampling_of(temperature: float, top_p: float, top_k: int) -> Sampling:
+    """Options of sampling; temperature 0 is greedy.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if temperature == 0:
+        return Sampling(1, do_sample=False)
+    return Sampling(1, temperature=temperature, top_p=top_p, top_k=top_k)
+
+
 def fitting(model: ServedModel, prompt: Sequence[int], options: AnswerOptions) -> AnswerOptions:
     """The options, with no more tokens than the model has room for.
 

@@ -12,7 +12,7 @@ from typing import Any
 from dschat_lora.data.messages import Message, check_message
 from dschat_lora.generation.sampling import MIN_TEMPERATURE, Sampling
 from dschat_lora.serving.config import ServeConfig
-from dschat_lora.serving.decoder import AnswerOptions
+from dschat_lora.serving.decoder import AnswerOptions, sampling_of
 from dschat_lora.serving.guard import ApiError, invalid
 from dschat_lora.serving.models import ServedModel
 
@@ -193,17 +193,14 @@ def _sampling(fields: Fields, config: ServeConfig) -> Sampling:
     top_p = fields.number("top_p", 0, 1)
     top_k = fields.number("top_k", 0, 2**31, whole=True)
     temperature = config.temperature if temperature is None else float(temperature)
-    if temperature == 0:
-        return Sampling(1, do_sample=False)
-    if temperature < MIN_TEMPERATURE:
+    if 0 < temperature < MIN_TEMPERATURE:
         words = f"0 (greedy) or at least {MIN_TEMPERATURE:g}, found {temperature}"
         raise invalid(f"temperature must be {words}", "temperature")
     try:
-        return Sampling(
-            1,
-            temperature=temperature,
-            top_p=config.top_p if top_p is None else float(top_p),
-            top_k=config.top_k if top_k is None else top_k,
+        return sampling_of(
+            temperature,
+            config.top_p if top_p is None else float(top_p),
+            config.top_k if top_k is None else top_k,
         )
     except ValueError as error:
         raise invalid(str(error)) from error

@@ -133,8 +133,8 @@ def report_with(text):
     return render_report(text, [rlhf_run(text)], {text: table})
 
 
-def report_of(story):
-    html = render_report("a report", [story], {})
+def report_of(run):
+    html = render_report("a report", [run], {})
     return html, Document(html)
 
 
@@ -246,8 +246,8 @@ def test_nothing_is_fetched():
 
 
 def test_ids_are_unique_and_every_link_is_met():
-    stories = [rlhf_run("same"), rlhf_run("same"), RunData("other")]
-    document = Document(render_report("t", stories, {}))
+    runs = [rlhf_run("same"), rlhf_run("same"), RunData("other")]
+    document = Document(render_report("t", runs, {}))
     assert len(set(document.ids)) == len(document.ids)
     assert {"summary", "stage-0", "stage-1", "answers", "time"} <= set(document.ids)
     for attributes in document.of("a"):
@@ -540,9 +540,9 @@ def test_summary_tells_what_was_trained_and_holds_the_given_tables():
         "parameters": {"total": 1_300_000_000, "trainable": 13_000_000},
         "results": {"bleu before": 1.2577, "bleu after": 1.1083, "share": 0.5, "a after": "x"},
     }
-    story = RunData("nlg", facts, train=[{"step": 146, "time": 27.0, "epoch": 2.0}])
+    run = RunData("nlg", facts, train=[{"step": 146, "time": 27.0, "epoch": 2.0}])
     tables = {"held-out rows": (["", "before", "after"], [["rule score", "0.000", "0.807"]])}
-    text = Document(render_report("t", [story], tables)).text.split("Cost")[1]
+    text = Document(render_report("t", [run], tables)).text.split("Cost")[1]
     for part in (
         "LoRA of rank 8 on the bundled tiny model (13,000,000 of 1,300,000,000 parameters)",
         "146 optimizer steps, 2 epochs",
@@ -574,8 +574,8 @@ def test_operations_of_a_stage_are_the_sum_over_its_steps():
         {"step": 2, "time": 7.0, "step_seconds": 1.0, "tflops_per_device": "nan"},
         {"step": 3, "time": 10.0, "step_seconds": 4.0, "tflops_per_device": 0.25},
     ]
-    story = RunData("sft", {"world_size": 2}, train=lines)
-    assert story.phases == {
+    run = RunData("sft", {"world_size": 2}, train=lines)
+    assert run.phases == {
         "training": (7.0, pytest.approx(2 * (2.0 * 0.5 + 4.0 * 0.25) * 1e12)),
         "evaluation and other": (3.0, 0.0),
     }
@@ -583,8 +583,8 @@ def test_operations_of_a_stage_are_the_sum_over_its_steps():
 
 def test_phases_of_run_json_are_taken_as_they_are():
     phases = {"generation": {"seconds": 60, "flops": 1e12}, "training": {"seconds": 30}}
-    story = RunData("rlhf", {"phases": phases}, train=[{"step": 1, "time": 100.0}])
-    assert story.phases == {
+    run = RunData("rlhf", {"phases": phases}, train=[{"step": 1, "time": 100.0}])
+    assert run.phases == {
         "generation": (60.0, 1e12),
         "training": (30.0, 0.0),
         "evaluation and other": (10.0, 0.0),
@@ -667,35 +667,35 @@ def test_operations_in_words(flops, expected):
 # Files.
 
 
-def test_story_holds_what_the_run_left(tmp_path):
+def test_run_data_hold_what_the_run_left(tmp_path):
     record = {"stage": "sft", "config": {"seed": 1}, "throughput": {"steps": 3}}
     lines = [
         {"kind": "eval", "step": 0, "time": 0.5, "perplexity": 2.0},
         {"kind": "train", "step": 1, "time": 1.5, "loss": "nan"},
         {"kind": "event", "step": 1, "time": 1.5, "event": "warning", "message": "m"},
     ]
-    story = read_run(write_run(tmp_path / "run", record, lines))
-    assert story.name == "sft"
-    assert (story.config, story.part("throughput")) == ({"seed": 1}, {"steps": 3})
-    assert (story.train, story.evals, story.events) == ((lines[1],), (lines[0],), (lines[2],))
-    assert story.seconds == 1.5
-    assert story.notes == ()
+    run = read_run(write_run(tmp_path / "run", record, lines))
+    assert run.name == "sft"
+    assert (run.config, run.part("throughput")) == ({"seed": 1}, {"steps": 3})
+    assert (run.train, run.evals, run.events) == ((lines[1],), (lines[0],), (lines[2],))
+    assert run.seconds == 1.5
+    assert run.notes == ()
 
 
 def test_a_torn_last_line_is_told_and_the_others_are_drawn(tmp_path):
     lines = [{"kind": "train", "step": 1, "loss": 2.0}, {"kind": "train", "step": 2, "loss": 1.0}]
-    run = write_run(tmp_path / "run", {"stage": "sft"}, lines, tail='{"kind": "train", "st')
-    story = read_run(run)
-    assert len(story.train) == 2
-    _, document = report_of(story)
+    path = write_run(tmp_path / "run", {"stage": "sft"}, lines, tail='{"kind": "train", "st')
+    run = read_run(path)
+    assert len(run.train) == 2
+    _, document = report_of(run)
     assert "Loss: 2 \u2192 1" in document.text
-    assert f"{run / 'metrics.jsonl'}: lines that cannot be read: 1" in document.text
+    assert f"{path / 'metrics.jsonl'}: lines that cannot be read: 1" in document.text
 
 
 def test_missing_files_are_told(tmp_path):
-    story = read_run(tmp_path / "rlhf")
-    _, document = report_of(story)
-    assert story.name == "rlhf"
+    run = read_run(tmp_path / "rlhf")
+    _, document = report_of(run)
+    assert run.name == "rlhf"
     assert f"{tmp_path / 'rlhf' / 'run.json'} does not exist" in document.text
     assert f"{tmp_path / 'rlhf' / 'metrics.jsonl'} does not exist" in document.text
     assert "No curves: no metrics." in document.text
@@ -703,8 +703,8 @@ def test_missing_files_are_told(tmp_path):
 
 def test_runs_are_called_by_as_much_of_their_paths_as_tells_them_apart(tmp_path):
     runs = [tmp_path / "one" / "rlhf", tmp_path / "two" / "rlhf"]
-    assert [story.label for story in read_runs(runs)] == ["one/rlhf", "two/rlhf"]
-    assert [story.label for story in read_runs(runs[:1])] == ["rlhf"]
+    assert [run.label for run in read_runs(runs)] == ["one/rlhf", "two/rlhf"]
+    assert [run.label for run in read_runs(runs[:1])] == ["rlhf"]
 
 
 def test_checkpoints_on_the_disk_are_told_with_their_sizes(tmp_path):

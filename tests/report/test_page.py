@@ -15,16 +15,16 @@ BROWSER = "document.querySelector('.browser')"
 
 def tokens_run():
     """A run with warnings, held-out errors, responses with numbers of tokens; hostile texts."""
-    story = rlhf_run(ATTACK)
+    run = rlhf_run(ATTACK)
     evals = [
         {"step": step, "reward": step / 9, "reward_standard_error": 0.5, ATTACK: step}
         for step in (0, 10, 20, 30)
     ]
-    first, *others = story.rollouts
+    first, *others = run.rollouts
     numbers = {"tokens": [ATTACK, "b", "c"], "token_kl": [0.0, 2.0, -1.0]}
-    facts = {**story.facts, "stage": "rlhf", "status": "running"}
+    facts = {**run.facts, "stage": "rlhf", "status": "running"}
     rows = [{**first, **numbers, "response": "needle"}, *others]
-    return RunData("rlhf", facts, story.train, evals, story.events, rows, story.notes, label=ATTACK)
+    return RunData("rlhf", facts, run.train, evals, run.events, rows, run.notes, label=ATTACK)
 
 
 @pytest.fixture(scope="module")
