@@ -119,19 +119,17 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def _is_token_row(row: object) -> bool:
     if not isinstance(row, dict):
         return False
-    tokens, supervised, losses = (row.get(name) for name in ("tokens", "supervised", "loss"))
-    if not (isinstance(tokens, list) and isinstance(supervised, list) and isinstance(losses, list)):
+    columns = [row.get(name) for name in ("tokens", "supervised", "loss")]
+    lists = [each for each in columns if isinstance(each, list)]
+    if len(lists) < 3 or len(set(map(len, lists))) > 1:
         return False
-    return (
-        len(tokens) == len(supervised) == len(losses)
-        and all(isinstance(each, str) for each in tokens)
-        and all(
-            each is None
-            or isinstance(each, float)
-            or (isinstance(each, int) and abs(each) < HUGE)
-            or each in ("nan", "inf", "-inf")
-            for each in losses
-        )
+    tokens, _, losses = lists
+    return all(isinstance(each, str) for each in tokens) and all(
+        each is None
+        or isinstance(each, float)
+        or (isinstance(each, int) and abs(each) < HUGE)
+        or each in ("nan", "inf", "-inf")
+        for each in losses
     )
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from logging import ERROR, LogRecord, getLogger
+from logging import ERROR, getLogger
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,11 +92,7 @@ def hush_libraries() -> None:
     CPU, a package that nothing here needs.
     """
     for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
-        getLogger(name).addFilter(_is_error)
-
-
-def _is_error(record: LogRecord) -> bool:
-    return record.levelno >= ERROR
+        getLogger(name).addFilter(lambda record: record.levelno >= ERROR)
 
 
 def run_main(

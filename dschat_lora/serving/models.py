@@ -125,20 +125,13 @@ def _open_base(
         )
     pad_id = int(tokenizers[named[0].name].pad_token_id)
     batch = BaseBatch(model, SlotRows(mixed.eval(), rows, pad_id=pad_id), asked or positions)
-    return {
-        each.name: ServedModel(
-            each.name,
-            base,
-            batch,
-            numbers.get(each.name, 0),
-            tokenizer,
-            make_chat(tokenizer, config.loading.chat_template_kwargs),
-            make_encoder(tokenizer),
-            frozenset(end_ids(tokenizer)),
-        )
-        for each in named
-        for tokenizer in [tokenizers[each.name]]
-    }
+    served = {}
+    for name, tokenizer in tokenizers.items():
+        chat = make_chat(tokenizer, config.loading.chat_template_kwargs)
+        encoder, ends = make_encoder(tokenizer), frozenset(end_ids(tokenizer))
+        number = numbers.get(name, 0)
+        served[name] = ServedModel(name, base, batch, number, tokenizer, chat, encoder, ends)
+    return served
 
 
 def _adapted(

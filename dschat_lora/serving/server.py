@@ -5,9 +5,10 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -86,15 +87,8 @@ class Service:
     def _described(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.started, "owned_by": "dschat_lora"}
 
-    async def complete_chat(self, request: Request) -> Response:
-        """``/v1/chat/completions``."""
-        return await self._answer(request, "chat")
-
-    async def complete_text(self, request: Request) -> Response:
-        """``/v1/completions``."""
-        return await self._answer(request, "text")
-
-    async def _answer(self, request: Request, kind: Kind) -> Response:
+    async def answer(self, request: Request, kind: Kind) -> Response:
+        """``/v1/chat/completions`` and ``/v1/completions``."""
         body = await read_json(request)
         parse = chat_request if kind == "chat" else text_request
 
@@ -154,13 +148,13 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/models", service.list_models),
         Route("/v1/models/{name:path}", service.show_model),
-        Route("/v1/chat/completions", service.complete_chat, methods=["POST"]),
-        Route("/v1/completions", service.complete_text, methods=["POST"]),
+        Route("/v1/chat/completions", partial(service.answer, kind="chat"), methods=["POST"]),
+        Route("/v1/completions", partial(service.answer, kind="text"), methods=["POST"]),
         Route(HEALTH, service.health),
         Route("/settings", service.settings),
         Route("/score", service.score, methods=["POST"]),
         Route("/votes", service.vote, methods=["POST"]),
-        *(Route(path, _page(name)) for path, name in PAGE.items()),
+        *(Route(path, partial(_page_file, name=name)) for path, name in PAGE.items()),
     ]
     guard = Middleware(
         Guard,
@@ -178,13 +172,8 @@ def make_app(service: Service) -> Starlette:
     return app
 
 
-def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
-    path = Path(__file__).with_name("page") / name
-
-    async def respond(request: Request) -> Response:
-        return FileResponse(path, headers=_PAGE_HEADERS)
-
-    return respond
+async def _page_file(request: Request, name: str) -> Response:
+    return FileResponse(Path(__file__).with_name("page") / name, headers=_PAGE_HEADERS)
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:
