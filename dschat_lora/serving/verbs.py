@@ -1,9 +1,9 @@
 """The command lines of ``dschat-lora chat`` and ``dschat-lora serve``."""
 
+import importlib.util
 import os
 import socket
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,7 +50,7 @@ def serve(argv: Sequence[str]) -> None:
         examples=_SERVE_EXAMPLES,
     )
     votes = votes_path(config)
-    lacking = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    lacking = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if lacking:
         raise ValueError(
             f"dschat-lora serve needs {' and '.join(lacking)}: pip install 'dschat_lora[serve]'"
