@@ -16,13 +16,33 @@ ARROW_FILE = b"ARROW1"  # begins an Arrow file; a stream begins otherwise
 
 
 def parquet_batches(path: Path) -> Iterator[Any]:
-    """The record batches of a Parquet file."""
+    """The record batches of a Parquet file, of as many rows as its dictionaries allow.
+
+    No value is larger than its dictionary, and dictionaries of columns of lists, which may have
+    all their values in one row, are kept as such.
+    """
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        rows, kept = _bounds(path, file.metadata)
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=kept) as file:
-        yield from file.iter_batches(batch_size=rows)
+    rows, kept = ROWS_AT_A_TIME, set[str]()
+    with pyarrow.parquet.ParquetFile(path) as parquet, path.open("rb") as file:
+        for number in range(parquet.metadata.num_row_groups):
+            group, largest = parquet.metadata.row_group(number), 0
+            for column in map(group.column, range(group.num_columns)):
+                dictionary = 0
+                if column.dictionary_page_offset:
+                    file.seek(column.dictionary_page_offset)
+                    dictionary = _page_size(file.read(16))
+                elif "DELTA_BYTE_ARRAY" in column.encodings:  # shares beginnings, at most all
+                    file.seek(column.data_page_offset)
+                    dictionary = max(column.total_uncompressed_size, _page_size(file.read(16)))
+                if dictionary * column.num_values <= MOST_DECODED:
+                    continue
+                if "." in column.path_in_schema:
+                    kept.add(column.path_in_schema)
+                largest += dictionary
+            rows = min(rows, MOST_DECODED // max(largest, 1))
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(kept)) as parquet:
+        yield from parquet.iter_batches(batch_size=max(1, rows))
 
 
 def arrow_batches(path: Path) -> Iterator[Any]:
@@ -56,15 +76,13 @@ def rows_of(batch: Any, *, most: int) -> Iterator[dict[str, Any] | None]:
             yield None if _size(row) > most else row.to_pylist()[0]
 
 
-def _size(batch: Any) -> int:
-    """Bytes of the values of a record batch, each counted as often as it occurs."""
-    return sum(map(_array_size, batch.columns))
-
-
-def _array_size(array: Any) -> int:
+def _size(array: Any) -> int:
+    """Bytes of the values of an array or a record batch, each counted as often as it occurs."""
     import pyarrow.compute as pc
     from pyarrow import types
 
+    if hasattr(array, "columns"):
+        return sum(map(_size, array.columns))
     kind = array.type
     own = 8 * len(array)
     if types.is_dictionary(kind):
@@ -72,48 +90,21 @@ def _array_size(array: Any) -> int:
         if types.is_string(values.type) or types.is_large_string(values.type):
             lengths = pc.binary_length(values).take(array.indices)
             return own + (pc.sum(lengths).as_py() or 0)
-        return own + len(array) * _array_size(values)
+        return own + len(array) * _size(values)
     if types.is_struct(kind):
-        return own + sum(map(_array_size, array.flatten()))
+        return own + sum(map(_size, array.flatten()))
     if types.is_fixed_size_list(kind):
-        return own + _array_size(array.flatten())
+        return own + _size(array.flatten())
     if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
         start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
         inner = (array.keys, array.items) if types.is_map(kind) else (array.values,)
-        return own + sum(_array_size(each.slice(start, stop - start)) for each in inner)
+        return own + sum(_size(each.slice(start, stop - start)) for each in inner)
     if str(kind) in ("string_view", "binary_view"):
         views = memoryview(array.buffers()[1]).cast("B").cast("i")
         return own + sum(views[4 * array.offset : 4 * (array.offset + len(array)) : 4])
     if "view" in str(kind) or "run_end_encoded" in str(kind):
         raise ValueError(f"columns of the type {kind} are not read")
     return own + int(array.nbytes)
-
-
-def _bounds(path: Path, metadata: Any) -> tuple[int, list[str]]:
-    """Rows to decode at a time, and columns whose dictionaries are to be kept as such.
-
-    No value is larger than its dictionary. A column of lists may have all its values in one row.
-    """
-    rows, kept = ROWS_AT_A_TIME, set[str]()
-    with path.open("rb") as file:
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            largest = 0
-            for column in map(group.column, range(group.num_columns)):
-                dictionary = 0
-                if column.dictionary_page_offset:
-                    file.seek(column.dictionary_page_offset)
-                    dictionary = _page_size(file.read(16))
-                elif "DELTA_BYTE_ARRAY" in column.encodings:  # shares beginnings, at most all
-                    file.seek(column.data_page_offset)
-                    dictionary = max(column.total_uncompressed_size, _page_size(file.read(16)))
-                if dictionary * column.num_values <= MOST_DECODED:
-                    continue
-                if "." in column.path_in_schema:
-                    kept.add(column.path_in_schema)
-                largest += dictionary
-            rows = min(rows, MOST_DECODED // max(largest, 1))
-    return max(1, rows), sorted(kept)
 
 
 def _page_size(header: bytes) -> int:

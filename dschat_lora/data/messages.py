@@ -5,8 +5,6 @@ from typing import Any
 from dschat_lora.data.readers import RowError
 
 Message = dict[str, Any]
-
-
 # Types of parts that are no text, as chat templates and OpenAI's interface call them.
 _NO_TEXT = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 
@@ -32,8 +30,15 @@ def check_message(location: str, name: str, message: object) -> None:
     if not isinstance(message["role"], str):
         kind = type(message["role"]).__name__
         raise RowError(location, f"{name}: 'role' must be text, found {kind}")
-    if calls is not None:
-        _check_calls(location, name, calls)
+    is_list = calls is None or isinstance(calls, list)
+    if not is_list or not all(
+        isinstance(call, dict) and isinstance(called_function(call).get("name"), str)
+        for call in calls or ()
+    ):
+        form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+        raise RowError(
+            location, f"{name}: 'tool_calls' must be a list of {form}, found {calls!s:.200}"
+        )
     if not (calls and message.get("content") is None):
         _check_content(location, name, message["content"])
         said = content_text(message["content"])
@@ -62,18 +67,6 @@ def _check_content(location: str, name: str, content: object) -> None:
             found = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
             form = '{"type": "text", "text": ...}'
             raise RowError(location, f"{where} must be {form}, found {found}")
-
-
-def _check_calls(location: str, name: str, calls: object) -> None:
-    valid = isinstance(calls, list) and all(
-        isinstance(call, dict) and isinstance(called_function(call).get("name"), str)
-        for call in calls
-    )
-    if not valid:
-        form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
-        raise RowError(
-            location, f"{name}: 'tool_calls' must be a list of {form}, found {calls!s:.200}"
-        )
 
 
 def called_function(call: dict[str, Any]) -> dict[str, Any]:

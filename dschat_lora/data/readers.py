@@ -71,7 +71,7 @@ class Line:
 
     location: str
     text: bytes
-    parse: Callable[[str, str], RawRow]
+    parse: Callable[[str], object]  # its value
 
     @property
     def size(self) -> int:
@@ -82,7 +82,7 @@ class Line:
         """The row, with a ``problem`` if the line cannot be read."""
         try:
             # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
-            return self.parse(self.location, self.text.decode("utf-8-sig"))
+            return _object_row(self.location, self.parse(self.text.decode("utf-8-sig")))
         except UnicodeDecodeError as error:
             problem = f"not UTF-8 (byte {error.start + 1} of the line)"
         except json.JSONDecodeError as error:
@@ -154,7 +154,7 @@ def count_rows(sources: Sequence[Source]) -> int | None:
 
 def _iter_unread_file(path: Path) -> Iterator[RawRow | Line]:
     readers: dict[str, Callable[[Path], Iterator[RawRow | Line]]] = {
-        ".jsonl": partial(_iter_lines, parse=_json_row),
+        ".jsonl": partial(_iter_lines, parse=_parse_json),
         ".json": _iter_json,
         ".txt": _iter_txt,
         ".csv": _iter_csv,
@@ -203,12 +203,8 @@ def load_hub(source: Source) -> "Dataset":
         ) from error
 
 
-def _json_row(location: str, line: str) -> RawRow:
-    return _object_row(location, _DECODE(line))
-
-
-def _e2e_row(location: str, line: str) -> RawRow:
-    return RawRow(location, e2e_row(line))
+def _parse_json(line: str) -> object:
+    return _DECODE(line)
 
 
 def _iter_txt(path: Path) -> Iterator[RawRow | Line]:
@@ -216,7 +212,7 @@ def _iter_txt(path: Path) -> Iterator[RawRow | Line]:
     with _open(path) as file:
         first = next((line for line in _Lines(path, file) if line.strip()), b"")
     if b"||" in first:
-        yield from _iter_lines(path, _e2e_row)
+        yield from _iter_lines(path, e2e_row)
         return
     with _open(path) as file:
         data = file.read(MOST_ROW + 1)
@@ -272,7 +268,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _iter_lines(path: Path, parse: Callable[[str, str], RawRow]) -> Iterator[Line]:
+def _iter_lines(path: Path, parse: Callable[[str], object]) -> Iterator[Line]:
     with _open(path) as file:
         lines = _Lines(path, file)
         for line in lines:

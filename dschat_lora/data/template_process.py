@@ -63,7 +63,16 @@ class TemplateProcess:
     def _ask(self, line: bytes) -> dict[str, Any]:
         """The reply; empty if a bound is exceeded. If it ends otherwise, it is asked once more."""
         for _ in range(2):
-            process = self._process or self._start()
+            if self._process is None:
+                path = json.dumps([each or os.getcwd() for each in sys.path])
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", _START, path],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is not for it
+                )
+            process = self._process
             assert process.stdin is not None
             assert process.stdout is not None
             reply = b""
@@ -84,17 +93,6 @@ class TemplateProcess:
             if process.returncode == -signal.SIGPROF:
                 return {}
         return {"error": f"the process that renders it ended with {process.returncode}"}
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        path = [each or os.getcwd() for each in sys.path]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, json.dumps(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not for it
-        )
-        return self._process
 
 
 _processes: dict[int, TemplateProcess] = {}
@@ -157,27 +155,17 @@ def _bounded(wall_seconds: float = 0) -> Iterator[None]:
     What takes too long ends the process, or raises where :func:`render_here` said so; there a
     single operation of Python's own that takes ``wall_seconds`` ends the process.
     """
+    before = most, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if os.path.exists("/proc/self/statm"):  # on Linux
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        most = min([used + MEMORY, *(each for each in before if each >= 0)])  # below 0: no limit
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.setitimer(signal.ITIMER_REAL, wall_seconds)
     try:
-        with _bounded_memory():
-            yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-@contextmanager
-def _bounded_memory() -> Iterator[None]:
-    if not os.path.exists("/proc/self/statm"):  # not on Linux
-        yield
-        return
-    with open("/proc/self/statm", encoding="ascii") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    most = min([used + MEMORY, *(each for each in before if each >= 0)])  # below 0: no limit
-    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)

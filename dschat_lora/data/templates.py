@@ -135,7 +135,12 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
         for content in ({}, silent):
             said = {**content, "role": "assistant", "tool_calls": [call]}
             calls[form, bool(content)] = rendered(question, said)
-    good = {key for key, text in calls.items() if PROBE in text and not _is_quoted(text)}
+    # Not where arguments were written as a text in quotes, their own ones escaped.
+    good = {
+        key
+        for key, text in calls.items()
+        if (at := text.rfind(PROBE)) >= 0 and '\\"' not in text[max(0, at - 2) : at + 3]
+    }
     forms = {form for form, _ in good}
     return TemplateFacts(
         takes_text,
@@ -179,9 +184,3 @@ def _fit_call(call: dict[str, Any], facts: TemplateFacts) -> dict[str, Any]:
 
 def _behind(text: str) -> str:
     return text.rpartition(PROBE)[2] if PROBE in text else ""
-
-
-def _is_quoted(text: str) -> bool:
-    """Whether arguments were written as a text in quotes, their own ones escaped."""
-    at = text.rindex(PROBE)
-    return '\\"' in text[max(0, at - 2) : at + 3]

@@ -100,7 +100,13 @@ def _tokenize_sample(
         pieces[-1] = ended(pieces[-1], rule.eos_id)
     length, is_text = sum(map(len, pieces)), record.kind == "text"
     if length > rule.max_seq_len and is_text and rule.overlong == "split":
-        first, *rest = _split_text([*chain.from_iterable(pieces)], rule.max_seq_len)
+        tokens, size = np.array([*chain.from_iterable(pieces)], dtype=np.int32), rule.max_seq_len
+        # Each piece after the first begins with the last token of the one before it, as context.
+        cuts = [tokens[start : start + size] for start in range(0, length - 1, size - 1)]
+        first, *rest = (
+            SequenceSample(ids, np.where(np.arange(len(ids)) > 0, ids, IGNORE_INDEX))
+            for ids in cuts
+        )
         return Tokenized(first, length, doubled_bos=doubled, is_text=True, rest=tuple(rest))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
@@ -227,15 +233,3 @@ def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule)
         if not (span.target or on_prompt):
             labels[start:end] = IGNORE_INDEX
     return SequenceSample(input_ids[: rule.max_seq_len], labels[: rule.max_seq_len])
-
-
-def _split_text(tokens: Sequence[int], size: int) -> list[SequenceSample]:
-    """Pieces of up to ``size`` tokens, of which every token but the first is learnt once.
-
-    Each piece after the first begins with the last token of the one before it, as context.
-    """
-    starts = range(0, len(tokens) - 1, size - 1)
-    pieces = (np.array(tokens[start : start + size], dtype=np.int32) for start in starts)
-    return [
-        SequenceSample(ids, np.where(np.arange(len(ids)) > 0, ids, IGNORE_INDEX)) for ids in pieces
-    ]
