@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from dschat_lora import __version__
-from dschat_lora.api import command_lines, experiment_lines
+from dschat_lora.api import command_lines
 from dschat_lora.config.options import chosen_verb, fail
 from dschat_lora.pipeline import file_verbs, stage_verbs
 from dschat_lora.report.terminal import log_once
@@ -63,8 +63,8 @@ VERBS = {
         for name, summary in command_lines.SUMMARIES.items()
     },
     **{
-        name: Verb(summary, partial(experiment_lines.experiment, name))
-        for name, summary in experiment_lines.SUMMARIES.items()
+        name: Verb(summary, partial(command_lines.experiment, name))
+        for name, summary in command_lines.EXPERIMENTS.items()
     },
     "pipeline": Verb("run all stages of a YAML file, or go on", stage_verbs.pipeline),
     "demo": Verb("train on the bundled model and data, show what changed", command_lines.demo),

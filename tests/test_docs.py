@@ -24,8 +24,12 @@ from dschat_lora.config.verbs import (
     PushConfig,
 )
 from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
-from dschat_lora.experiments.nlg.scorer_files import FormatConfig
+from dschat_lora.experiments.nlg.config import (
+    DecodeConfig,
+    EvaluateConfig,
+    FormatConfig,
+    NlgConfig,
+)
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 

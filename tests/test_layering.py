@@ -90,12 +90,12 @@ FLOORS = [
         "experiments.glue": Room(
             "algos checkpoint config data engine lora models report runtime",
             "datasets numpy scipy sklearn torch transformers",
-            "config data tasks validation",
+            "config data validation",
         ),
         "experiments.nlg": Room(
             "algos checkpoint config data engine generation lora models report runtime supervised",
             "nltk pycocoevalcap sacrebleu torch",
-            "config optim_config original predictions scorer_files validation",
+            "config predictions validation",
         ),
         "pipeline": Room(
             "algos assets checkpoint config data engine generation lora models perf report rl"
@@ -114,8 +114,8 @@ FLOORS = [
             "algos checkpoint config data engine experiments.glue experiments.nlg generation lora"
             " models pipeline report rl runtime supervised",
             "IPython numpy torch",
-            "command_lines experiment_lines inputs notebook notebook_html process rewards runs"
-            " signatures stages trainer_options verbs",
+            "command_lines inputs notebook notebook_html process rewards runs signatures stages"
+            " trainer_options verbs",
         ),
     },
     {
@@ -144,7 +144,7 @@ SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score
 # These load the heavy parts of a verb when it runs.
 VERBS = {
     *("pipeline.file_verbs", "pipeline.stage_verbs", "serving.verbs"),
-    *("api.command_lines", "api.experiment_lines", "api.inputs", "api.rewards", "api.stages"),
+    *("api.command_lines", "api.inputs", "api.rewards", "api.stages"),
     *("api.trainer_options", "api.verbs"),
 }
 # Other packages' chatter is turned off where they are imported.

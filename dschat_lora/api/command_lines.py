@@ -1,20 +1,46 @@
-"""The command lines of what the Python API does: stages, the verbs of its names, and the demo."""
+"""The command lines of what trains and of what the Python API does.
 
-from collections.abc import Sequence
+Those are the stages, the papers' experiments, the verbs of the API's names, and the demo.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from dschat_lora.api import stages, verbs
 from dschat_lora.config.groups import RunConfig
-from dschat_lora.config.options import parse_config, typed_options
+from dschat_lora.config.options import chosen_verb, flatten, parse_config, typed_options
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EXAMPLES, EvalConfig, GenerateConfig, MergeConfig
+from dschat_lora.experiments.glue.config import GlueConfig
+from dschat_lora.experiments.glue.validation import check_glue, fix_environment
+from dschat_lora.experiments.nlg.config import (
+    DecodeConfig,
+    EvaluateConfig,
+    FormatConfig,
+    NlgConfig,
+)
+from dschat_lora.experiments.nlg.predictions import run_format, scorer_arguments
+from dschat_lora.experiments.nlg.validation import (
+    check_decode,
+    check_evaluate,
+    check_format,
+    check_training,
+)
 from dschat_lora.pipeline.file_verbs import parsed_config
-from dschat_lora.pipeline.launch import launch_stage, split_launcher_options
+from dschat_lora.pipeline.launch import (
+    launch_command,
+    launch_stage,
+    launcher_command,
+    run_or_end,
+    split_launcher_options,
+)
 from dschat_lora.pipeline.recipe import options_of_stage
 from dschat_lora.pipeline.stages import STAGES, planned_card
 from dschat_lora.pipeline.validation import check_stage
+from dschat_lora.runtime.seeds import run_seeds
 from dschat_lora.runtime.stage_main import exits, late, run_main
 from dschat_lora.runtime.validation import check_audit, check_generate
 
@@ -23,6 +49,10 @@ SUMMARIES = {
     "reward": "Step 2: a reward model from pairs of answers",
     "dpo": "DPO, ORPO, SimPO or KTO: a policy without a reward model",
     "rlhf": "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
+}
+EXPERIMENTS = {
+    "nlg": "GPT-2 puts data into words: train, decode, format or evaluate",
+    "glue": "GLUE with RoBERTa or DeBERTa-v2",
 }
 _PROCESSES = """
 
@@ -63,6 +93,86 @@ def stage(name: str, argv: list[str]) -> None:
     config: Any = parse_config(STAGES[name].config, rest, program=program, read_file=read_file)
     check_stage(name, typed_options(config), launcher.processes)
     launch_stage(name, launcher, rest)
+
+
+def run_nlg(
+    argv: Sequence[str],
+    *,
+    description: str | None = None,
+    program: str | None = None,
+    command: Sequence[str] | None = None,
+) -> None:
+    """The main function of GPT-2 on tables of data: train, decode, format or evaluate.
+
+    ``beam`` is another name of decode; decode with ``--sample_file``, as the original's
+    ``gpt2_decode.py`` has it, is format. ``command`` starts each run of ``--seeds``.
+    """
+    verb, argv = chosen_verb(argv, ("train", "decode", "beam", "format", "evaluate"))
+    if verb == "decode" and any(word.startswith("--sample_file") for word in argv):
+        verb = "format"
+    if verb == "evaluate":
+        argv = scorer_arguments(argv)
+    run = partial(run_main, description=description, argv=argv, program=program)
+    if verb == "train":
+        main_function = exits(late("experiments.nlg.train:run_training"))
+        run(NlgConfig, check_training, _once_or_by_seeds("nlg", main_function, command))
+    elif verb in ("decode", "beam"):
+        run(DecodeConfig, check_decode, late("experiments.nlg.decode:run_decode"))
+    elif verb == "format":
+        run(FormatConfig, check_format, run_format)
+    else:
+        run(EvaluateConfig, check_evaluate, late("experiments.nlg.evaluate:run_evaluate"))
+
+
+def run_glue(
+    argv: Sequence[str],
+    *,
+    description: str | None = None,
+    program: str | None = None,
+    command: Sequence[str] | None = None,
+) -> None:
+    """The main function of GLUE; ``command`` starts each run of ``--seeds``."""
+    fix_environment()
+
+    def run_once(config: GlueConfig) -> None:
+        # A dry run does without the seconds that the imports of training take.
+        if config.dry_run:
+            late("experiments.glue.validation:describe_plan")(config)
+        else:
+            late("experiments.glue.train:run_glue")(config)
+
+    run = _once_or_by_seeds("glue", exits(run_once), command)
+    run_main(GlueConfig, check_glue, run, description=description, argv=argv, program=program)
+
+
+def _once_or_by_seeds(
+    name: str, run_once: Callable[..., None], command: Sequence[str] | None
+) -> Callable[[Any], None]:
+    """What a checked config is given to: one run, or as many as ``--seeds`` says."""
+    prefix = command or (sys.executable, "-m", "dschat_lora", name)
+
+    def run(config: GlueConfig | NlgConfig) -> None:
+        if config.seeds > 1 and not flatten(config)["dry_run"]:
+            run_seeds(config, name=name, prefix=prefix, run=run_or_end)
+        else:
+            run_once(config)
+
+    return run
+
+
+def experiment(name: str, argv: list[str]) -> None:
+    """The experiment of a paper in this process, or in those that the launcher starts.
+
+    Of several seeds each run has processes of the launcher.
+    """
+    launcher, rest = split_launcher_options(argv)
+    command = None
+    if launcher is not None:
+        command = launch_command(name, launcher, (), program=launcher_command())
+        if not any(word.split("=")[0] == "--seeds" for word in rest):
+            launch_stage(name, launcher, rest)
+    texts = {"description": f"{EXPERIMENTS[name]}.", "program": f"dschat-lora {name}"}
+    {"nlg": run_nlg, "glue": run_glue}[name](rest, **texts, command=command)
 
 
 def plan(argv: list[str]) -> None:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from dschat_lora import __main__ as program
-from dschat_lora.api import command_lines, experiment_lines
+from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
@@ -31,8 +31,12 @@ from dschat_lora.config.verbs import (
     PushConfig,
 )
 from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.nlg.config import DecodeConfig, EvaluateConfig, NlgConfig
-from dschat_lora.experiments.nlg.scorer_files import FormatConfig
+from dschat_lora.experiments.nlg.config import (
+    DecodeConfig,
+    EvaluateConfig,
+    FormatConfig,
+    NlgConfig,
+)
 from dschat_lora.pipeline import run as pipeline
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
@@ -296,8 +300,7 @@ def _run(argv, outcome):
                 (sys, "argv", ["dschat-lora", *argv]),
                 (stage_main, "_import", import_late),
                 (command_lines, "launch_stage", reach),
-                (experiment_lines, "launch_stage", reach),
-                (experiment_lines, "run_seeds", reach),
+                (command_lines, "run_seeds", reach),
                 (pipeline, "alone", reach),
                 (verbs.socket, "create_server", listen),
             ),

@@ -21,7 +21,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.data.cache import file_digest
 from dschat_lora.data.prepare import prepare
-from dschat_lora.experiments.glue.checkpoints import check_pickles
+from dschat_lora.experiments.glue.callback import check_pickles
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_lora.checkpoint.lora_only import read_lora_only
-from dschat_lora.experiments.nlg.metrics import chosen
+from dschat_lora.experiments.nlg.evaluate import chosen_metrics
 from helpers.launcher import ROOT
 from helpers.restaurants import save_base, write_data
 from helpers.step1 import metrics
@@ -182,7 +182,7 @@ def test_texts_are_judged_by_every_metric(texts, command):
     argv = ["evaluate", "--predictions", "one.jsonl", "--output_path", "scores.json"]
     shown = command(*argv)
     scores = json.loads((texts / "scores.json").read_text())["metrics"]
-    assert list(scores) == list(chosen("e2e"))
+    assert list(scores) == list(chosen_metrics("e2e"))
     for name, score in scores.items():
         assert math.isfinite(score["value"])
         assert f"{name} " in shown

@@ -10,7 +10,7 @@ from transformers.activations import get_activation
 AdapterType = Literal["houlsby", "pfeiffer"]
 
 
-class Adapter(nn.Module):
+class BottleneckAdapter(nn.Module):
     """``(x, residual) -> residual + B act(A x)``, with A and B linear layers with biases."""
 
     def __init__(self, features: int, size: int, activation: str) -> None:
@@ -40,7 +40,7 @@ class AdaptedOutput(nn.Module):
         self.dropout = base.get_submodule("dropout")
         features = len(self.LayerNorm.get_parameter("weight"))
         self.kind = kind
-        self.adapter = Adapter(features, size, "swish" if kind == "houlsby" else "relu")
+        self.adapter = BottleneckAdapter(features, size, "swish" if kind == "houlsby" else "relu")
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """(..., in) of the block's inside and (..., features) of its input -> (..., features)."""

@@ -3,28 +3,41 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dschat_lora.data.readers import RawRow, RowError, iter_file
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.tasks import GlueTask
+from dschat_lora.experiments.glue.config import GlueConfig, GlueTask
 
 HUB_NAME = "nyu-mll/glue"
-#: the parts of a task, and the option that names a file of each
-SPLIT_OPTIONS = {
-    "train": "train_file",
-    "validation": "validation_file",
-    "validation_mismatched": "validation_mismatched_file",
-    "test": "test_file",
-    "test_mismatched": "test_mismatched_file",
-}
-# Names of the parts in GLUE's download; MNLI alone has two kinds of each but the first.
-_STEMS = {
-    "train": ("train",),
-    "validation": ("dev_matched", "dev", "validation_matched", "validation"),
-    "validation_mismatched": ("dev_mismatched", "validation_mismatched"),
-    "test": ("test_matched", "test"),
-    "test_mismatched": ("test_mismatched",),
+
+
+class Split(NamedTuple):
+    """A part of a task."""
+
+    option: str  # that names a file of it
+    stems: tuple[str, ...]  # names of its file in GLUE's download and in others
+    way_out: str  # what to do without one
+
+
+# MNLI alone has two kinds of each but the first.
+SPLITS = {
+    "train": Split("train_file", ("train",), "evaluate alone with --no-do_train"),
+    "validation": Split(
+        "validation_file",
+        ("dev_matched", "dev", "validation_matched", "validation"),
+        "leave evaluation out with --no-do_eval",
+    ),
+    "validation_mismatched": Split(
+        "validation_mismatched_file",
+        ("dev_mismatched", "validation_mismatched"),
+        "name files one by one with --validation_file",
+    ),
+    "test": Split("test_file", ("test_matched", "test"), "leave out --do_predict"),
+    "test_mismatched": Split(
+        "test_mismatched_file",
+        ("test_mismatched",),
+        "name files one by one with --test_file",
+    ),
 }
 _SUFFIXES = (".tsv", ".jsonl", ".json", ".csv", ".parquet")
 
@@ -66,27 +79,36 @@ def find_files(config: GlueConfig) -> dict[str, Path | None]:
     Raises:
         ValueError: naming the option, if a file is missing or the options contradict each other.
     """
-    named = {split: getattr(config, option) for split, option in SPLIT_OPTIONS.items()}
-    given = [SPLIT_OPTIONS[split] for split, value in named.items() if value is not None]
+    named = {split: getattr(config, SPLITS[split].option) for split in SPLITS}
+    given = [SPLITS[split].option for split, value in named.items() if value is not None]
     if config.task_name != "mnli" and (odd := [each for each in given if "mismatched" in each]):
         raise ValueError(f"--{odd[0]} is for --task_name mnli, not {config.task_name}")
     if config.data_dir is not None:
         if given:
             raise ValueError(f"--data_dir and --{given[0]} both say where rows are; give one")
         return {split: _in_directory(config, split) for split in split_names(config)}
-    if not given:
-        return dict.fromkeys(split_names(config))
     files: dict[str, Path | None] = {}
     for split in split_names(config):
-        value = named[split]
-        if value is not None:
-            files[split] = _existing(value, SPLIT_OPTIONS[split])
+        value, option = named[split], SPLITS[split].option
+        if not given:
+            files[split] = None
+        elif value is not None:
+            files[split] = _existing(value, option)
         elif not split.endswith("_mismatched"):
             raise ValueError(
-                f"--{SPLIT_OPTIONS[split]} is missing beside --{given[0]}; give it, or "
-                f"{_way_out(split)}"
+                f"--{option} is missing beside --{given[0]}; give it, or {SPLITS[split].way_out}"
             )
     return files
+
+
+def read_splits(config: GlueConfig) -> dict[str, TaskSplit]:
+    """The rows of each part the run reads, as many as it takes; see :func:`read_split`."""
+    splits = {}
+    for name, path in find_files(config).items():
+        limits = {"train": config.max_train_samples, "validation": config.max_eval_samples}
+        most = limits.get(name.removesuffix("_mismatched"))
+        splits[name] = read_split(path, config, name, first=most)
+    return splits
 
 
 def read_split(
@@ -222,14 +244,14 @@ def _in_directory(config: GlueConfig, split: str) -> Path:
     if not directory.is_dir():
         raise ValueError(f"--data_dir {config.data_dir} is no directory")
     places = (directory, directory / config.task.folder, directory / config.task_name)
-    stems = [s for s in _STEMS[split] if config.task_name == "mnli" or "matched" not in s]
+    stems = [s for s in SPLITS[split].stems if config.task_name == "mnli" or "matched" not in s]
     names = [stem + suffix for stem in stems for suffix in _SUFFIXES]
     found = [place / name for place in places for name in names if (place / name).is_file()]
     if not found:
         wanted = " or ".join(f"{stem}.tsv" for stem in stems)
         raise ValueError(
             f"--data_dir {config.data_dir} holds no {wanted}, nor does its {config.task.folder}/; "
-            f"give it, or {_way_out(split)}"
+            f"give it, or {SPLITS[split].way_out}"
         )
     return found[0]
 
@@ -241,13 +263,3 @@ def _existing(value: str, option: str) -> Path:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"--{option} {value} must end in one of {' '.join(_SUFFIXES)}")
     return path
-
-
-def _way_out(split: str) -> str:
-    return {
-        "train": "evaluate alone with --no-do_train",
-        "validation": "leave evaluation out with --no-do_eval",
-        "validation_mismatched": "name files one by one with --validation_file",
-        "test": "leave out --do_predict",
-        "test_mismatched": "name files one by one with --test_file",
-    }[split]

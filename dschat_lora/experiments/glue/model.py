@@ -29,7 +29,7 @@ _TARGETS = {
 }
 # Their positions are counted from the padding token's number on.
 _OFFSET_POSITIONS = ("camembert", "roberta", "xlm-roberta")
-_ORIGINAL_STD = 0.02
+_ORIGINAL_STD = 0.02  # of A in the original's DeBERTa
 
 
 def build_model(config: GlueConfig, *, say: Callable[[str], None]) -> PreTrainedModel:
@@ -76,7 +76,11 @@ def adapt(model: PreTrainedModel, config: GlueConfig) -> None:
             parameter.requires_grad_(True)
     normal = config.lora_init == "auto" and model.config.model_type.startswith("deberta")
     if normal or config.lora_init == "normal":
-        _draw_normal(model, seed=config.seed)
+        for name, layer in lora_layers(model).items():
+            a = layer.get_parameter("lora_A")
+            generator = seeded_generator(config.seed, f"{name}.lora_A")
+            with torch.no_grad():
+                a.copy_(_ORIGINAL_STD * torch.randn(a.shape, generator=generator))
 
 
 def lora_settings(model: PreTrainedModel, config: GlueConfig) -> LoraConfig:
@@ -117,7 +121,6 @@ def trained_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
-@torch.no_grad()
 def start_from(
     model: PreTrainedModel, path: Path, config: LoraConfig, *, say: Callable[[str], None]
 ) -> None:
@@ -138,17 +141,23 @@ def start_from(
         prefix + name if prefix + name in own else name: tensor
         for name, tensor in _tensors_of(path, config).items()
     }
-    kept, dropped = _fitting_heads(own, given)
-    _check_factors(own, given, path)
-    for name in own:
-        if is_factor(name) or _top(name) in kept:
-            own[name].copy_(given[name])
-    said = f"head: took {', '.join(kept)}" if kept else "head: starts anew"
-    said += "".join(f"; dropped {top}, {reason}" for top, reason in dropped.items())
-    say(f"adapter: started from {path}; {said}")
+    for name in filter(is_factor, own):
+        if name not in given:
+            raise ValueError(f"{path} lacks {name}, which the model has")
+        if own[name].shape != given[name].shape:
+            raise ValueError(
+                f"{path}: {name} is {tuple(given[name].shape)}, the model has "
+                f"{tuple(own[name].shape)}"
+            )
+    heads = {_top(name) for name in own if not is_factor(name)}
+    for name in given:
+        if name not in own and _top(name) not in heads:
+            raise ValueError(f"{path} holds {name}, which the model has no place for")
+    kept, dropped = _copy_fitting(own, given, is_factor)
+    said = f"head: took {kept}" if kept else "head: starts anew"
+    say(f"adapter: started from {path}; {said}{dropped}")
 
 
-@torch.no_grad()
 def _start_adapters(model: PreTrainedModel, path: Path, say: Callable[[str], None]) -> None:
     """Copy bottleneck adapters of another run, and the modules of its head that fit.
 
@@ -156,18 +165,44 @@ def _start_adapters(model: PreTrainedModel, path: Path, say: Callable[[str], Non
         ValueError: naming an adapter's parameter that is missing or of another shape.
     """
     own, (given, _) = trained_tensors(model), read_tensors(path)
-    kept, dropped = _fitting_heads(own, given)
     for name in filter(is_adapter, own):
         if name not in given or given[name].shape != own[name].shape:
             found = "lacks" if name not in given else f"has {tuple(given[name].shape)} of"
             raise ValueError(
                 f"--adapter_path {path} {found} {name}, which is {tuple(own[name].shape)} here"
             )
+    kept, dropped = _copy_fitting(own, given, is_adapter)
+    say(f"adapter: started from {path}; head: {kept or 'starts anew'}{dropped}")
+
+
+@torch.no_grad()
+def _copy_fitting(
+    own: Mapping[str, Tensor], given: Mapping[str, Tensor], is_adapted: Callable[[str], bool]
+) -> tuple[str, str]:
+    """Copy what was adapted, and the top modules of the head that are whole and alike.
+
+    Returns:
+        The names of these modules, and words on those that do not fit.
+    """
+    kept, dropped = [], ""
+    for top in dict.fromkeys(_top(name) for name in own if not is_adapted(name)):
+        ours, theirs = (
+            {name: tensor.shape for name, tensor in tensors.items() if _top(name) == top}
+            for tensors in (own, given)
+        )
+        if ours == theirs:
+            kept.append(top)
+        elif theirs:
+            other = "shapes" if ours.keys() == theirs.keys() else "parts"
+            dropped += f"; dropped {top}, which has other {other} there"
     for name in own:
-        if is_adapter(name) or _top(name) in kept:
+        if is_adapted(name) or _top(name) in kept:
             own[name].copy_(given[name])
-    said = "".join(f"; dropped {top}, {reason}" for top, reason in dropped.items())
-    say(f"adapter: started from {path}; head: {', '.join(kept) or 'starts anew'}{said}")
+    return ", ".join(kept), dropped
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _pretrained(config: GlueConfig, say: Callable[[str], None]) -> PreTrainedModel:
@@ -207,17 +242,14 @@ def _pretrained(config: GlueConfig, say: Callable[[str], None]) -> PreTrainedMod
     if other:
         say(f"head: dropped {', '.join(other)} of {name}, which have other shapes there")
     if not absent and sorted(named) == sorted(task.labels) and named != list(task.labels):
-        _reorder_labels(model, [named.index(label) for label in task.labels])
+        layers = [m for n, m in model.named_modules() if is_head(model, n)]
+        last = [layer for layer in layers if isinstance(layer, nn.Linear)][-1]
+        order = [named.index(label) for label in task.labels]
+        with torch.no_grad():
+            for parameter in last.parameters():
+                parameter.copy_(parameter[order])
         say(f"head: the labels of {name} ({', '.join(named)}) were put in the task's order")
     return model
-
-
-@torch.no_grad()
-def _reorder_labels(model: PreTrainedModel, order: list[int]) -> None:
-    """Move the rows of the head's last layer; ``order[i]`` is the row that becomes row i."""
-    last = [m for n, m in model.named_modules() if is_head(model, n) and isinstance(m, nn.Linear)]
-    for parameter in last[-1].parameters():
-        parameter.copy_(parameter[order])
 
 
 def _tensors_of(path: Path, config: LoraConfig) -> dict[str, Tensor]:
@@ -243,49 +275,3 @@ def _tensors_of(path: Path, config: LoraConfig) -> dict[str, Tensor]:
             f"--lora_r {config.lora_dim} --lora_alpha {config.lora_alpha:g}"
         )
     return tensors
-
-
-def _fitting_heads(
-    own: Mapping[str, Tensor], given: Mapping[str, Tensor]
-) -> tuple[list[str], dict[str, str]]:
-    """Top modules of the head that the other run has whole and alike; why others do not fit."""
-    kept, dropped = [], {}
-    heads = (name for name in own if not (is_factor(name) or is_adapter(name)))
-    for top in dict.fromkeys(map(_top, heads)):
-        ours, theirs = (
-            {name: tensor.shape for name, tensor in tensors.items() if _top(name) == top}
-            for tensors in (own, given)
-        )
-        if ours == theirs:
-            kept.append(top)
-        elif theirs:
-            same = ours.keys() == theirs.keys()
-            dropped[top] = f"which has other {'shapes' if same else 'parts'} there"
-    return kept, dropped
-
-
-def _check_factors(own: Mapping[str, Tensor], given: Mapping[str, Tensor], path: Path) -> None:
-    for name in filter(is_factor, own):
-        if name not in given:
-            raise ValueError(f"{path} lacks {name}, which the model has")
-        if own[name].shape != given[name].shape:
-            raise ValueError(
-                f"{path}: {name} is {tuple(given[name].shape)}, the model has "
-                f"{tuple(own[name].shape)}"
-            )
-    heads = {_top(name) for name in own if not is_factor(name)}
-    for name in given:
-        if name not in own and _top(name) not in heads:
-            raise ValueError(f"{path} holds {name}, which the model has no place for")
-
-
-def _top(name: str) -> str:
-    return name.partition(".")[0]
-
-
-@torch.no_grad()
-def _draw_normal(model: nn.Module, *, seed: int) -> None:
-    """A from N(0, 0.02), as in the original's DeBERTa."""
-    for name, layer in lora_layers(model).items():
-        a, generator = layer.get_parameter("lora_A"), seeded_generator(seed, f"{name}.lora_A")
-        a.copy_(_ORIGINAL_STD * torch.randn(a.shape, generator=generator))

@@ -1,7 +1,6 @@
 """One GLUE task from its options to its results, by transformers' Trainer."""
 
 import hashlib
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -14,34 +13,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    TrainerState,
     TrainingArguments,
     set_seed,
 )
 
-from dschat_lora.checkpoint.history import read_state
 from dschat_lora.config.files import read_json
 from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.engine import gpu, peers
-from dschat_lora.engine.collectives import (
-    broadcast_string,
-    check_same,
-    on_rank_zero,
-    raise_together,
-)
+from dschat_lora.engine.collectives import check_same, on_rank_zero, raise_together
 from dschat_lora.engine.distributed import (
     choose_attention_kernels,
     init_distributed,
     world_size,
 )
-from dschat_lora.experiments.glue.callback import MetricsCallback, evaluations_in
-from dschat_lora.experiments.glue.checkpoints import best_before, check_pickles, complete, stop
+from dschat_lora.experiments.glue.callback import MetricsCallback, check_pickles
 from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.data import TaskSplit, find_files, read_split
-from dschat_lora.experiments.glue.features import collator, tokenize
-from dschat_lora.experiments.glue.metrics import task_metrics
+from dschat_lora.experiments.glue.data import TaskSplit, read_splits
 from dschat_lora.experiments.glue.model import build_model, max_positions
-from dschat_lora.experiments.glue.regularize import with_second_pass
 from dschat_lora.experiments.glue.results import (
     keep_last,
     save_trained,
@@ -49,11 +37,17 @@ from dschat_lora.experiments.glue.results import (
     write_predictions,
     write_results,
 )
-from dschat_lora.experiments.glue.trainer import GlueTrainer, mean_loss
+from dschat_lora.experiments.glue.trainer import (
+    GlueTrainer,
+    collator,
+    mean_loss,
+    task_metrics,
+    tokenize,
+    with_second_pass,
+)
 from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import hub_errors
-from dschat_lora.runtime.checkpointer import take_over
 from dschat_lora.runtime.consistency import tokenizer_digest
 from dschat_lora.runtime.resume import (
     check_identity,
@@ -86,25 +80,32 @@ def run_glue(config: GlueConfig) -> None:
         with open_files(config, directory, ending, name="glue", earlier=earlier) as run:
             if note is not None:
                 run.log.say(f"  note         {note}")
-            _train_and_measure(run, settings, directory)
+            _train_and_measure(run, settings)
 
 
-def _train_and_measure(
-    run: OpenRun[GlueConfig],
-    settings: TrainingArguments,
-    directory: Path,
-) -> None:
+def _train_and_measure(run: OpenRun[GlueConfig], settings: TrainingArguments) -> None:
     """The whole run; what it makes, the Trainer above all, is gone when it returns."""
     config = run.config
-    trainer, splits, tokenizer = build_trainer(run, settings)
+    trainer, splits = build_trainer(run, settings)
     if config.do_train:
-        trainer.before_best = lambda: keep_last(trainer, tokenizer, run, directory)
-        _train(trainer, run, directory)
-        save_trained(trainer, tokenizer, run, directory)
+        trainer.before_best = lambda: keep_last(trainer, config)
+        if config.checkpoint:
+            checkpoint = Path(config.checkpoint)
+            on_rank_zero(lambda: check_identity(checkpoint, trainer.identity))
+            check_pickles(checkpoint)
+        with run.interrupts.deferred():
+            done = trainer.train(resume_from_checkpoint=config.checkpoint or None)
+        if trainer.watch.first_step == trainer.state.global_step:
+            run.log.say("trained: the run was at its end already")
+        else:
+            write_results(trainer, "train", done.metrics)
+        run.log.write("event", trainer.state.global_step, {"name": "trained"})
+        trainer.save_state()
+        save_trained(trainer, run)
     if config.do_eval:
-        write_evaluation(trainer, run, directory)
+        write_evaluation(trainer, run)
     if config.do_predict:
-        write_predictions(trainer, config, splits, tokenizer, directory)
+        write_predictions(trainer, config, splits)
 
 
 def training_arguments(config: GlueConfig) -> TrainingArguments:
@@ -162,14 +163,14 @@ def deepspeed_settings(path: str) -> dict[str, Any]:
 
 def build_trainer(
     run: OpenRun[GlueConfig], settings: TrainingArguments
-) -> tuple[GlueTrainer, dict[str, TaskSplit], PreTrainedTokenizerBase]:
-    """The Trainer with model, rows and measures, and what it was made from."""
+) -> tuple[GlueTrainer, dict[str, TaskSplit]]:
+    """The Trainer with model, rows and measures, and the rows of each part."""
     config, say = run.config, run.log.say
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(config.use_deterministic_algorithms)
     choose_attention_kernels()  # the Trainer chooses the device itself
     set_seed(config.seed)
-    splits = raise_together(lambda: _read(config))
+    splits = raise_together(lambda: read_splits(config))
     check_same(
         lambda: {f"the {name} rows": _digest(split) for name, split in splits.items()},
         remedy="give all hosts the same files",
@@ -195,15 +196,7 @@ def build_trainer(
         compute_metrics=lambda found: task_metrics(config.task, found.predictions, found.label_ids),
     )
     trainer.identity = _identity(config, splits, tokenizer)
-    trainer.watch = MetricsCallback(
-        run.log,
-        config,
-        begin=lambda state: _go_on(trainer, run, state),
-        rows=lambda: int(trainer.rows),
-        saved=lambda state: complete(run, trainer.identity, state),
-        stop=lambda step: stop(run, step),
-        interrupts=run.interrupts,
-    )
+    trainer.watch = MetricsCallback(run, trainer.identity, rows=lambda: int(trainer.rows))
     trainer.add_callback(trainer.watch)
     if config.reg_loss_wgt > 0:
         special = (tokenizer.cls_token_id, tokenizer.sep_token_id)
@@ -216,16 +209,7 @@ def build_trainer(
     trainer.mismatched = rows.get("validation_mismatched")
     trainer.remove_callback(PrinterCallback)
     _describe(model, splits, run)
-    return trainer, splits, tokenizer
-
-
-def _read(config: GlueConfig) -> dict[str, TaskSplit]:
-    splits = {}
-    for name, path in find_files(config).items():
-        limits = {"train": config.max_train_samples, "validation": config.max_eval_samples}
-        most = limits.get(name.removesuffix("_mismatched"))
-        splits[name] = read_split(path, config, name, first=most)
-    return splits
+    return trainer, splits
 
 
 def _identity(
@@ -270,35 +254,3 @@ def _describe(
     for name, each in splits.items():
         skipped = f", {len(each.skipped):,} skipped ({each.skipped[0]})" if each.skipped else ""
         run.log.say(f"{name}: {len(each.examples):,} rows of {each.source}{skipped}")
-
-
-def _train(trainer: GlueTrainer, run: OpenRun[GlueConfig], directory: Path) -> None:
-    if run.config.checkpoint:
-        checkpoint = Path(run.config.checkpoint)
-        on_rank_zero(lambda: check_identity(checkpoint, trainer.identity))
-        check_pickles(checkpoint)
-    with run.interrupts.deferred():
-        done = trainer.train(resume_from_checkpoint=run.config.checkpoint or None)
-    if trainer.watch.first_step == trainer.state.global_step:
-        run.log.say("trained: the run was at its end already")
-    else:
-        write_results(trainer, directory, "train", done.metrics)
-    run.log.write("event", trainer.state.global_step, {"name": "trained"})
-    trainer.save_state()
-
-
-def _go_on(trainer: GlueTrainer, run: OpenRun[GlueConfig], state: TrainerState) -> None:
-    """Take over log, measures and the best of a resumed run; call on every rank."""
-    if not run.config.checkpoint:
-        return
-    checkpoint = Path(run.config.checkpoint)
-    if run.config.load_best_model_at_end:
-        state.best_model_checkpoint = best_before(checkpoint)
-
-    def read() -> dict[int, dict[str, float]]:
-        take_over(run, read_state(checkpoint))
-        assert run.directory is not None, "a dry run trains nothing"
-        return evaluations_in(run.directory / "metrics.jsonl")
-
-    found = json.loads(broadcast_string(json.dumps(on_rank_zero(read))))
-    trainer.watch.remember({int(step): measures for step, measures in found.items()})

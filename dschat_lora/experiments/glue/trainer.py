@@ -1,21 +1,59 @@
-"""transformers' Trainer for GLUE: MNLI's two evaluations, two passes, the loss of a mean row."""
+"""transformers' Trainer for GLUE: inputs, two passes, the loss of a mean row, and measures."""
 
-from collections.abc import Callable, Iterator
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
+from scipy.special import log_softmax
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, Trainer
 
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.experiments.glue.callback import MetricsCallback
-from dschat_lora.experiments.glue.regularize import two_pass_loss
-from dschat_lora.experiments.glue.tasks import GlueTask
+from dschat_lora.experiments.glue.config import GlueConfig, GlueTask, Measure
+from dschat_lora.experiments.glue.data import Example
 
 Rows = list[dict[str, Any]]
+Array = NDArray[Any]
+
+
+def tokenize(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: GlueConfig
+) -> list[dict[str, Any]]:
+    """Token ids and label of each row, not padded; too long a row loses tokens at its end.
+
+    Of two texts the longer one is cut. ``--max_seq_length`` counts special tokens too.
+    """
+    texts = [list(each) for each in zip(*(example.texts for example in examples), strict=True)]
+    limit = min(config.max_seq_length, tokenizer.model_max_length)
+    encoded = tokenizer(*texts, truncation=True, max_length=limit)
+    rows = []
+    for number, example in enumerate(examples):
+        row = {name: values[number] for name, values in encoded.items()}
+        if example.label is not None:
+            row["label"] = example.label if config.task.is_regression else int(example.label)
+        rows.append(row)
+    return rows
+
+
+def collator(tokenizer: PreTrainedTokenizerBase, config: GlueConfig) -> DataCollatorWithPadding:
+    """What makes a batch of rows: padded to its longest, or to ``--max_seq_length``."""
+    if config.pad_to_max_length:
+        limit = min(config.max_seq_length, tokenizer.model_max_length)
+        return DataCollatorWithPadding(tokenizer, padding="max_length", max_length=limit)
+    # Whole tiles of tensor cores.
+    multiple = 8 if config.fp16 or config.bf16 else None
+    return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
 
 
 class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
@@ -30,6 +68,11 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     #: what the state of the run belongs to
     identity: dict[str, Any]
     watch: MetricsCallback
+
+    @property
+    def directory(self) -> Path:
+        """Where the run writes."""
+        return Path(self.args.output_dir)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -112,3 +155,87 @@ def mean_loss(
     else:
         total = F.cross_entropy(logits, labels, reduction="sum")
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+def with_second_pass(
+    inputs: Mapping[str, Any], *, masking_prob: float, unknown: int, kept: Collection[int]
+) -> dict[str, Any]:
+    """The batch with each row a second time, (2 B, ...), for R-Drop; ``labels`` stay (B,).
+
+    Of the second rows each token becomes ``unknown`` with probability ``masking_prob``, but for
+    padding and the tokens ``kept``: that is token cutoff. Dropout tells the passes apart, too.
+    """
+    ids = inputs["input_ids"]
+    doubled = {n: v if n == "labels" else torch.cat([v, v]) for n, v in inputs.items()}
+    if masking_prob:
+        masked = torch.rand(ids.shape, device=ids.device) < masking_prob
+        masked &= inputs["attention_mask"].bool()
+        for token in kept:
+            masked &= ids != token
+        doubled["input_ids"] = torch.cat([ids, ids.masked_fill(masked, unknown)])
+    return doubled
+
+
+def two_pass_loss(logits: Tensor, labels: Tensor, *, weight: float) -> Tensor:
+    """The sum over rows of both passes' cross-entropies and of their divergence.
+
+    ``CE_1 + CE_2 + weight / 2 * (D_1 + D_2)`` with ``D_i = KL(m || p_i) / classes`` and m the
+    softmax of the passes' mean logits, as microsoft/LoRA's DeBERTa takes it (R-Drop,
+    arXiv:2106.14448).
+
+    Args:
+        logits: (2 B, classes), the second pass behind the first.
+        labels: (B,) int64.
+        weight: of the divergence, >= 0.
+    """
+    first, second = logits.float().chunk(2)
+    mean = ((first + second) / 2).softmax(dim=-1)
+    loss = logits.new_zeros((), dtype=torch.float32)
+    for each in (first, second):
+        divergence = F.kl_div(each.log_softmax(dim=-1), mean, reduction="sum") / logits.shape[1]
+        loss = loss + F.cross_entropy(each, labels, reduction="sum") + 0.5 * weight * divergence
+    return loss
+
+
+def _correlation(statistic: Callable[..., Any], labels: Array, found: Array) -> float:
+    return statistic(labels, found).statistic if len(labels) > 1 else math.nan
+
+
+_MEASURES: dict[Measure, Callable[[Array, Array], float]] = {
+    "accuracy": accuracy_score,
+    "f1": f1_score,
+    "matthews_correlation": matthews_corrcoef,
+    "pearson": partial(_correlation, pearsonr),
+    "spearmanr": partial(_correlation, spearmanr),
+}
+
+
+def predictions(task: GlueTask, logits: Array) -> Array:
+    """The number of the likeliest label, or the number a regression finds; (N,)."""
+    return logits[:, 0] if task.is_regression else logits.argmax(axis=1)
+
+
+def task_metrics(task: GlueTask, logits: Array, labels: Array) -> dict[str, float]:
+    """The task's measures, their mean where there are several, and the loss of a mean row.
+
+    The Trainer's own loss is a mean over batches and depends on how many processes there are.
+    Logits are (N, outputs), labels (N,): their numbers, or of a regression the labels themselves.
+
+    Returns:
+        By name; nan for a correlation of fewer than two rows, or of one value only.
+    """
+    found = predictions(task, logits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of constant predictions: the number says it
+        metrics: dict[str, float] = {
+            name: float(_MEASURES[name](labels, found)) for name in task.measures
+        }
+    if len(metrics) > 1:
+        metrics["combined_score"] = float(np.mean(list(metrics.values())))
+    logits = logits.astype(np.float64)
+    if task.is_regression:
+        loss = np.mean((logits[:, 0] - labels) ** 2)
+    else:
+        rows = np.arange(len(labels))
+        loss = -np.mean(log_softmax(logits, axis=1)[rows, labels.astype(np.int64)])
+    return metrics | {"loss": float(loss)}

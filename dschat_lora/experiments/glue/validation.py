@@ -49,26 +49,6 @@ def check_glue(config: GlueConfig) -> GlueConfig:
     return resolve_stage(with_start(config), check, stage=config.stage)
 
 
-def adapter_place(name: str) -> Path:
-    """The adapter directory or the file of weights behind ``--lora_path``.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    for candidate in (path, path / "adapter"):
-        if is_adapter_directory(candidate):
-            verify_adapter(candidate)
-            return candidate
-    found = "holds no adapter" if path.is_dir() else "does not exist"
-    raise ValueError(
-        f"--lora_path {name} {found}; give an adapter directory, the output directory of a run, "
-        "or a file of LoRA weights"
-    )
-
-
 def fix_environment() -> None:
     """Set environment variables that hashing and CUDA read at their start; may restart Python.
 
@@ -89,11 +69,30 @@ def with_start(config: GlueConfig) -> GlueConfig:
         raise ValueError(
             f"--model_name_or_path names the adapter {source.adapter}, and --lora_path another"
         )
-    start = config.lora_path or source.adapter
     places = {"model_name_or_path": source.base}
-    if start is not None:
-        places["lora_path"] = str(adapter_place(str(start)).resolve())
+    if (start := config.lora_path or source.adapter) is not None:
+        places["lora_path"] = str(_adapter_or_file(str(start)).resolve())
     return with_options(config, places)
+
+
+def _adapter_or_file(name: str) -> Path:
+    """The adapter directory or the file of weights behind ``--lora_path``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    for candidate in (path, path / "adapter"):
+        if is_adapter_directory(candidate):
+            verify_adapter(candidate)
+            return candidate
+    found = "holds no adapter" if path.is_dir() else "does not exist"
+    raise ValueError(
+        f"--lora_path {name} {found}; give an adapter directory, the output directory of a run, "
+        "or a file of LoRA weights"
+    )
 
 
 def check_packages(config: GlueConfig, source: ModelSource) -> None:
@@ -239,11 +238,6 @@ def check_deepspeed(config: GlueConfig, source: ModelSource) -> None:
         raise ValueError("--deepspeed is for training; leave it out with --no-do_train")
 
 
-def check_start_is_kept(config: GlueConfig, source: ModelSource) -> None:
-    """Refuse to overwrite the directory that weights to start from come from."""
-    check_source_is_kept(config, source)
-
-
 # In this order: the first that fails is the one a user reads.
 GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
     check_packages,
@@ -256,7 +250,7 @@ GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
     check_data,
     check_deepspeed,
     check_output_dir,
-    check_start_is_kept,
+    check_source_is_kept,
 )
 
 

@@ -1,22 +1,24 @@
-"""Options of data-to-text training, decoding and evaluation."""
+"""Options of data-to-text training, decoding, formatting and evaluation."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from dschat_lora.algos.schedules import cycle
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import (
     BatchConfig,
     Dtype,
     LoraConfig,
     ModelConfig,
+    OptimConfig,
     RunConfig,
     require,
     require_numbers,
 )
 from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.experiments.nlg.optim_config import NlgOptimConfig
 
 Profile = Literal["e2e", "webnlg", "dart"]
 Filter = Literal["all", "seen", "unseen"]
@@ -178,6 +180,98 @@ class EvaluateConfig:
             raise ValueError("--references and --hypotheses go together; give both")
         if bool(self.predictions) == (self.references is not None):
             raise ValueError("give --predictions, or --references and --hypotheses")
+
+
+@dataclass(frozen=True)
+class FormatConfig:
+    """Write predictions and their references as the original's scorers read them."""
+
+    # names of gpt2_decode.py
+    spellings: ClassVar[Mapping[str, str]] = {"sample_file": "predictions", "ref_type": "profile"}
+
+    predictions: str = option(help="JSONL file that decode, or the original's gpt2_beam.py, wrote")
+    output_ref_file: str = option(
+        help="references: a file for e2e, else a directory of reference0, reference1, ..."
+    )
+    output_pred_file: str = option(help="written texts, one a line")
+    input_file: str | None = option(
+        None,
+        help="the original's test_formatted.jsonl, whose rows the predictions' `id` counts; they "
+        "hold their references themselves when absent",
+    )
+    vocab: str | None = option(
+        None,
+        help="directory of GPT-2's encoder.json or vocab.json, for predictions that are token ids "
+        "alone",
+    )
+    profile: Profile = option("e2e", help="e2e: as e2e-metrics; webnlg, dart: as GenerationEval")
+    ref_num: int = option(4, help="files of references for webnlg and dart; the first fills gaps")
+    tokenize: bool = option(False, help="split at every sign that is no letter or digit")
+    lower: bool = option(False, help="write in lower case")
+    filter: Filter = option("all", help="of WebNLG: seen or unseen categories, or all")
+    dry_run: bool = option(False, help="check options and files, and stop")
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 1", "ref_num")
+
+
+@dataclass(frozen=True)
+class NlgOptimConfig(OptimConfig):
+    """The optimizer and the schedules of microsoft/LoRA's GPT-2 experiments."""
+
+    lr_scheduler_type: Literal["linear", "cosine", "cycle", "constant"] = option(  # type: ignore[assignment]
+        "linear",
+        help="shape of the rate over the steps, as in the original; cycle follows --i_steps and "
+        "--i_lrs",
+    )
+    i_steps: str | None = option(
+        None, help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the last ends the run"
+    )
+    i_lrs: str | None = option(
+        None, help="learning rates at --i_steps, such as 0,2e-4,0; straight lines lie between"
+    )
+    scheduler_counts_micro_steps: bool = option(
+        False,
+        help="--num_warmup_steps, --i_steps and the run's length count micro-batches, as the "
+        "original does, and not optimizer steps",
+    )
+    correct_bias: bool = option(
+        True, help="correct Adam's moments for starting at zero (no-: the original's default)"
+    )
+    decay_after_update: bool = option(
+        False, help="decay the weights that the update has made, as the original's AdamW does"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_cycle = self.lr_scheduler_type == "cycle"
+        for name in ("i_steps", "i_lrs"):
+            if (getattr(self, name) is not None) != is_cycle:
+                wanted = "needs" if is_cycle else "alone takes"
+                raise ValueError(f"--lr_scheduler_type cycle {wanted} --{name}")
+        if is_cycle:
+            steps, rates = self.cycle_points
+            cycle(0, steps=steps, rates=rates)
+
+    @property
+    def cycle_points(self) -> tuple[list[int], list[float]]:
+        """Steps and rates of a cycle.
+
+        Raises:
+            ValueError: naming the option that holds no list of numbers.
+        """
+
+        def numbers(name: str, kind: Callable[[str], float]) -> list[Any]:
+            text = getattr(self, name) or ""
+            try:
+                found = [kind(part) for part in text.split(",")]
+            except ValueError:
+                found = []
+            usable = bool(found) and all(math.isfinite(n) and n >= 0 for n in found)
+            require(usable, name, text, "numbers >= 0 with commas between")
+            return found
+
+        return numbers("i_steps", int), numbers("i_lrs", float)
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.options import fail
+from dschat_lora.experiments.nlg import metrics
 from dschat_lora.experiments.nlg.config import EvaluateConfig, MetricName, Profile
-from dschat_lora.experiments.nlg.metrics import chosen
-from dschat_lora.experiments.nlg.predictions import Prediction, chosen_predictions
-from dschat_lora.experiments.nlg.scorer_files import cleaner
-from dschat_lora.experiments.nlg.texts import Score
+from dschat_lora.experiments.nlg.metrics import References, Score, Texts
+from dschat_lora.experiments.nlg.predictions import Prediction, chosen_predictions, cleaner
+from dschat_lora.experiments.nlg.ter import pyter, ter
 from dschat_lora.report.terminal import error_message, log_once, table
 from dschat_lora.runtime.seeds import show_spreads, spreads
 
@@ -51,15 +52,18 @@ def _evaluate_file(
     config: EvaluateConfig, name: str, predictions: list[Prediction]
 ) -> dict[str, Any]:
     """Print the table of one file, and return it JSON-ready."""
-    published, wanted = PUBLISHED_REFERENCES[config.profile], config.ref_num
-    limit = published if wanted is None else wanted
+    limit = config.ref_num
+    if limit is None:
+        limit = PUBLISHED_REFERENCES[config.profile]
     predictions = prepared(predictions, config.profile, limit=limit)
-    references = sum(len(each.references) for each in predictions)
+    hypotheses = [each.text for each in predictions]
+    references = [each.references for each in predictions]
+    count = sum(map(len, references))
     log_once(
-        f"{len(predictions):,} meanings, {references:,} references, {config.profile}, "
-        f"{config.filter}"
+        f"{len(predictions):,} meanings, {count:,} references, {config.profile}, {config.filter}"
     )
-    scores = evaluate(predictions, config.profile, config.metrics)
+    wanted = chosen_metrics(config.profile, config.metrics)
+    scores = {title: metric(hypotheses, references) for title, metric in wanted.items()}
     rows = [(title, f"{score.value:.4f}", score.signature) for title, score in scores.items()]
     for line in table(("metric", "score", "how"), rows):
         log_once(line)
@@ -68,18 +72,34 @@ def _evaluate_file(
         "profile": config.profile,
         "filter": config.filter,
         "meanings": len(predictions),
-        "references": references,
+        "references": count,
         "metrics": {title: asdict(score) for title, score in scores.items()},
     }
 
 
-def evaluate(
-    predictions: list[Prediction], profile: Profile, names: Sequence[MetricName] = ()
-) -> dict[str, Score]:
-    """The metrics of ``names`` by their titles, see :func:`chosen`."""
-    hypotheses = [each.text for each in predictions]
-    references = [each.references for each in predictions]
-    return {name: metric(hypotheses, references) for name, metric in chosen(profile, names).items()}
+def chosen_metrics(
+    profile: Profile, names: Sequence[MetricName] = ()
+) -> dict[str, Callable[[Texts, References], Score]]:
+    """Metrics by their titles, in the order of the published tables; all usual ones by default.
+
+    Of E2E, METEOR leaves punctuation out, as e2e-metrics does; of the others it is kept, as in
+    GenerationEval.
+    """
+    tokenize = metrics.treebank_tokens if profile == "e2e" else metrics.words_of
+    title = "METEOR" if metrics.has_meteor_1_5() else "METEOR (nltk)"
+    known: dict[MetricName, tuple[str, Callable[[Texts, References], Score]]] = {
+        "bleu": ("BLEU", metrics.bleu),
+        "nist": ("NIST", metrics.nist),
+        "meteor": (title, partial(metrics.meteor, tokenize=tokenize)),
+        "rouge_l": ("ROUGE-L", metrics.rouge_l),
+        "cider": ("CIDEr", metrics.cider),
+        "ter": ("TER", ter),
+        "ter_pyter": ("TER (pyter)", pyter),
+        "chrf": ("chrF", metrics.chrf),
+        "chrf++": ("chrF++", metrics.chrf_plus_plus),
+    }
+    wanted = names or [name for name in known if name not in ("ter_pyter", "chrf++")]
+    return {title: metric for name, (title, metric) in known.items() if name in wanted}
 
 
 def prepared(predictions: list[Prediction], profile: Profile, *, limit: int) -> list[Prediction]:

@@ -11,12 +11,11 @@ from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.engine.collectives import on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.experiments.nlg.config import NlgConfig
-from dschat_lora.experiments.nlg.original import weights_file
 from dschat_lora.experiments.nlg.validation import (
     check_training,
-    epoch_file,
     in_optimizer_steps,
     schedule,
+    weights_file,
 )
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.causal_lm import CausalLMLoss
@@ -59,7 +58,7 @@ def _train(run: OpenRun[NlgConfig]) -> None:
         lr_schedule=schedule(run.config),
         on_checkpoint=lambda step: save_factors(setup, factors / f"step-{step:08d}.safetensors"),
         on_epoch=(
-            (lambda epoch: save_factors(setup, factors / epoch_file(epoch)))
+            (lambda epoch: save_factors(setup, factors / f"epoch-{epoch}.safetensors"))
             if run.config.save_epochs
             else None
         ),

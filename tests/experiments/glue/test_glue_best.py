@@ -13,11 +13,9 @@ from transformers import AutoModelForSequenceClassification
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.glue.bottleneck import AdaptedOutput, add_adapters, is_adapter
-from dschat_lora.experiments.glue.checkpoints import best_before
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.regularize import with_second_pass
-from dschat_lora.experiments.glue.tasks import TASKS
-from dschat_lora.experiments.glue.trainer import mean_loss
+from dschat_lora.experiments.glue.callback import best_before
+from dschat_lora.experiments.glue.config import TASKS, GlueConfig
+from dschat_lora.experiments.glue.trainer import mean_loss, with_second_pass
 from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.report.directory import is_unfinished
 from dschat_lora.runtime.seeds import run_seeds

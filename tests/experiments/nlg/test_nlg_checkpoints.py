@@ -12,8 +12,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.nlg import decode
 from dschat_lora.experiments.nlg.config import DecodeConfig
-from dschat_lora.experiments.nlg.loading import load_model
-from dschat_lora.experiments.nlg.meanings import read_meanings
+from dschat_lora.experiments.nlg.decode import load_model, read_meanings
 from dschat_lora.experiments.nlg.validation import check_decode
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.loading import gpt2_with_weights, load_tokenizer
@@ -168,7 +167,7 @@ def test_a_meaning_longer_than_seq_len_is_named(home):
     config = DecodeConfig(data_path=(str(home / "data.txt"),), seq_len=8, max_new_tokens=4)
     model = AutoModelForCausalLM.from_pretrained(home / "base")
     with pytest.raises(ValueError, match=re.escape("meaning 'name : A' exceed --seq_len 8")):
-        decode._search_all(config, tokenizer, model, read_meanings(config.data_path))
+        decode.search_all(config, tokenizer, model, read_meanings(config.data_path))
 
 
 def test_the_epoch_of_the_highest_development_bleu_is_taken(home, adapted, tmp_path, monkeypatch):
@@ -181,14 +180,14 @@ def test_the_epoch_of_the_highest_development_bleu_is_taken(home, adapted, tmp_p
     for epoch in (1, 2, 3, 10):
         (run / "lora" / f"epoch-{epoch}.safetensors").touch()
     scores, taken = {"epoch-1": 20.0, "epoch-2": 31.5, "epoch-3": 31.5, "epoch-10": 7.0}, []
-    monkeypatch.setattr(decode, "_development_bleu", lambda *args: scores[args[3].stem])
+    monkeypatch.setattr(decode, "development_bleu", lambda *args: scores[args[3].stem])
     monkeypatch.setattr(decode, "load_model", lambda *args, epoch: taken.append(epoch.stem))
-    monkeypatch.setattr(decode, "_search_all", lambda *args: [[5]])
+    monkeypatch.setattr(decode, "search_all", lambda *args: [[5]])
     data = str(home / "data.txt")
     argv = ["--data_path", data, "--model_name_or_path", str(run)]
     best = [*argv, "--epochs", "best", "--eval_data_path", data]
     config = check_decode(parse_config(DecodeConfig, [*best, "--work_dir", str(tmp_path)]))
-    decode._decode(config)
+    decode.write_predictions(config)
     assert taken == ["epoch-2"]
     report = json.loads((tmp_path / "predictions.epochs.json").read_text())
     assert report["best"].endswith("lora/epoch-2.safetensors")

@@ -14,15 +14,14 @@ from dschat_lora.data.readers import RowError
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.experiments.nlg.config import DecodeConfig
-from dschat_lora.experiments.nlg.decode import _prompts
-from dschat_lora.experiments.nlg.meanings import (
+from dschat_lora.experiments.nlg.decode import (
     Meaning,
     clean_text,
+    encode_prompts,
     prediction_lines,
     read_meanings,
 )
 from dschat_lora.experiments.nlg.validation import check_decode
-from dschat_lora.generation.search import BeamSearch
 from dschat_lora.models.loading import load_tokenizer
 
 
@@ -81,8 +80,9 @@ def test_a_meaning_begins_and_ends_as_in_training(meanings):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<pad> $A", special_tokens=[("<pad>", 1)]
     )
-    search = BeamSearch(num_beams=1, max_new_tokens=4, eos_ids=(2,), pad_id=1)
-    (prompt,) = _prompts([Meaning("name : Aromi")], tokenizer, search, SimpleNamespace(config=None))
+    (prompt,) = encode_prompts(
+        [Meaning("name : Aromi")], tokenizer, 4, SimpleNamespace(config=None)
+    )
     record = TextRecord(
         "f:1", "prompt-completion", (Span("name : Aromi", False), Span(" It .", True))
     )

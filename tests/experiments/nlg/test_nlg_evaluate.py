@@ -4,10 +4,8 @@ import re
 import pytest
 
 from dschat_lora.experiments.nlg.config import EvaluateConfig
-from dschat_lora.experiments.nlg.evaluate import prepared, run_evaluate
-from dschat_lora.experiments.nlg.metrics import chosen
-from dschat_lora.experiments.nlg.predictions import Prediction, read_predictions
-from dschat_lora.experiments.nlg.scorer_files import cleaner
+from dschat_lora.experiments.nlg.evaluate import chosen_metrics, prepared, run_evaluate
+from dschat_lora.experiments.nlg.predictions import Prediction, cleaner, read_predictions
 from dschat_lora.experiments.nlg.validation import check_evaluate
 
 LINES = [
@@ -75,7 +73,7 @@ def test_the_table_and_the_file_have_every_metric(tmp_path, capsys):
     run_evaluate(EvaluateConfig((path,), profile="dart", output_path=str(output), ref_num=1))
     report = json.loads(output.read_text())
     assert (report["meanings"], report["references"]) == (2, 2)
-    assert list(report["metrics"]) == list(chosen("dart"))
+    assert list(report["metrics"]) == list(chosen_metrics("dart"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 meanings, 2 references, dart, all"
     shown = {each[0]: each[1] for each in (re.split("  +", line.strip()) for line in lines[3:])}
