@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dschat_lora.api.inputs import Data, Model
-from dschat_lora.api.rewards import Reward
+from dschat_lora.api.options import Data, Model, Reward
 from dschat_lora.api.trainer import Trainer as _Trainer
 from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
-from dschat_lora.api.runs import Run as Run
-from dschat_lora.api.runs import load as load
+from dschat_lora.api.stages import Run as Run
+from dschat_lora.api.stages import load as load
 from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.api.verbs import Plan as Plan
 from dschat_lora.api.trainer_sampling import Sample as Sample

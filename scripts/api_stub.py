@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dschat_lora.api.inputs import Data, Model
-from dschat_lora.api.rewards import Reward
+from dschat_lora.api.options import Data, Model, Reward
 from dschat_lora.api.trainer import Trainer as _Trainer
 from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback

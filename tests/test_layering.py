@@ -114,8 +114,7 @@ FLOORS = [
             "algos checkpoint config data engine experiments.glue experiments.nlg generation lora"
             " models pipeline report rl runtime supervised",
             "IPython numpy torch",
-            "command_lines inputs notebook notebook_html process rewards runs signatures stages"
-            " trainer_options verbs",
+            "command_lines notebook options process stages verbs",
         ),
     },
     {
@@ -144,8 +143,7 @@ SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score
 # These load the heavy parts of a verb when it runs.
 VERBS = {
     *("pipeline.file_verbs", "pipeline.stage_verbs", "serving.verbs"),
-    *("api.command_lines", "api.inputs", "api.rewards", "api.stages"),
-    *("api.trainer_options", "api.verbs"),
+    *("api.command_lines", "api.options", "api.stages", "api.verbs"),
 }
 # Other packages' chatter is turned off where they are imported.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}

@@ -70,7 +70,17 @@ class Loss:
             size = len(sequence["tokens"])
             weights = tables["weights"][row, :size].clone()
             weights[0] = 0
-            found = _checked(self.token_loss(logprobs[row, :size], sequence), size)
+            found: object = self.token_loss(logprobs[row, :size], sequence)
+            if not isinstance(found, Tensor) or found.shape != (size,):
+                kind = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise ValueError(
+                    f"a loss of your own must return a ({size},) tensor, one value for each token "
+                    f"of the sequence, got {kind}"
+                )
+            if not found.requires_grad:
+                raise ValueError(
+                    "a loss of your own must depend on the log-probabilities that it is given"
+                )
             losses.append((weights * torch.where(weights > 0, found, 0)).sum())
         return torch.stack(losses).sum()
 
@@ -112,18 +122,6 @@ def make_loss(loss: object, options: Mapping[str, Any]) -> Loss:
 def _config(config_class: type[Any], options: Mapping[str, Any], **more: Any) -> Any:
     """The command line's options of a loss, checked as if typed."""
     return build_config(config_class, {**options_in_python(config_class, options), **more})
-
-
-def _checked(losses: object, size: int) -> Tensor:
-    if not isinstance(losses, Tensor) or losses.shape != (size,):
-        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(
-            f"a loss of your own must return a ({size},) tensor, one value for each token of the "
-            f"sequence, got {found}"
-        )
-    if not losses.requires_grad:
-        raise ValueError("a loss of your own must depend on the log-probabilities that it is given")
-    return losses
 
 
 def counted(tables: Tables) -> Tensor:

@@ -4,10 +4,12 @@ import json
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from dschat_lora.api.notebook import quieten_libraries
+from dschat_lora.api.notebook import in_notebook
 from dschat_lora.engine import peers
 from dschat_lora.engine.meeting import LAUNCHED, check_environment
 from dschat_lora.report.terminal import quiet as nothing_said
@@ -17,25 +19,19 @@ from dschat_lora.runtime.stage_main import hush_libraries, tell_others
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, or the stop button of a notebook, which shows the message and no stack."""
 
+    def __init__(self, directory: Path | None) -> None:
+        """``directory`` is where a checkpoint is saved."""
+        words = "stopped, and nothing was saved"
+        if directory is not None:
+            place = json.dumps(str(directory), ensure_ascii=False)
+            words = (
+                "a checkpoint is saved; go on by the same call with "
+                f'resume="latest", output_dir={place}'
+            )
+        super().__init__(words)
+
     def _render_traceback_(self) -> list[str]:
         return [f"Interrupted: {self}"]
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, SystemExit) and error.code == 128 + signal.SIGINT
-    )
-
-
-def _words(error: BaseException) -> str:
-    """What is saved, and how to go on in Python."""
-    directory = getattr(error, "directory", None)
-    if directory is None:
-        return "stopped, and nothing was saved"
-    return (
-        "a checkpoint is saved; go on by the same call with "
-        f'resume="latest", output_dir={json.dumps(str(directory), ensure_ascii=False)}'
-    )
 
 
 def on_first_process(program: Callable[[], object]) -> None:
@@ -93,14 +89,18 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
     hush_libraries()
     try:
         check_environment()
-        quieten_libraries()
+        if in_notebook():
+            # Libraries that are yet to be imported show no bar.
+            warnings.filterwarnings("ignore", "IProgress not found")
         peers.join()
         with nothing_said(quiet):
             yield
     except BaseException as error:
         tell_others(error)
-        if _is_interrupt(error) and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
-            raise Interrupted(_words(error)) from None
+        code = error.code if isinstance(error, SystemExit) else None
+        interrupted = isinstance(error, KeyboardInterrupt) or code == 128 + signal.SIGINT
+        if interrupted and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
+            raise Interrupted(getattr(error, "directory", None)) from None
         raise
     finally:
         restore()

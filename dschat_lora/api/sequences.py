@@ -5,11 +5,12 @@ and nothing predicts the first token. A table is (N, T), a row for each sequence
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dschat_lora.algos.segments import Spans
@@ -49,9 +50,8 @@ class SequenceBatch:
 
     def to(self, device: torch.device) -> "SequenceBatch":
         """The same batch on ``device``."""
-        moved = batch_to_device(self, device)
         tables = {name: table.to(device) for name, table in self.tables.items()}
-        return _with_tables(moved, tables)
+        return replace(batch_to_device(self, device), tables=tables)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -63,10 +63,6 @@ class SequenceBatch:
         """(N, T) of the (K,) values of predicted tokens, 0 elsewhere, with gradient."""
         empty = values.new_zeros(len(self.numbers), self.input_ids.shape[1])
         return empty.index_put((self.row, self.column), values)
-
-
-def _with_tables(batch: SequenceBatch, tables: Mapping[str, Tensor]) -> SequenceBatch:
-    return SequenceBatch(**{**vars(batch), "tables": tables})
 
 
 def check_sequences(
@@ -120,7 +116,7 @@ def check_tokens(tokens: object, *, vocab_size: int, where: str) -> Tensor:
     """
     array = _array(tokens)
     if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{where} must be a list of whole numbers, got {_shown(tokens)}")
+        raise ValueError(f"{where} must be a list of whole numbers, got {tokens!r:.60}")
     if not array.size:
         raise ValueError(f"{where} is empty; a sequence has one token or more")
     outside = array[(array < 0) | (array >= vocab_size)]
@@ -135,7 +131,7 @@ def _numbers(values: object, count: int, where: str) -> Tensor:
     """(count,) fp32."""
     array = _array(values)
     if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
-        raise ValueError(f"{where} must be {_WHAT}, got {_shown(values)}")
+        raise ValueError(f"{where} must be {_WHAT}, got {values!r:.60}")
     if len(array) != count:
         raise ValueError(f"{where} has {len(array)} values for {count} tokens; it must be {_WHAT}")
     found = torch.from_numpy(array.astype(np.float32))
@@ -157,10 +153,6 @@ def _array(values: object) -> Any:
         return None
 
 
-def _shown(values: object) -> str:
-    return f"{values!r:.60}"
-
-
 def make_batches(
     sequences: Sequence[TokenSequence], *, size: int, unit: int, pad_id: int, counted_only: bool
 ) -> list[SequenceBatch]:
@@ -174,29 +166,18 @@ def make_batches(
     batches = []
     for first in range(0, len(units), size):
         numbers = [n for own in units[first : first + size] for n in own]
-        batches.append(_batch(sequences, numbers, pad_id=pad_id, counted_only=counted_only))
+        batches.append(make_batch(sequences, numbers, pad_id=pad_id, counted_only=counted_only))
     return batches
 
 
-def empty_batch(pad_id: int) -> SequenceBatch:
-    """One row of one padding token."""
-    return _batch([], [], pad_id=pad_id, counted_only=False)
-
-
-def shortest_batch(pad_id: int) -> SequenceBatch:
-    """One row of two tokens, of which the second is predicted."""
-    return _batch(
-        [TokenSequence({}, torch.full((2,), pad_id), {})], [0], pad_id=pad_id, counted_only=False
-    )
-
-
-def _batch(
+def make_batch(
     sequences: Sequence[TokenSequence],
     numbers: Sequence[int],
     *,
     pad_id: int,
     counted_only: bool,
 ) -> SequenceBatch:
+    """The ``sequences`` of these ``numbers``; without any, one row of one padding token."""
     chosen = [sequences[n] for n in numbers]
     width = max(map(len, chosen), default=1)
     grid = PaddedRows(max(1, len(chosen)), width, pad_id)
@@ -205,7 +186,7 @@ def _batch(
         grid.put(row, each.tokens.numpy(), np.arange(size), (size,))
     mask = torch.arange(width) < torch.tensor([len(each) for each in chosen])[:, None]
     tables = {
-        name: torch.stack([_padded(each.numbers[name], width) for each in chosen])
+        name: torch.stack([F.pad(each.numbers[name], (0, width - len(each))) for each in chosen])
         for name in (chosen[0].numbers if chosen else ())
     }
     if counted_only and chosen:
@@ -227,7 +208,3 @@ def _batch(
         numbers=tuple(numbers),
         tables=tables,
     )
-
-
-def _padded(values: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, width - len(values)))

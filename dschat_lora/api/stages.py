@@ -1,4 +1,4 @@
-"""Training in Python: each stage by a function, with the options of its command line."""
+"""Training in Python: each stage by a function with its command's options, and what a run left."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.api.inputs import Data, Model, option_values
-from dschat_lora.api.notebook import shown_in_notebook
-from dschat_lora.api.process import only_run, run_in_process
-from dschat_lora.api.rewards import Reward, reward_options
-from dschat_lora.api.runs import Run
-from dschat_lora.api.signatures import with_options
+from dschat_lora.api.notebook import run_html, shown_in_notebook
+from dschat_lora.api.options import Data, Model, Reward, option_values, reward_options, with_options
+from dschat_lora.api.process import on_first_process, only_run, run_in_process
+from dschat_lora.api.verbs import Message, generate
+from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.models.source import find_model
 from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.report.directory import read_object
+from dschat_lora.report.html import render_report, write_report
+from dschat_lora.report.run_data import read_run, read_runs
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.caller import NOBODY, Callback, Caller
 from dschat_lora.runtime.stage_main import late
@@ -27,13 +30,96 @@ _PROGRAMS: Mapping[str, Callable[..., Path | None]] = {
     "dpo": late("supervised.stages:run_dpo"),
     "rlhf": late("rl.train:run_rlhf"),
 }
-
-
 # Options that are arguments under a shorter name.
 _NAMED = (
     *("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path"),
     *("data_path", "eval_data_path", "resume_from_checkpoint"),
 )
+
+
+class Run:
+    """A run that has ended, or a model that can be used like its result.
+
+    In Jupyter it shows itself: how it ended, its curve, held-out results and answers.
+
+    Attributes:
+        path: the directory.
+        record: the content of run.json: options, versions, counts; empty for what is no run.
+        metrics: the lines of metrics.jsonl; empty for what is no run.
+    """
+
+    path: Path
+    record: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, record: Mapping[str, Any] | None = None
+    ) -> None:
+        """Read a directory; ``record`` stands for its run.json, where a run wrote none."""
+        self.path = Path(path)
+        file = self._home / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        self.record = dict(record or read_object(self._home / "run.json"))
+        self.metrics = [parse_json(line) for line in lines if record is None]
+
+    def __repr__(self) -> str:
+        return f"<Run {self.path}: {self.status}>"
+
+    @property
+    def adapter(self) -> Path | None:
+        """The directory of the adapter in PEFT's layout; None where a whole model was trained."""
+        return find_model(str(self.path)).adapter
+
+    @property
+    def status(self) -> str:
+        """``finished``, ``stopped``, or what run.json says of a run that ended otherwise."""
+        status = str(self.record.get("status", "finished"))
+        return "stopped" if status.startswith(("stopped", "interrupted")) else status
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """``first`` and ``last``: the metrics of the evaluations before and after training."""
+        evals = [line for line in self.metrics if line.get("kind") == "eval"]
+        return {"first": evals[0], "last": evals[-1]} if evals else {}
+
+    @property
+    def _home(self) -> Path:
+        """The directory with run.json: this one, or one above it."""
+        homes = [self.path, *self.path.absolute().parents[:2]]
+        return next((each for each in homes if (each / "run.json").is_file()), self.path)
+
+    def generate(
+        self, prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
+    ) -> list[str]:
+        """Answers to prompts; see ``dschat_lora.generate``."""
+        return generate(self, prompts, **sampling)
+
+    def report(self) -> Path:
+        """The page about the run, written anew, by the first process of a launch."""
+        path, title = self._home / "report.html", self._home.resolve().name
+        with run_in_process():
+            on_first_process(
+                lambda: write_report(path, render_report(title, read_runs([self._home]), {}))
+            )
+        return path
+
+    def _repr_html_(self) -> str:
+        return run_html(read_run(self._home), status=self.status, path=self.path)
+
+
+def load(path: str | Path) -> Run:
+    """A finished run, an adapter, a merged model or a checkpoint by its directory.
+
+    Args:
+        path: directory, or the hub name of a model.
+
+    Raises:
+        ValueError: if nothing usable is there.
+    """
+    home = Path(path).expanduser()
+    if not (home / "run.json").is_file():
+        find_model(str(home) if home.exists() else str(path))
+    return Run(home.absolute() if home.exists() else home)
 
 
 def run_stage(stage: str, config: Any, caller: Caller = NOBODY) -> Path | None:

@@ -15,20 +15,26 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.api.inputs import Model
 from dschat_lora.api.losses import Loss, TokenLoss, make_loss
+from dschat_lora.api.options import Model, with_options
 from dschat_lora.api.sequences import (
     SequenceBatch,
     TokenSequence,
     check_sequences,
     check_tokens,
-    empty_batch,
+    make_batch,
     make_batches,
-    shortest_batch,
 )
-from dschat_lora.api.signatures import with_options
-from dschat_lora.api.trainer_build import Parts, close_parts, open_parts
-from dschat_lora.api.trainer_options import OPTIONS, TrainerConfig, check_options
+from dschat_lora.api.trainer_build import (
+    OPTIONS,
+    TrainerConfig,
+    TrainerParts,
+    check_options,
+    close_parts,
+    load_state,
+    open_parts,
+    save_state,
+)
 from dschat_lora.api.trainer_sampling import (
     Key,
     Prompt,
@@ -38,7 +44,6 @@ from dschat_lora.api.trainer_sampling import (
     make_sampling,
     make_seeds,
 )
-from dschat_lora.api.trainer_state import load_state, save_state
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
@@ -83,9 +88,8 @@ class Trainer:
     @with_options(TrainerConfig, only=OPTIONS)
     def __init__(self, model: Model | None = None, **options: Any) -> None:
         """Load the model, put in or continue its adapter, and build its engine."""
-        self._parts: Parts | None = None
-        checked = check_options(model, options)
-        self._parts = open_parts(checked)
+        self._parts: TrainerParts | None = None
+        self._parts = open_parts(*check_options(model, options))
         #: optimizer steps so far
         self.step = 0
         self._calls = 0  # of forward_backward since the last step
@@ -113,8 +117,10 @@ class Trainer:
         Raises:
             ValueError: if there is none, or one that is no token.
         """
-        parts, ids = self._open(), prompt
-        if messages := _messages(prompt):
+        parts, ids, messages = self._open(), prompt, list[dict[str, Any]]()
+        if not isinstance(prompt, str):
+            messages = [dict(each) for each in prompt if isinstance(each, Mapping)]
+        if messages:
             ids = make_chat(parts.tokenizer, None).render(messages, add_generation_prompt=True)
         if isinstance(ids, str):
             (ids,) = make_encoder(parts.tokenizer).encode([ids])
@@ -146,12 +152,11 @@ class Trainer:
         """
         parts = self._open()
         chosen, found = raise_together(lambda: self._checked(sequences, loss, options))
-        total, count = sum_over_ranks([_weight_of(found, chosen), float(len(found))])
-        _check_counts(total, int(count))
+        total = _total_weight(found, chosen)
         batches = self._same_number(
             make_batches(
                 found,
-                size=parts.options.config.batch.per_device_train_batch_size,
+                size=parts.config.batch.per_device_train_batch_size,
                 unit=chosen.sequences_per_unit,
                 pad_id=parts.pad_id,
                 counted_only=chosen.token_loss is None,
@@ -203,7 +208,7 @@ class Trainer:
         found = raise_together(lambda: self._sequences(sequences, ()))
         batches = make_batches(
             found,
-            size=parts.options.config.batch.per_device_eval_batch_size,
+            size=parts.config.batch.per_device_eval_batch_size,
             unit=1,
             pad_id=parts.pad_id,
             counted_only=False,
@@ -293,7 +298,7 @@ class Trainer:
             ValueError: if more than an adapter trains.
         """
         parts = self._open()
-        adapted, source = parts.adapted, parts.options.source
+        adapted, source = parts.adapted, parts.source
         if not (adapted.lora.lora_dim and adapted.lora.only_optimize_lora):
             raise ValueError(
                 "export_adapter writes an adapter, and every weight trains here: make the Trainer "
@@ -344,7 +349,7 @@ class Trainer:
         if parts is not None and not parts.closed:
             close_parts(parts, together=together)
 
-    def _open(self) -> Parts:
+    def _open(self) -> TrainerParts:
         if self._parts is None:
             raise ValueError("the Trainer is closed: make another one")
         if is_destroyed(self._parts.engine.deepspeed):
@@ -388,15 +393,8 @@ class Trainer:
     def _same_number(self, batches: list[SequenceBatch]) -> list[SequenceBatch]:
         """As many batches on every rank, some perhaps empty, for all run the same passes."""
         count = int(max_over_ranks(float(len(batches))))
-        return batches + [empty_batch(self._open().pad_id)] * (count - len(batches))
-
-    def _loss(self, batch: SequenceBatch, found: Sequence[TokenSequence], loss: Loss) -> Tensor:
-        """The summed loss of a batch, whose graph spans the model."""
-        logprobs: Tensor = self._open().engine(*batch.inputs)
-        if not batch.numbers:
-            return logprobs.sum()
-        given = [found[number].given for number in batch.numbers]
-        return loss(batch.table(logprobs), batch.tables, given) + 0.0 * logprobs.sum()
+        empty = make_batch([], [], pad_id=self._open().pad_id, counted_only=False)
+        return batches + [empty] * (count - len(batches))
 
     def _backward(
         self,
@@ -411,7 +409,12 @@ class Trainer:
         engine.train()
         with self._casts.in_use(), self._dropout_seed():
             for batch in batches:
-                part = self._loss(batch.to(engine.device), found, loss)
+                batch = batch.to(engine.device)
+                logprobs = engine(*batch.inputs)
+                part = logprobs.sum()  # the graph of each pass spans the model
+                if batch.numbers:
+                    given = [found[number].given for number in batch.numbers]
+                    part = loss(batch.table(logprobs), batch.tables, given) + 0.0 * part
                 summed += part.detach()
                 engine.backward(broken_unless_finite(part / total, part.detach()), last=False)
         return float(summed)
@@ -421,11 +424,14 @@ class Trainer:
 
         Of 0 it adds nothing, of NaN the step is skipped.
         """
-        engine = self._open().engine
+        engine, pad_id = self._open().engine, self._open().pad_id
         engine.train()
         with self._dropout_seed():
-            batch = shortest_batch(self._open().pad_id).to(engine.device)
-            engine.backward(engine(*batch.inputs).sum() * factor, last=True)
+            # Two tokens, of which the second is predicted.
+            shortest = TokenSequence({}, torch.full((2,), pad_id), {})
+            batch = make_batch([shortest], [0], pad_id=pad_id, counted_only=False)
+            loss = engine(*batch.to(engine.device).inputs).sum() * factor
+            engine.backward(loss, last=True)
 
     def _drop_gradients(self, *, unfinished: bool = False) -> None:
         """Forget the gradients since the last step; call on every rank."""
@@ -442,30 +448,27 @@ class Trainer:
         """Inside, dropout draws from (seed, step, rank, call) alone; the caller's state stays."""
         parts = self._open()
         here = parts.engine.device
-        key = ("dropout", parts.options.config.run.seed, self.step, data_rank())
+        key = ("dropout", parts.config.run.seed, self.step, data_rank())
         with torch.random.fork_rng(devices=[here] if here.type == "cuda" else []):
             torch.manual_seed(stream_seed(*key, *([self._calls] if self._calls else [])))
             yield
 
 
-def _messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """The messages of a prompt that is made of them; none of another."""
-    if isinstance(prompt, str):
-        return []
-    return [dict(each) for each in prompt if isinstance(each, Mapping)]
+def _total_weight(sequences: Sequence[TokenSequence], loss: Loss) -> float:
+    """What divides the loss: weights of tokens that count, or the number of pairs, of all ranks.
 
-
-def _weight_of(sequences: Sequence[TokenSequence], loss: Loss) -> float:
-    """What divides the loss: weights of tokens that count, or the number of pairs."""
+    Raises:
+        ValueError: if there is nothing to learn from, on every rank.
+    """
     if loss.sequences_per_unit > 1:
-        return len(sequences) / loss.sequences_per_unit
-    return sum(float(each.numbers["weights"][1:].double().sum()) for each in sequences)
-
-
-def _check_counts(total: float, count: int) -> None:
+        own = len(sequences) / loss.sequences_per_unit
+    else:
+        own = sum(float(each.numbers["weights"][1:].double().sum()) for each in sequences)
+    total, count = sum_over_ranks([own, float(len(sequences))])
     if count == 0:
         raise ValueError("sequences is empty on every rank: there is nothing to learn from")
     if total == 0:
         raise ValueError(
             "no token counts: all weights are 0, but for those of first tokens, which never count"
         )
+    return total

@@ -1,24 +1,38 @@
-"""Model, engine and decoder of a Trainer, and the process group that Trainers share."""
+"""What a Trainer is made of: options, model, engine and decoder, its state on disk, and its group.
+
+Trainers share one process group.
+"""
 
 import atexit
 import gc
+import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.api.options import model_value
 from dschat_lora.api.process import variables_kept
-from dschat_lora.api.trainer_options import CheckedOptions
-from dschat_lora.config.groups import is_on
+from dschat_lora.checkpoint.manifest import verify, write_manifest
+from dschat_lora.checkpoint.staging import staged_directory
+from dschat_lora.checkpoint.tensors import TensorFiles, save_tensors
+from dschat_lora.config.files import read_json
+from dschat_lora.config.groups import LoraConfig, OptimConfig, is_on
+from dschat_lora.config.options import build_config, group, options_in_python
+from dschat_lora.config.parser import unknown_option
+from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.engine import peers
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.collectives import max_over_ranks, raise_together
+from dschat_lora.engine.collectives import broadcast_string, max_over_ranks, raise_together
 from dschat_lora.engine.distributed import (
     data_rank,
     destroy_engines,
@@ -27,8 +41,10 @@ from dschat_lora.engine.distributed import (
     grid,
     init_distributed,
     is_destroyed,
+    rank,
     shutdown,
 )
+from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.lora.rates import parameter_groups
@@ -42,59 +58,119 @@ from dschat_lora.models.build import AdaptedModel, build_causal_lm, check_target
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_tokenizer, share_parameters
+from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.rl.rollout import stop_ids, whole_weights_fit
+from dschat_lora.runtime.checks import apply_checks
 from dschat_lora.runtime.consistency import check_same_models, tokenizer_digest
 from dschat_lora.runtime.setup import engine_settings, shard_model, tensor_group
+from dschat_lora.runtime.stage_main import hush_libraries
+from dschat_lora.runtime.validation import (
+    SFT,
+    SupervisedInputs,
+    check_lora,
+    check_model,
+    check_tensor_parallel,
+    with_base_bits,
+    with_continued_lora,
+    with_deepspeed_json,
+    with_recomputation,
+)
 
-_open: "WeakSet[Parts]" = WeakSet()
+OPTIONS = frozenset(
+    (
+        *("dtype", "attn_implementation", "trust_remote_code", "base_bits", "chat_template"),
+        *("add_eot_token", "eot_token", "gradient_checkpointing", "dropout"),
+        *(field.name for field in fields(LoraConfig) if "hidden" not in field.metadata),
+        *("per_device_train_batch_size", "per_device_eval_batch_size"),
+        *("loraplus_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+        *("weight_decay", "zero_stage", "offload", "offload_activations", "deepspeed_config"),
+        *("tensor_parallel_size", "sequence_parallel", "distributed_timeout", "seed"),
+    )
+)
+_RATES = ("learning_rate", "lora_learning_rate", "lora_lr_multiplier", "expert_learning_rate")
+# Of a stage those that look at the model, its adapter and its engine.
+_CHECKS = (
+    check_model,
+    with_continued_lora,
+    check_lora,
+    with_base_bits,
+    check_tensor_parallel,
+    with_deepspeed_json,
+    with_recomputation,
+)
+_SHARD_BYTES = 2**30
+_open: "WeakSet[TrainerParts]" = WeakSet()
 _joined = False  # whether the process group was formed here
 _restore_variables: Callable[[], None] | None = None  # a launcher's, as they were before
 
 
+@dataclass(frozen=True)
+class TrainerConfig(SupervisedConfig):
+    """The options of a supervised stage, of which a Trainer takes some."""
+
+    # optim_step says the rate of all that trains; groups differ by --loraplus_lr_ratio alone.
+    optim: OptimConfig = group(OptimConfig, learning_rate=1.0, lora_learning_rate=1.0)
+
+
+def check_options(model: object, values: Mapping[str, Any]) -> tuple[TrainerConfig, ModelSource]:
+    """The options that were given, over the command line's defaults, and the model's files.
+
+    ``model`` is a name, a path, a run, (model, tokenizer), or None for the bundled model.
+
+    Raises:
+        TypeError: for a name that is unknown.
+        ValueError: for a value that is not allowed, or options that contradict each other.
+    """
+    hush_libraries()
+    for name in values:
+        if name in _RATES:
+            raise TypeError(
+                f"unknown option --{name}; the rate of a step is given to it: "
+                "optim_step(learning_rate=...)"
+            )
+        if name not in OPTIONS:
+            raise TypeError(unknown_option(f"--{name}", OPTIONS))
+    config = build_config(TrainerConfig, options_in_python(TrainerConfig, values))
+    name = model_value(model)
+    config = replace(config, model=replace(config.model, model_name_or_path=name))
+    source = find_model(name)
+    inputs = SupervisedInputs(SFT, source, config.data)
+    return apply_checks(config, inputs, _CHECKS), source
+
+
 @dataclass(eq=False)
-class Parts:
+class TrainerParts:
     """What a Trainer is made of."""
 
-    options: CheckedOptions
+    config: TrainerConfig
+    source: ModelSource
     tokenizer: Tokenizer
     adapted: AdaptedModel
     rollout: PreTrainedModel  # the model in modules without the engine's hooks, for decoding
     engine: TrainEngine[CausalLMLogprobs]
     end_ids: list[int]
+    pad_id: int
+    vocab_size: int
+    max_length: int | None  # positions of the model; None where there is no bound
     identity: dict[str, str]  # of the base; complete on rank 0
     closed: bool = False
 
-    @property
-    def pad_id(self) -> int:
-        """The token of padding."""
-        return int(self.tokenizer.pad_token_id)
 
-    @property
-    def max_length(self) -> int | None:
-        """Positions of the model; None where there is no bound."""
-        return getattr(self.adapted.model.config, "max_position_embeddings", None)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return int(self.adapted.model.config.vocab_size)
-
-
-def open_parts(options: CheckedOptions) -> Parts:
+def open_parts(config: TrainerConfig, source: ModelSource) -> TrainerParts:
     """Join the process group, load the model and build its engine; call on every rank.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit.
     """
-    _join(options)
+    _join(config)
     with torch.random.fork_rng(devices=[device()] if device().type == "cuda" else []):
-        torch.manual_seed(stream_seed("build", options.config.run.seed))
-        parts = _build(options)
+        torch.manual_seed(stream_seed("build", config.run.seed))
+        parts = _build(config, source)
     _open.add(parts)
     return parts
 
 
-def close_parts(parts: Parts, *, together: bool) -> None:
+def close_parts(parts: TrainerParts, *, together: bool) -> None:
     """Destroy the engine, and leave the process group if it was formed here for the last Trainer.
 
     ``together`` says whether every rank calls this: only then the group can be left.
@@ -111,9 +187,8 @@ def close_parts(parts: Parts, *, together: bool) -> None:
         _leave()
 
 
-def _join(options: CheckedOptions) -> None:
+def _join(config: TrainerConfig) -> None:
     global _joined, _restore_variables
-    config = options.config
     if not dist.is_initialized():
         _restore_variables = variables_kept()
         init_distributed()
@@ -151,8 +226,7 @@ def _leave_at_exit() -> None:
         _leave()
 
 
-def _build(options: CheckedOptions) -> Parts:
-    config, source = options.config, options.source
+def _build(config: TrainerConfig, source: ModelSource) -> TrainerParts:
     if config.model.attn_implementation == "flex_attention":
         raise_together(lambda: check_compiler(device(), FLEX_ATTENTION))
     check_same_models(source)
@@ -196,30 +270,108 @@ def _build(options: CheckedOptions) -> Parts:
     engine = TrainEngine(CausalLMLogprobs(adapted.model), groups, settings)
     engine.eval()
     engine.module.fit_to_architecture(len(tokenizer), engine.device)
-    ends = stop_ids(tokenizer, adapted.model, ())
-    return Parts(options, tokenizer, adapted, rollout, engine, ends, identity)
+    return TrainerParts(
+        config,
+        source,
+        tokenizer,
+        adapted,
+        rollout,
+        engine,
+        end_ids=stop_ids(tokenizer, adapted.model, ()),
+        pad_id=int(tokenizer.pad_token_id),
+        vocab_size=int(adapted.model.config.vocab_size),
+        max_length=getattr(adapted.model.config, "max_position_embeddings", None),
+        identity=identity,
+    )
 
 
 @contextmanager
-def decoding(parts: Parts) -> Iterator[tuple[Decoder, KeepGoing | None]]:
+def decoding(parts: TrainerParts) -> Iterator[tuple[Decoder, KeepGoing | None]]:
     """A decoder of the weights as they are, and ``keep_going`` where ranks decode in step.
 
     At ZeRO 3 the weights are gathered once if the free memory holds them, else layer by layer at
     every token. Call on every rank.
     """
-    engine, rollout = parts.engine, parts.rollout.eval()
+    engine, model = parts.engine, parts.rollout.eval()
+    keep_going: KeepGoing | None = None
     engine.eval()
-    if engine.zero_stage < 3:
-        yield _decoder(parts, rollout), None
-        return
-    parameters = list(rollout.parameters())
-    if whole_weights_fit(parameters, engine.device):
-        with gathered(parameters):
-            yield _decoder(parts, rollout), None
-        return
-    yield _decoder(parts, parts.adapted.model), lambda done: max_over_ranks(float(not done)) > 0
+
+    def some_rank_goes_on(done: bool) -> bool:
+        return max_over_ranks(float(not done)) > 0
+
+    with ExitStack() as stack:
+        if engine.zero_stage == 3:
+            parameters = list(model.parameters())
+            if whole_weights_fit(parameters, engine.device):
+                stack.enter_context(gathered(parameters))
+            else:
+                model, keep_going = parts.adapted.model, some_rank_goes_on
+        check_cache(model)
+        here, ends = engine.device, parts.end_ids
+        yield Decoder(model, eos_ids=ends, pad_id=parts.pad_id, device=here), keep_going
 
 
-def _decoder(parts: Parts, model: PreTrainedModel) -> Decoder:
-    check_cache(model)
-    return Decoder(model, eos_ids=parts.end_ids, pad_id=parts.pad_id, device=parts.engine.device)
+def save_state(parts: TrainerParts, directory: Path, *, step: int) -> None:
+    """Write the state; call on every rank.
+
+    Raises:
+        OSError: on rank 0, if the disk refuses.
+        ValueError: if a weight is not finite.
+    """
+    state = EngineState(parts.engine, parts.adapted.model)
+    content = {"step": step, "identity": parts.identity, "engine": state.facts()}
+    tensors = state.tensors()
+
+    def write() -> None:
+        try:
+            if rank() == 0:
+                with staged_directory(directory) as staging:
+                    _write_shards(tensors, staging, where=directory)
+                    text = json.dumps(content, indent=1) + "\n"
+                    (staging / "state.json").write_text(text, encoding="utf-8")
+                    write_manifest(staging, kind="trainer")
+        finally:
+            for _ in tensors:  # the others wait for their part in gathering them
+                pass
+
+    raise_together(write)
+
+
+def load_state(parts: TrainerParts, directory: Path) -> int:
+    """Restore the state; returns its step. Call on every rank.
+
+    Raises:
+        ValueError: if it is damaged, or of another model or adapter.
+    """
+    content = json.loads(
+        broadcast_string(raise_together(lambda: _read(parts, directory) if rank() == 0 else ""))
+    )
+    paths = sorted(directory.glob("*.safetensors")) if rank() == 0 else []
+    EngineState(parts.engine, parts.adapted.model).load(content["engine"], TensorFiles(paths).read)
+    return int(content["step"])
+
+
+def _read(parts: TrainerParts, directory: Path) -> str:
+    if not (directory / "state.json").is_file():
+        raise ValueError(f"{directory} holds nothing that a Trainer has saved")
+    verify(directory, kind="trainer")
+    content = read_json(directory / "state.json")
+    for what, found in content["identity"].items():
+        if found != parts.identity[what]:
+            raise ValueError(
+                f"{directory} was saved by a Trainer with another {what} ({found}, here "
+                f"{parts.identity[what]})"
+            )
+    return json.dumps(content)
+
+
+def _write_shards(tensors: Iterator[tuple[str, Tensor]], staging: Path, *, where: Path) -> None:
+    shard: dict[str, Tensor] = {}
+    number = 1
+    for key, tensor in tensors:
+        check_finite(tensor, f"{where} was not written: {key}")
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > _SHARD_BYTES:
+            save_tensors(shard, staging / f"model-{number:05d}.safetensors")
+            number, shard = number + 1, {}
+        shard[key] = tensor
+    save_tensors(shard, staging / f"model-{number:05d}.safetensors")

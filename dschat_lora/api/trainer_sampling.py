@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import Any
 
 from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.api.trainer_build import Parts, decoding
+from dschat_lora.api.trainer_build import TrainerParts, decoding
 from dschat_lora.engine.collectives import max_over_ranks
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 
@@ -24,7 +24,7 @@ class Sample:
 
 
 def draw(
-    parts: Parts,
+    parts: TrainerParts,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     seeds: Sequence[Sequence[int]],
@@ -35,7 +35,7 @@ def draw(
         ValueError: if a token cannot be drawn on some rank, as a weight is not finite.
     """
     copies = max(map(len, seeds), default=1)
-    size = max(1, parts.options.config.batch.per_device_eval_batch_size // copies)
+    size = max(1, parts.config.batch.per_device_eval_batch_size // copies)
     # Prompts of like length are decoded together.
     order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n]))
     chunks = int(max_over_ranks(-(-len(order) // size)))
@@ -52,18 +52,17 @@ def draw(
                 keep_going=keep_going,
             )
             broken += sum(responses.undrawn())
-            drawn = zip(responses.tokens(), responses.sampler_logprobs(), strict=True)
-            samples = [_sample(parts, *each) for each in drawn]
+            samples = [
+                Sample(tokens, logprobs, parts.tokenizer.decode(tokens, skip_special_tokens=True))
+                for tokens, logprobs in zip(
+                    responses.tokens(), responses.sampler_logprobs(), strict=True
+                )
+            ]
             for place, n in enumerate(numbers):
                 result[n] = samples[place * copies :][:copies]
     if max_over_ranks(broken):
         raise ValueError(undrawn_reason(()))
     return result
-
-
-def _sample(parts: Parts, tokens: list[int], logprobs: list[float]) -> Sample:
-    text = parts.tokenizer.decode(tokens, skip_special_tokens=True)
-    return Sample(tokens, logprobs, text)
 
 
 def make_sampling(max_tokens: int, temperature: float, top_p: float, top_k: int) -> Sampling:

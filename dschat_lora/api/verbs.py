@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dschat_lora.api.inputs import Data, Model, option_values
+from dschat_lora.api.options import Data, Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
-from dschat_lora.api.signatures import with_options
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import AuditConfig

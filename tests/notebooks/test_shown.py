@@ -11,9 +11,8 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from dschat_lora.api import notebook
-from dschat_lora.api.notebook import NotebookView
-from dschat_lora.api.notebook_html import curve_html, eval_table, point
-from dschat_lora.api.runs import Run
+from dschat_lora.api.notebook import NotebookView, curve_html, eval_table, point
+from dschat_lora.api.stages import Run
 from dschat_lora.report.terminal import current_viewer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,302 @@
+"""Options in Python: signatures and docstrings that name each, and objects as their values.
+
+The objects are models, rows of data, functions, and what scores responses of step 3.
+"""
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, get_args
+
+from dschat_lora.config.groups import ModelConfig
+from dschat_lora.config.held import held
+from dschat_lora.config.help import by_section
+from dschat_lora.config.options import option_fields
+from dschat_lora.config.values import is_switch, value_shape
+from dschat_lora.rl.builtin_rewards import is_builtin
+from dschat_lora.runtime.stage_main import late
+
+
+class EarlierRun(Protocol):
+    """A run that has ended, such as :class:`dschat_lora.api.runs.Run`."""
+
+    path: Path
+
+
+PathLike = str | os.PathLike[str]
+# A name or path, an earlier run, or a transformers model with its tokenizer.
+Model = str | os.PathLike[str] | EarlierRun | tuple[Any, Any]
+# A path, several, rows, or rows that an iterable gives again and again.
+Data = PathLike | Iterable[PathLike] | Iterable[Mapping[str, Any]]
+# What scores responses: a function, the name of one, or a reward model.
+Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+OptionRow = tuple[str, str, object, str]  # name, type, default, help
+Paths = "str | os.PathLike[str]"
+_FUNCTIONS = ("reward_function", "judge_function", "environment")
+_DATA = ("data_path", "eval_data_path", "sft_only_data_path")
+_MODELS = ("model_name_or_path", "reward_model")
+# Options whose objects in Python are more than the text of the command line.
+_TYPES = {
+    "columns": "Sequence[str] | Mapping[str, str]",
+    "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
+    "chat_template_kwargs": "str | Mapping[str, Any] | None",
+    "judge_function": "str | Callable[..., Any] | None",
+    "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
+    "reward_model": "Model | None",
+}
+
+
+def with_options(
+    config_class: Any, *named: str, only: Collection[str] | None = None
+) -> Callable[[FunctionT], FunctionT]:
+    """A decorator that names the options of ``config_class`` in a function's signature and help.
+
+    They stand in place of ``**options``, but for ``named`` ones, which have an argument of their
+    own. ``only`` some of them may be taken.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        whole = inspect.signature(function)
+        *own, options = whole.parameters.values()
+        assert options.kind is options.VAR_KEYWORD
+        taken, rows = {*whole.parameters, *named}, dict[str, OptionRow]()
+        sections: dict[str, str] = {}
+        for name, (field, annotation) in option_fields(config_class):
+            if name in taken or (only is not None and name not in only):
+                continue
+            default = field.default
+            kind = type_text(name, annotation)
+            if default is None and not kind.endswith("None"):
+                kind += " | None"
+            rows[name] = (name, kind, default, field.metadata["help"])
+            sections[name] = field.metadata["section"]
+        by_title = by_section(sections.items())
+        function.options = {  # type: ignore[attr-defined]
+            title: [rows[name] for name in names] for title, names in by_title.items()
+        }
+        ordered = [rows[name] for names in by_title.values() for name in names]
+        parameters = [
+            inspect.Parameter(name, options.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, kind, default, _ in ordered
+        ]
+        function.__signature__ = whole.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *parameters]
+        )
+        lines = [f"    {name} ({kind}): {text}" for name, kind, _, text in ordered]
+        about = inspect.cleandoc(function.__doc__ or "")
+        function.__doc__ = "\n".join([about, "", "Options:", *lines])
+        return function
+
+    return decorate
+
+
+def type_text(name: str, annotation: Any) -> str:
+    """What an option takes in Python, as it is written in a signature."""
+    if name in _TYPES:
+        return _TYPES[name]
+    optional = type(None) in get_args(annotation)
+    if is_switch(annotation):
+        words = [word for other in get_args(annotation) for word in get_args(other)]
+        return "bool" + (f" | Literal{words}" if words else "")
+    kind, choices, many = value_shape(annotation)
+    text = f"Literal{[*choices]}" if choices else kind.__name__
+    if kind is str and not choices and name.endswith(("_path", "_dir", "_file")):
+        text = Paths
+    if many:
+        text = f"{text} | Sequence[{text}]"
+    return f"{text} | None" if optional else text
+
+
+def option_values(values: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
+    """The values with a name for each object, which ``stack`` holds.
+
+    Raises:
+        TypeError: for an object of another kind.
+        ValueError: for rows that cannot be gone through twice.
+    """
+    found = {}
+    for name, value in values.items():
+        if name in _FUNCTIONS:
+            value = _functions(value, stack)
+        elif name in _DATA:
+            value = data_value(value, name.removesuffix("_path"), stack)
+        elif name.endswith(_MODELS):
+            value = model_value(value, name)
+        found[name] = value
+    return found
+
+
+def model_value(model: Any, option: str = "model") -> str | None:
+    """The name or path of a model; one that is loaded is written to the cache of data.
+
+    It has the same name there whenever it has the same weights, and is itself not changed.
+    """
+    if model is None or isinstance(model, str):
+        return model
+    if isinstance(model, os.PathLike):
+        return os.fspath(model)
+    if (path := getattr(model, "path", None)) is not None:
+        return str(path)
+    if isinstance(model, tuple | list) and len(model) == 2:
+        saved: Path = late("models.fingerprint:saved_model")(*model)
+        return str(saved)
+    raise TypeError(
+        f"{option} must be a name, a path, a Run, or (model, tokenizer), got a "
+        f"{type(model).__name__}"
+    )
+
+
+def data_value(data: Any, name: str, stack: ExitStack) -> Any:
+    """Paths as they are, and rows by the name under which ``stack`` holds them."""
+    if data is None or isinstance(data, str | os.PathLike):
+        return data
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a DataFrame
+        raise TypeError(f"{name} is a table; give its rows: data.to_dict('records')")
+    if not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        data = [data[number] for number in range(len(data))]  # a Dataset of torch
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | bytes):
+        raise TypeError(
+            f"{name} must be a path, rows (dicts), a Dataset or another iterable of dicts, got a "
+            f"{type(data).__name__}{_way_to_rows(data)}"
+        )
+    if iter(data) is data:
+        raise ValueError(
+            f"{name} is a {type(data).__name__}, which can be gone through once; give a list, or "
+            "an object whose __iter__ begins anew"
+        )
+    if not isinstance(data, list | tuple):
+        return stack.enter_context(held(data, name))
+    if not data:
+        raise ValueError(f"{name} has no rows")
+    if all(isinstance(each, Mapping) for each in data):
+        return stack.enter_context(held(data, name))
+    texts = [each for each in data if isinstance(each, str) and len(each.split()) > 1]
+    if texts and not any(Path(each).exists() for each in texts):
+        raise TypeError(
+            f"{name} is a list of texts; rows are dicts, such as {{'prompt': {texts[0]!r:.60}}}"
+        )
+    return [data_value(each, name, stack) for each in data]
+
+
+def _way_to_rows(data: object) -> str:
+    """How what is no rows, but has some, gives them."""
+    if not isinstance(data, Mapping):
+        return ""
+    if any(isinstance(value, str) for value in data.values()):
+        return "; a single row goes into a list"
+    if "DatasetDict" in type(data).__name__:
+        return "; give one of its splits, such as data['train']"
+    return "; of lists by column datasets.Dataset.from_dict(data) makes rows"
+
+
+def _functions(value: Any, stack: ExitStack) -> Any:
+    if isinstance(value, list | tuple):
+        return [_functions(each, stack) for each in value]
+    if callable(value):
+        return stack.enter_context(held(value, function_name(value)))
+    return value
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """A name for metrics: that of the function, or of its object's class."""
+    own = getattr(function, "__name__", None) or type(function).__name__
+    return re.sub(r"\W", "", own) or "function"
+
+
+def reward_options(
+    rewards: Any, critic: Any, weights: Sequence[float] | None, stack: ExitStack
+) -> dict[str, Any]:
+    """The options of step 3 that say what scores responses; ``stack`` holds the functions.
+
+    The first reward model is the run's own, from which a critic starts; further ones score as
+    functions do.
+
+    Raises:
+        TypeError: for something that cannot score.
+        ValueError: if there is not a weight for each.
+    """
+    given = [*rewards] if isinstance(rewards, list | tuple) else [rewards]
+    if len(given) == 2 and all(hasattr(each, "save_pretrained") for each in given):
+        given = [rewards]  # (model, tokenizer) is one reward model
+    weights = None if weights is None else _numbers(weights)
+    if weights is not None and len(weights) not in (len(given), len(given) + (critic is not None)):
+        raise ValueError(
+            f"--reward_weights has {len(weights)} weights for {len(given)} rewards; give one for "
+            "each"
+        )
+    scales = dict(enumerate(weights or ()))
+    path, own_place = model_value(critic, "critic"), len(given)
+    functions, function_scales = list[str](), list[float]()
+    for place, each in enumerate(given):
+        name = _reward_function(each, stack)
+        if name is None:
+            other = model_value(each, "rewards")
+            if path in (None, other):
+                path, own_place = other, place
+                continue
+            name = stack.enter_context(held(ModelReward(str(other)), Path(str(other)).name))
+        functions.append(name)
+        function_scales.append(scales.get(place, 1.0))
+    found: dict[str, Any] = {"reward_function": functions or None}
+    if path is not None:
+        found["critic_model_name_or_path"] = path
+    if weights is not None:
+        own = [scales.get(own_place, 1.0)] if path is not None else []
+        found["reward_weights"] = [*function_scales, *own]
+    return found
+
+
+def _numbers(weights: Any) -> list[float]:
+    try:
+        return [float(each) for each in weights]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--reward_weights must be a list of numbers, got {weights!r}") from error
+
+
+def _reward_function(reward: Any, stack: ExitStack) -> str | None:
+    """The name of a function, which ``stack`` holds; None of a reward model."""
+    if isinstance(reward, str):
+        is_function = ":" in reward and not Path(reward).expanduser().exists()
+        return reward if is_builtin(reward) or is_function else None
+    if isinstance(reward, os.PathLike) or getattr(reward, "path", None) is not None:
+        return None
+    if isinstance(reward, tuple):
+        return None  # (model, tokenizer)
+    if callable(reward):
+        return stack.enter_context(held(reward, function_name(reward)))
+    raise TypeError(
+        "rewards must be functions, runs of dschat_lora.reward, paths of reward models or names "
+        f"such as 'builtin:length=12', got a {type(reward).__name__}"
+    )
+
+
+class ModelReward:
+    """Scores prompts with their responses by a reward model, which is loaded when it is needed."""
+
+    def __init__(self, path: str) -> None:
+        """``path`` is the directory of the reward model, or its hub name."""
+        self._path = path
+        self._scorer: Any = None
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
+        """A score of each response; None for one that is too long for the model."""
+        from dschat_lora.data.chat import Span
+        from dschat_lora.data.records import TextRecord
+        from dschat_lora.supervised.score import Scorer
+
+        if self._scorer is None:
+            self._scorer = Scorer(ModelConfig(model_name_or_path=self._path))
+        records = [
+            TextRecord(
+                f"response {number}",
+                "prompt-completion",
+                (Span(prompt, target=False), Span(response, target=True)),
+            )
+            for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+        scores: list[float | None] = self._scorer.scores(records)
+        return scores
