@@ -107,18 +107,24 @@ def _tables(
     """Title -> header and rows."""
     judged = evaluate_by_rule(stages["sft"], stages["rlhf"] / "actor")
     evals = read_metrics(stages["rlhf"], "eval")
-    spent = f"{evals[-1]['kl']:.3f}"
-    rewards = [f"{evals[i]['reward']:.2f}" for i in (0, -1)]
     answers = [
         *judgement_rows(judged),
-        ["learned reward, sampled (eval prompts)", "", *rewards],
-        ["KL to SFT, nats per response", "", "0", spent],
+        [
+            *("learned reward, sampled (eval prompts)", ""),
+            *(f"{evals[i]['reward']:.2f}" for i in (0, -1)),
+        ],
+        ["KL to SFT, nats per response", "", "0", f"{evals[-1]['kl']:.3f}"],
     ]
-    time_rows = [[name, f"{seconds[name]:.0f} s"] for name in stages]
+    pairs = read_metrics(stages["reward"], "eval")
+    flaws = accuracy_by_flaw(stages["reward"])  # after training
+    accuracy = [
+        ["accuracy", *(f"{pairs[i]['accuracy']:.3f}" for i in (0, -1))],
+        *([f"  rejected is {flaw}", "", f"{share:.3f}"] for flaw, share in flaws.items()),
+    ]
     return {
         "test rows": (["", *judged], answers),
-        "reward model, test pairs": (["", "before", "after"], reward_rows(stages["reward"])),
-        "time": (["stage", "with start-up"], time_rows),
+        "reward model, test pairs": (["", "before", "after"], accuracy),
+        "time": (["stage", "with start-up"], [[n, f"{seconds[n]:.0f} s"] for n in stages]),
     }
 
 
@@ -136,14 +142,3 @@ def judgement_rows(judged: Mapping[str, Judgement]) -> Rows:
             shares = [str(getattr(j, way)[key]) for j in judged.values()]
             rows.append([f"{label} ({way})" if key == "score" else label, *shares])
     return rows
-
-
-def reward_rows(directory: Path) -> Rows:
-    """Accuracy on held-out pairs before and after training, and after it for each flaw."""
-    evals = read_metrics(directory, "eval")
-    accuracy = [f"{evals[i]['accuracy']:.3f}" for i in (0, -1)]
-    after = accuracy_by_flaw(directory)
-    return [
-        ["accuracy", *accuracy],
-        *([f"  rejected is {flaw}", "", f"{share:.3f}"] for flaw, share in after.items()),
-    ]

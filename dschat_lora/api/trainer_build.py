@@ -131,9 +131,9 @@ def check_options(model: object, values: Mapping[str, Any]) -> tuple[TrainerConf
         if name not in OPTIONS:
             raise TypeError(unknown_option(f"--{name}", OPTIONS))
     config = build_config(TrainerConfig, options_in_python(TrainerConfig, values))
-    name = model_value(model)
-    config = replace(config, model=replace(config.model, model_name_or_path=name))
-    source = find_model(name)
+    path = model_value(model)
+    config = replace(config, model=replace(config.model, model_name_or_path=path))
+    source = find_model(path)
     inputs = SupervisedInputs(SFT, source, config.data)
     return apply_checks(config, inputs, _CHECKS), source
 

@@ -57,7 +57,8 @@ def generate(
     if not given:
         return []
     with ExitStack() as stack:
-        values: dict[str, Any] = {"model_name_or_path": _or_bundled(model)}
+        model = BUNDLED_MODEL if model is None else model
+        values: dict[str, Any] = {"model_name_or_path": model}
         if all(isinstance(each, str) for each in given):
             values["prompts"] = given
         else:
@@ -83,7 +84,8 @@ def evaluate(model: Model | None, data: Data, **options: Any) -> dict[str, float
         The numbers that the command prints, by name.
     """
     with ExitStack() as stack:
-        values = {"model_name_or_path": _or_bundled(model), "data_path": data}
+        model = BUNDLED_MODEL if model is None else model
+        values = {"model_name_or_path": model, "data_path": data}
         config = _config(EvalConfig, values, options, stack)
         stack.enter_context(run_in_process())
         scores, make_judge = eval_parts(config)
@@ -122,10 +124,8 @@ def merge(model: Model, output_dir: str | os.PathLike[str] | None = None, **opti
         values = {"model_name_or_path": model, "output_dir": output_dir}
         config = _config(MergeConfig, values, options, stack)
         stack.enter_context(run_in_process())
-        check = late("runtime.merge:check_merge")
-        merge_here = late("runtime.merge:merge_model")
-        directory: Path = check(config)
-        on_first_process(lambda: merge_here(config))
+        directory: Path = late("runtime.merge:check_merge")(config)
+        on_first_process(lambda: late("runtime.merge:merge_model")(config))
         return directory
 
 
@@ -186,27 +186,16 @@ class Plan:
     Attributes:
         facts: what ``dschat-lora plan --json`` gives: sizes are bytes on one device.
         text: what it prints.
+        peak: most bytes at a time on a device.
+        fits: whether it fits as it was given; None without a device.
+        command: a command line that fits; None where nothing was found.
     """
 
     facts: dict[str, Any] = field(repr=False)
     text: str = field(repr=False)
-
-    @property
-    def peak(self) -> int:
-        """Most bytes at a time on a device."""
-        return int(self.facts["peak"])
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether it fits as it was given; None without a device."""
-        fits: bool | None = self.facts["fits"]
-        return fits
-
-    @property
-    def command(self) -> str | None:
-        """A command line that fits; None where nothing was found."""
-        command: str | None = self.facts["command"]
-        return command
+    peak: int = field(repr=False)
+    fits: bool | None = field(repr=False)
+    command: str | None = field(repr=False)
 
     def __str__(self) -> str:
         return self.text
@@ -252,11 +241,7 @@ def plan(
         facts, text = late("pipeline.plan_report:described_plan")(
             stage, typed, card=card, processes=num_gpus or 1
         )
-    return Plan(facts, text)
-
-
-def _or_bundled(model: Model | None) -> Model:
-    return BUNDLED_MODEL if model is None else model
+    return Plan(facts, text, int(facts["peak"]), facts["fits"], facts["command"])
 
 
 def _config(

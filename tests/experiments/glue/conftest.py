@@ -31,6 +31,21 @@ def task_files(tmp_path_factory):
     return of_task
 
 
+@pytest.fixture
+def checked(encoder, task_files):
+    """``checked(*options, task=)``: the config of these options, checked."""
+    from dschat_lora.config.options import parse_config
+    from dschat_lora.experiments.glue.config import GlueConfig
+    from dschat_lora.experiments.glue.validation import check_glue
+
+    def call(*options, task="rte"):
+        argv = ["--model_name_or_path", encoder("roberta"), "--task_name", task]
+        argv += ["--data_dir", task_files(task), *options]
+        return check_glue(parse_config(GlueConfig, [str(each) for each in argv]))
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def glue_run(encoder, task_files):
     """``glue_run(directory, task, *options, kind=)``: a run that is finished; its directory."""

@@ -16,7 +16,6 @@ from dschat_lora.experiments.glue.bottleneck import AdaptedOutput, add_adapters,
 from dschat_lora.experiments.glue.callback import best_before
 from dschat_lora.experiments.glue.config import TASKS, GlueConfig
 from dschat_lora.experiments.glue.trainer import mean_loss, with_second_pass
-from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.report.directory import is_unfinished
 from dschat_lora.runtime.seeds import run_seeds
 from helpers.glue_toys import LORA, read_jsonl
@@ -97,16 +96,6 @@ def test_the_best_of_a_run_that_was_moved_is_found_and_a_missing_one_is_named(be
         ValueError, match=rf"that of {kept.name}, which cannot be used: .* it beside"
     ):
         best_before(newest)
-
-
-@pytest.fixture
-def checked(encoder, task_files):
-    def call(*options, task="rte"):
-        argv = ["--model_name_or_path", encoder("roberta"), "--task_name", task]
-        argv += ["--data_dir", task_files(task), *options]
-        return check_glue(parse_config(GlueConfig, [str(each) for each in argv]))
-
-    return call
 
 
 def test_the_measure_is_the_papers():

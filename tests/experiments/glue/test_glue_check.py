@@ -20,16 +20,6 @@ from dschat_lora.runtime.resume import options_to_keep
 from helpers.glue_toys import save_encoder, write_task
 
 
-@pytest.fixture
-def checked(encoder, task_files):
-    def call(*options, task="rte"):
-        argv = ["--model_name_or_path", encoder("roberta"), "--task_name", task]
-        argv += ["--data_dir", task_files(task), *options]
-        return check_glue(parse_config(GlueConfig, [str(each) for each in argv]))
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
