@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dschat_lora.algos.tensors import check_finite
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.api.options import model_value
 from dschat_lora.api.process import variables_kept
 from dschat_lora.checkpoint.manifest import verify, write_manifest
