@@ -220,7 +220,9 @@ class Episodes:
     def _with_reply(self, response: Response, reply: Sequence[Message]) -> Response:
         """The response with messages of the environment behind it."""
         tokens = self.turn_tokens(response, reply)
-        said = messages_after_prompt(response, self.environment.tokenizer)
+        decode = self.environment.tokenizer.decode
+        text = decode(list(response.last_turn), skip_special_tokens=True)
+        said = messages_after_prompt(response, text)
         mask = response.actor_mask or (True,) * len(response.tokens)
         return replace(
             response,

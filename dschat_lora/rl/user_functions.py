@@ -229,10 +229,11 @@ def calls_of(
     names = named_parameters(function)
     rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
-    texts = [last_text(each, tokenizer) for each in responses]
+    turns = [list(each.last_turn) for each in responses]
+    texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
     prompts = [tokenizer.decode(each.prompt) for each in responses]
     asked = [_prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
-    said = [messages_after_prompt(each, tokenizer) for each in responses]
+    said = [messages_after_prompt(*each) for each in zip(responses, texts, strict=True)]
     ids = [list(each.tokens) for each in responses]
     by_column = {name: [row.get(name) for row in rows] for name in columns}
     offered: dict[str, list[Any]] = by_column | {
@@ -262,15 +263,9 @@ def calls_of(
     return [{name: v for name, v in call.items() if name in names} for call in calls]
 
 
-def last_text(response: Response, tokenizer: Tokenizer) -> str:
-    """Text of the actor's last turn, without special tokens."""
-    return tokenizer.decode(list(response.last_turn), skip_special_tokens=True)
-
-
-def messages_after_prompt(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The actor's turns and what its environment said between them."""
-    last = {"role": "assistant", "content": last_text(response, tokenizer)}
-    return [*json.loads(response.earlier or b"[]"), last]
+def messages_after_prompt(response: Response, text: str) -> list[dict[str, Any]]:
+    """The actor's turns, ``text`` the last of them, and what its environment said between them."""
+    return [*json.loads(response.earlier or b"[]"), {"role": "assistant", "content": text}]
 
 
 def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
