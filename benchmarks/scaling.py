@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.scaling`` prints them; ``python -m benchmarks.scaling docs/scaling.md`` puts
 them in their places there, behind lines ``<!-- NAME -->``. Nothing is measured: the formulas are
-those of ``dschat_lora.perf``, the rates those of data sheets.
+those of ``dschat_lora.perf`` and :mod:`benchmarks.common.exchanges`, the rates those of data
+sheets.
 """
 
 import re
@@ -16,14 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common.shapes import SHAPES, Shape, meta_base
-from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.layers import LoraLinear
-from dschat_lora.lora.model import apply_lora
-from dschat_lora.perf.cards import USABLE
-from dschat_lora.perf.flops import forward_flops, step_flops
-from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory
-from dschat_lora.perf.scaling import (
+from benchmarks.common.exchanges import (
     Cluster,
     Exchange,
     ModelSize,
@@ -32,7 +26,14 @@ from dschat_lora.perf.scaling import (
     experience_exchanges,
     tensor_exchanges,
 )
-from dschat_lora.perf.shape import ModelShape, describe
+from benchmarks.common.shapes import SHAPES, Shape, meta_base
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.lora.model import apply_lora
+from dschat_lora.perf.cards import USABLE
+from dschat_lora.perf.flops import ModelShape, forward_flops, step_flops
+from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory
+from dschat_lora.perf.shape import describe
 
 # Peaks, memory rates and links: data sheets of NVIDIA DGX H100 (eight 400 Gb/s adapters) and of
 # A100 80GB SXM (here with one 100 Gb/s Ethernet adapter a host). Shares of the peak: 38 to 43 % in

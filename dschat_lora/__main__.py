@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dschat_lora import __version__
 from dschat_lora.api import command_lines
 from dschat_lora.config.options import chosen_verb, fail
-from dschat_lora.pipeline import file_verbs, stage_verbs
+from dschat_lora.pipeline import verbs
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.stage_main import (
     ended_in_one_line,
@@ -66,26 +66,26 @@ VERBS = {
         name: Verb(summary, partial(command_lines.experiment, name))
         for name, summary in command_lines.EXPERIMENTS.items()
     },
-    "pipeline": Verb("run all stages of a YAML file, or go on", stage_verbs.pipeline),
+    "pipeline": Verb("run all stages of a YAML file, or go on", verbs.pipeline),
     "demo": Verb("train on the bundled model and data, show what changed", command_lines.demo),
-    "recipes": Verb("list the recipes that come with the package", file_verbs.list_recipes),
-    "models": Verb("types of models, and what each can do", file_verbs.models),
+    "recipes": Verb("list the recipes that come with the package", verbs.list_recipes),
+    "models": Verb("types of models, and what each can do", verbs.models),
     "audit": Verb("show what a stage would learn of data", command_lines.audit),
     "plan": Verb("memory, time and what fits, before a run", command_lines.plan),
-    "doctor": Verb("whether this machine can train, and what to do", stage_verbs.doctor),
-    "report": Verb("one page about runs: curves, results, time, settings", file_verbs.report),
-    "rollouts": Verb("look through a run's responses of step 3", file_verbs.rollouts),
-    "inspect": Verb("say what a directory is, and how it came about", file_verbs.inspect),
+    "doctor": Verb("whether this machine can train, and what to do", verbs.doctor),
+    "report": Verb("one page about runs: curves, results, time, settings", verbs.report),
+    "rollouts": Verb("look through a run's responses of step 3", verbs.rollouts),
+    "inspect": Verb("say what a directory is, and how it came about", verbs.inspect),
     "chat": Verb("chat with models in the terminal", chat),
     "serve": Verb("serve models over HTTP, and a page to compare them", serve),
     "merge": Verb("base and adapter as one transformers directory", command_lines.merge),
     "generate": Verb("answer prompts", command_lines.generate),
     "eval": Verb("perplexity, preferences or rewards on rows of data", command_lines.evaluate),
-    "score": Verb("score answers by a reward model", file_verbs.score),
-    "push": Verb("upload an adapter or a model to the hub", file_verbs.push),
-    "export": Verb("convert an adapter or a model to GGUF", file_verbs.export),
-    "extract": Verb("LoRA and head of a full checkpoint to PEFT", file_verbs.extract),
-    "accept": Verb("vouch for an adapter that was changed on purpose", file_verbs.accept),
+    "score": Verb("score answers by a reward model", verbs.score),
+    "push": Verb("upload an adapter or a model to the hub", verbs.push),
+    "export": Verb("convert an adapter or a model to GGUF", verbs.export),
+    "extract": Verb("LoRA and head of a full checkpoint to PEFT", verbs.extract),
+    "accept": Verb("vouch for an adapter that was changed on purpose", verbs.accept),
 }
 GROUPS = {
     "train": ("sft", "reward", "dpo", "rlhf", "pipeline", "demo", "nlg", "glue"),

@@ -12,9 +12,13 @@ from typing import Any
 
 from dschat_lora.config.options import option_names
 from dschat_lora.perf.cards import Card, find_card
-from dschat_lora.pipeline.plan import GENERATION, StagePlan
-from dschat_lora.pipeline.plan_search import largest_rows, recomputing_options, with_recomputation
-from dschat_lora.pipeline.plan_stages import plan_file, plan_stage, planning
+from dschat_lora.pipeline.plan import (
+    GENERATION,
+    StagePlan,
+    recomputing_options,
+    with_recomputation,
+)
+from dschat_lora.pipeline.plan_search import largest_rows, plan_file, plan_stage, planning
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.pipeline.stages import STAGES
 

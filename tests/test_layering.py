@@ -101,7 +101,7 @@ FLOORS = [
             "algos assets checkpoint config data engine generation lora models perf report rl"
             " runtime supervised",
             "packaging psutil torch",
-            "families file_verbs launch recipe run stage_verbs stages stand_ins state validation",
+            "launch recipe run stages verbs",
         ),
         "serving": Room(
             "checkpoint config data engine generation lora models report runtime supervised",
@@ -142,7 +142,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "
 SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score"}
 # These load the heavy parts of a verb when it runs.
 VERBS = {
-    *("pipeline.file_verbs", "pipeline.stage_verbs", "serving.verbs"),
+    *("pipeline.verbs", "serving.verbs"),
     *("api.command_lines", "api.options", "api.stages", "api.verbs"),
 }
 # Other packages' chatter is turned off where they are imported.

@@ -26,7 +26,7 @@ from dschat_lora.lora.model import seeded_generator
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.loading import load_causal_lm
 from dschat_lora.models.reward_model import load_reward_model
-from dschat_lora.perf.peak import synchronize
+from dschat_lora.perf.throughput import synchronize
 
 SEED = 0
 ALPHA = 32.0

@@ -11,7 +11,7 @@ from benchmarks.common.shapes import SHAPES, TINY
 from benchmarks.common.turns import DeviceTimer
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
-from dschat_lora.perf.peak import device_peak, measured_peak
+from dschat_lora.perf.throughput import device_peak, measured_peak
 
 OPTIONAL = ("peft", "datasets", "pyarrow", "sentencepiece")
 

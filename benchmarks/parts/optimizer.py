@@ -14,7 +14,7 @@ from benchmarks.common.turns import spread
 from dschat_lora.config.groups import OptimConfig
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import device
-from dschat_lora.perf.peak import synchronize
+from dschat_lora.perf.throughput import synchronize
 from dschat_lora.runtime.setup import shard_model
 
 PLAIN = "plain torch"

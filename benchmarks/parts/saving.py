@@ -18,7 +18,7 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.state import EngineState
-from dschat_lora.perf.peak import synchronize
+from dschat_lora.perf.throughput import synchronize
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 

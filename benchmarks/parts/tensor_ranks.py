@@ -22,7 +22,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.parallel import shard_of
 from dschat_lora.models.loading import load_causal_lm, load_config
-from dschat_lora.perf.peak import synchronize
+from dschat_lora.perf.throughput import synchronize
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 

@@ -29,7 +29,6 @@ from dschat_lora.experiments.nlg.validation import (
     check_format,
     check_training,
 )
-from dschat_lora.pipeline.file_verbs import parsed_config
 from dschat_lora.pipeline.launch import (
     launch_command,
     launch_stage,
@@ -38,8 +37,8 @@ from dschat_lora.pipeline.launch import (
     split_launcher_options,
 )
 from dschat_lora.pipeline.recipe import options_of_stage
-from dschat_lora.pipeline.stages import STAGES, planned_card
-from dschat_lora.pipeline.validation import check_stage
+from dschat_lora.pipeline.stages import STAGES, check_stage, planned_card
+from dschat_lora.pipeline.verbs import parsed_config
 from dschat_lora.runtime.seeds import run_seeds
 from dschat_lora.runtime.stage_main import exits, late, run_main
 from dschat_lora.runtime.validation import check_audit, check_generate

@@ -3,24 +3,30 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from dschat_lora.lora.layers import LoraEmbedding, full_shape
 from dschat_lora.lora.parallel import ParallelEmbedding
 from dschat_lora.lora.trained import TrainedBias, TrainedModule
-from dschat_lora.perf.experts import ExpertWeight, expert_weights, is_router, lists_experts
-from dschat_lora.perf.shape import layer_sizes
-from dschat_lora.perf.tower import beside_text, field, text_config
+from dschat_lora.perf.architecture import (
+    ExpertWeight,
+    beside_text,
+    expert_weights,
+    field,
+    is_router,
+    layer_sizes,
+    lists_experts,
+    text_config,
+)
 
 LEAST_SHARE = 0.5  # of the weights of linear layers, below which a warning is given
-Unit = tuple[str, str, bool, int]  # name, kind, whether it learns, numbers of its matrix
 _NUMBER = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerGroup:
     """Layers of one kind of which all learn or none does."""
 
     kind: str  # the last part of their names, or a word such as experts
@@ -33,7 +39,7 @@ class Part:
 class Coverage:
     """What learns, and what does not, in the order of the model."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LayerGroup, ...]
 
     @property
     def share(self) -> float:
@@ -59,7 +65,7 @@ class Coverage:
         said = [", ".join(k) + n for k, n in zip(kinds.values(), numbers, strict=True)]
         return f"{', '.join(said) or 'nothing'}; frozen: {', '.join(frozen)}"
 
-    def _name(self, part: Part) -> str:
+    def _name(self, part: LayerGroup) -> str:
         """The kind; with its layers where others of the kind learn."""
         other = any(p.learns and p.kind == part.kind for p in self.parts)
         return f"{part.kind} of {part.layers}" if other and part.layers else part.kind
@@ -95,25 +101,31 @@ def coverage(model: nn.Module) -> Coverage:
     width = field(text_config(model), "hidden_size", 0)
     head = model.get_output_embeddings()  # type: ignore[operator]
     found: dict[tuple[str, bool], tuple[set[str], int]] = {}
-    for name, kind, learns, weights in _Units(width, head, beside_text(model)).of(model, ""):
-        block = _NUMBER.match(name)
-        blocks, total = found.setdefault((kind, learns), (set(), 0))
-        found[kind, learns] = (blocks | ({block[1]} if block else set()), total + weights)
-    parts = tuple(
-        Part(kind, learns, len(blocks), weights)
+    for unit in _Units(width, head, beside_text(model)).of(model, ""):
+        block = _NUMBER.match(unit.name)
+        blocks, total = found.setdefault((unit.kind, unit.learns), (set(), 0))
+        blocks = blocks | ({block[1]} if block else set())
+        found[unit.kind, unit.learns] = (blocks, total + unit.weights)
+    groups = tuple(
+        LayerGroup(kind, learns, len(blocks), weights)
         for (kind, learns), (blocks, weights) in found.items()
     )
-    return Coverage(_joined(parts))
+    # The matrices of experts are one group where all learn or none does.
+    for prefix in dict.fromkeys(g.kind.partition(".")[0] for g in groups if "." in g.kind):
+        of = [group for group in groups if group.kind.startswith(f"{prefix}.")]
+        if len({(group.learns, group.layers) for group in of}) == 1:
+            whole = replace(of[0], kind=prefix, weights=sum(group.weights for group in of))
+            groups = tuple(whole if g is of[0] else g for g in groups if g is of[0] or g not in of)
+    return Coverage(groups)
 
 
-def _joined(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The parts, with the matrices of experts as one where all learn or none does."""
-    for group in dict.fromkeys(p.kind.partition(".")[0] for p in parts if "." in p.kind):
-        of = [part for part in parts if part.kind.startswith(f"{group}.")]
-        if len({(part.learns, part.layers) for part in of}) == 1:
-            whole = replace(of[0], kind=group, weights=sum(part.weights for part in of))
-            parts = tuple(whole if p is of[0] else p for p in parts if p is of[0] or p not in of)
-    return parts
+class _Unit(NamedTuple):
+    """A layer, or a parameter outside of layers."""
+
+    name: str
+    kind: str
+    learns: bool
+    weights: int  # numbers of its matrix
 
 
 @dataclass(frozen=True)
@@ -126,62 +138,58 @@ class _Units:
 
     def of(
         self, module: nn.Module, name: str, around: tuple[nn.Module, ...] = (), group: str = ""
-    ) -> Iterator[Unit]:
+    ) -> Iterator[_Unit]:
         """Within ``module``, which lies ``around`` others and, with ``group``, in experts."""
+        last = name.rpartition(".")[2]
         if name in self.beside:
             if parameters := list(module.parameters()):
-                yield name, _last(name), any(p.requires_grad for p in parameters), 0
+                yield _Unit(name, last, any(p.requires_grad for p in parameters), 0)
             return
         if isinstance(module, TrainedModule):
-            for path, kind, _, weights in self.of(module.base, name, around, group):
-                yield path, kind, module.enabled, weights
+            for unit in self.of(module.base, name, around, group):
+                yield unit._replace(learns=module.enabled)
             return
-        layer = list(self._layer(module, name, is_router(module, name, around), group))
-        yield from layer
-        if layer:
+        kind = "router" if is_router(module, name, around) else group + last
+        if layer := list(self._layer(module, name, kind)):
+            yield from layer
             return
         fused = {each.name: each for each in expert_weights(module, self.width)}
         yield from self._parameters(module, name, fused)
         if lists_experts(module, name):
             group = "experts."
         elif "shared" in name and not group:
-            group = f"{_last(name)}."
+            group = f"{last}."
         for child, inner in module.named_children():
             if child not in fused:
                 path = f"{name}.{child}" if name else child
                 yield from self.of(inner, path, (*around, module), group)
 
-    def _layer(self, module: Any, name: str, routes: bool, group: str) -> Iterator[Unit]:
+    def _layer(self, module: Any, name: str, kind: str) -> Iterator[_Unit]:
         """Of a module that is a layer itself."""
-        if isinstance(module, nn.Embedding | ParallelEmbedding | LoraEmbedding):
-            yield name, "embeddings", _learns(module), 0
-            return
-        if (sizes := layer_sizes(module)) is not None:
-            kind = "router" if routes else group + _last(name)
-            yield name, kind, _learns(module), 0 if module is self.head else sizes[0] * sizes[1]
-            if getattr(module, "trained_bias", None) is not None:
-                yield name, "biases", True, 0
-            return
         is_norm = "Norm" in type(module).__name__ or isinstance(module, TrainedBias)
-        if is_norm and (own := list(module.parameters(recurse=False))):
-            yield name, "norms", any(p.requires_grad for p in own), 0
+        if isinstance(module, nn.Embedding | ParallelEmbedding | LoraEmbedding):
+            yield _Unit(name, "embeddings", _learns(module), 0)
+        elif (sizes := layer_sizes(module)) is not None:
+            weights = 0 if module is self.head else sizes[0] * sizes[1]
+            yield _Unit(name, kind, _learns(module), weights)
+            if getattr(module, "trained_bias", None) is not None:
+                yield _Unit(name, "biases", True, 0)
+        elif is_norm and (own := list(module.parameters(recurse=False))):
+            yield _Unit(name, "norms", any(p.requires_grad for p in own), 0)
 
     @staticmethod
     def _parameters(
         module: nn.Module, name: str, fused: Mapping[str, ExpertWeight]
-    ) -> Iterator[Unit]:
+    ) -> Iterator[_Unit]:
         """Of fused experts, and what a module that is no layer has of its own."""
         for part, each in fused.items():
             learns = each.weight.requires_grad if each.adapter is None else _learns(each.adapter)
-            yield f"{name}.{part}", f"experts.{part}", learns, full_shape(each.weight).numel()
+            count = full_shape(each.weight).numel()
+            yield _Unit(f"{name}.{part}", f"experts.{part}", learns, count)
         for part, parameter in module.named_parameters(recurse=False):
             if part.removesuffix("_bias") not in fused:
-                kind = _last(name) if part in ("weight", "bias") else part
-                yield f"{name}.{part}", kind, parameter.requires_grad, 0
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+                kind = name.rpartition(".")[2] if part in ("weight", "bias") else part
+                yield _Unit(f"{name}.{part}", kind, parameter.requires_grad, 0)
 
 
 def _learns(layer: Any) -> bool:

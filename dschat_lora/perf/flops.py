@@ -2,7 +2,123 @@
 
 from dataclasses import dataclass
 
-from dschat_lora.perf.shape import ModelShape
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One ``x W^T + s (x A^T) B^T``. FLOPs are per position; a multiply-add counts two.
+
+    Of experts, ``uses`` of a position are those it is routed to, as a share of all where each is a
+    layer of its own. A low-rank update of an embedding has ``in_features = 0``: looking up a row
+    is no matmul.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    trained: bool  # W receives a gradient
+    bias_trained: bool = False
+    rank: int = 0  # of the update, of all parts of a packed layer together; 0 without one
+    adapter_trained: bool = False
+    whole: bool = False  # base and update are one operation, run as a whole or not at all
+    input_needs_grad: bool = True
+    uses: float = 1  # of a position: how many experts it is sent to
+    closes: bool = False  # reads what layers before it made of the input of its half
+    routed: bool = False  # an expert's: what it reads is a copy of the tokens sent to it
+
+    @property
+    def saves_input(self) -> bool:
+        """Whether the backward pass reads x: the gradients of W and of A do."""
+        return self.trained or self.adapter_trained
+
+    @property
+    def output_needs_grad(self) -> bool:
+        return self.input_needs_grad or self.saves_input or self.bias_trained
+
+    @property
+    def base(self) -> float:
+        """FLOPs of ``x W^T``, and of each of the two products of its backward pass."""
+        return 2 * self.uses * self.in_features * self.out_features
+
+    @property
+    def low_rank(self) -> float:
+        """FLOPs of a product of the update for each feature of its input or output."""
+        return 2 * self.uses * self.rank
+
+    @property
+    def forward(self) -> float:
+        return self.base + self.low_rank * (self.in_features + self.out_features)
+
+    @property
+    def backward(self) -> float:
+        flops = (self.input_needs_grad + self.trained) * self.base
+        if self.adapter_trained:  # gradients of A and B
+            flops += self.low_rank * (self.in_features + self.out_features)
+        if self.adapter_trained or self.input_needs_grad:  # dY B, the gradient of x A^T
+            flops += self.low_rank * self.out_features
+        if self.input_needs_grad:  # (dY B) A
+            flops += self.low_rank * self.in_features
+        return flops
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One transformer block, which is also the unit of gradient checkpointing."""
+
+    attention: tuple[LinearShape, ...]  # q, k, v in some order, or fused; then the output
+    mlp: tuple[LinearShape, ...]  # up, or gate and up; then down; routers and experts alike
+    # Query heads x dimension of a value, 0 where no token is scored against others.
+    attention_width: int
+    score_width: int  # query heads x dimension of a query
+    heads: int
+    cache_width: int  # numbers of a token that decoding keeps: keys and values
+    # How many of dP, dV, dQ, dK autograd forms; below 4 only where q, k, v need none.
+    attention_backward: int
+    recomputed: float  # FLOPs per position of the linears which checkpointing runs again
+    norm_width: int = 0  # numbers that norms read beside the one before each half
+    has_state: bool = False  # carried from token to token, as in linear attention
+    uncounted: tuple[str, ...] = ()  # weights of products that are not understood
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        return (*self.attention, *self.mlp)
+
+    @property
+    def pair(self) -> int:
+        """FLOPs of a query with a key: its score, and its share of the values."""
+        return 2 * (self.score_width + self.attention_width)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model for FLOP counts; :func:`dschat_lora.perf.shape.describe` reads it from modules."""
+
+    blocks: tuple[BlockShape, ...]
+    outside: tuple[LinearShape, ...]  # other linears run on every position: projections, score
+    head: LinearShape | None  # the language-model head; None on a reward model
+    hidden_size: int
+    vocab_size: int
+    fused_attention: bool  # the kernel forms the scores again in the backward pass
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def lora_dim(self) -> int:
+        """The largest rank in use, 0 without LoRA."""
+        linears = (*self.outside, *(x for block in self.blocks for x in block.linears))
+        return max((linear.rank for linear in linears), default=0)
+
+    @property
+    def uncounted(self) -> str:
+        """What counts leave out, for the log; empty where nothing is."""
+        count = sum(block.has_state for block in self.blocks)
+        names = dict.fromkeys(
+            name.rpartition(".")[2] for block in self.blocks for name in block.uncounted
+        )
+        parts = [f"the recurrence of {count} of {self.num_layers} layers"] * (count > 0)
+        parts += [f"products with {', '.join(names)}"] * bool(names)
+        return " and ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from torch import nn
 
 from dschat_lora.lora.layers import is_quantized, stored_bytes, value_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
-from dschat_lora.perf.shape import BlockShape, LinearShape, ModelShape, chains_of, describe
-from dschat_lora.perf.tower import field, text_config, text_tower
+from dschat_lora.perf.architecture import field, text_config, text_tower
+from dschat_lora.perf.flops import BlockShape, LinearShape, ModelShape
+from dschat_lora.perf.shape import chains_of, describe
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}
@@ -99,7 +100,7 @@ def estimate_memory(
         gradient_checkpointing=gradient_checkpointing,
         offload_activations=offload_activations,
     )
-    loss = _loss_bytes(shape, positions, width, _vocabulary_ranks(model), chunk_logits)
+    loss = _loss_bytes(model, shape, positions, width, chunk_logits)
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
     update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
     update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
@@ -117,8 +118,7 @@ def estimate_memory(
         update=max(0, update - going),
         gathered=0
         if zero_stage < 3
-        else _stored_width(parameters, width)
-        * (_gathered_elements(parameters, reuse_distance) + bucket_size),
+        else _gathered_bytes(parameters, width, reuse_distance, bucket_size),
         unpacked=largest_unpacked(parameters),
     )
 
@@ -128,21 +128,19 @@ def largest_unpacked(parameters: Iterable[nn.Parameter]) -> int:
     return max((value_bytes([parameter]) for parameter in parameters), default=0)
 
 
-def _stored_width(parameters: list[nn.Parameter], width: int) -> int:
-    """Bytes of an element that ZeRO 3 gathers; of a model with 4-bit weights their mean."""
-    if not any(is_quantized(p) for p in parameters):
-        return width
-    return -(-parameter_bytes(parameters) // sum(map(_numel, parameters)))
-
-
-def _gathered_elements(parameters: list[nn.Parameter], reuse_distance: int) -> int:
-    """The most weights that ZeRO 3 holds whole at a time.
+def _gathered_bytes(
+    parameters: list[nn.Parameter], width: int, reuse_distance: int, bucket_size: int
+) -> int:
+    """The most weights that ZeRO 3 holds whole at a time, and a bucket of gradients.
 
     It keeps those that are used again within ``reuse_distance``, which are the last ones before
-    the backward pass begins, as many on either side.
+    the backward pass begins, as many on either side. Of a model with 4-bit weights an element takes
+    the mean.
     """
-    sizes = [_numel(parameter) for parameter in parameters]
-    return max(min(sum(sizes), reuse_distance // 2), *sizes)
+    sizes = list(map(_numel, parameters))
+    if any(is_quantized(p) for p in parameters):
+        width = -(-parameter_bytes(parameters) // sum(sizes))
+    return width * (max(min(sum(sizes), reuse_distance // 2), *sizes) + bucket_size)
 
 
 def parameter_bytes(parameters: Iterable[nn.Parameter]) -> int:
@@ -187,12 +185,17 @@ def activation_bytes(
     config = text_config(model)
     group = group_of(model)
     ranks = 1 if group is None else group.size
-    per_feature = _norm_bytes(text_tower(model)[1], width)
+    # LayerNorm is one kernel. RMSNorm is written out: it keeps a copy of its input in fp32, and its
+    # result before the weight if that trains.
+    rms = [m for m in text_tower(model)[1].modules() if "RMSNorm" in type(m).__name__]
+    per_feature = width
+    if rms:
+        per_feature = 4 + (width if any(p.requires_grad for p in rms[0].parameters()) else 0)
     stream = _stream_width(model, shape)
     activation = field(config, "hidden_act", field(config, "activation_function", ""))
-    kept = _Kept(shape, width, length, per_feature, stream * per_feature, activation, ranks)
+    kept = _KeptBytes(shape, width, length, per_feature, stream * per_feature, activation, ranks)
     inside = [
-        round(kept.by_attention(block) + kept.by_mlp(block)) + block.norm_width * per_feature
+        round(kept.by_attention(block) + kept.by_layers(block.mlp)) + block.norm_width * per_feature
         for block in shape.blocks
     ]
     mask = length * width  # one (B, 1, T, T) for all blocks
@@ -221,26 +224,8 @@ def _stream_width(model: nn.Module, shape: ModelShape) -> int:
     return shape.hidden_size // shares
 
 
-def _vocabulary_ranks(model: Any) -> int:
-    """Number of ranks that share the logits; an adapted head computes all of them on each."""
-    head = model.get_output_embeddings()
-    return head.split.group.size if isinstance(head, ParallelLinear) else 1
-
-
-def _norm_bytes(model: nn.Module, width: int) -> int:
-    """Bytes per element that a norm keeps of its input.
-
-    LayerNorm is one kernel. RMSNorm is written out: it keeps a copy in fp32, and its result
-    before the weight if that trains.
-    """
-    rms = [module for module in model.modules() if "RMSNorm" in type(module).__name__]
-    if not rms:
-        return width
-    return 4 + (width if any(p.requires_grad for p in rms[0].parameters()) else 0)
-
-
 @dataclass(frozen=True)
-class _Kept:
+class _KeptBytes:
     """Bytes per position that the halves of a block keep for the backward pass."""
 
     shape: ModelShape
@@ -252,9 +237,7 @@ class _Kept:
     ranks: int
 
     def by_attention(self, block: BlockShape) -> float:
-        if not block.attention:
-            return 0
-        if not block.attention_width:  # with a state, which its kernel makes again
+        if not block.attention_width:  # none, or with a state, which its kernel makes again
             return self.by_layers(block.attention)
         *readers, output = block.attention
         direct = [x for x in readers if not x.closes]
@@ -277,11 +260,10 @@ class _Kept:
             kept += heads * self.length * (4 if self.width == 4 else 4 + self.width)
         return kept + self.inputs([output], output.in_features // self.ranks)
 
-    def by_mlp(self, block: BlockShape) -> float:
-        return self.by_layers(block.mlp) if block.mlp else 0
-
     def by_layers(self, linears: Sequence[LinearShape]) -> float:
         """Of layers that read the normed stream, and of those that read what these make."""
+        if not linears:
+            return 0
         kept = float(self.norm if linears[0].input_needs_grad else 0)
         shared = [x for x in linears if not x.closes and not x.routed]
         kept += self.inputs(shared, self.shape.hidden_size)
@@ -316,14 +298,17 @@ class _Kept:
 
 
 def _loss_bytes(
-    shape: ModelShape, positions: int, width: int, ranks: int, chunk_logits: int
+    model: Any, shape: ModelShape, positions: int, width: int, chunk_logits: int
 ) -> int:
     """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep.
 
-    The gradient of a head is summed in fp32, to which a chunk's is added.
+    The gradient of a head is summed in fp32, to which a chunk's is added. Ranks share the logits,
+    but those of an adapted head, of which each computes all.
     """
     if shape.head is None:
         return 0
+    head = model.get_output_embeddings()
+    ranks = head.split.group.size if isinstance(head, ParallelLinear) else 1
     chunk = min(positions * -(-shape.vocab_size // ranks), chunk_logits)
     per_logit = 8 if width == 4 else 2 * width + 8
     gradients = positions * shape.hidden_size * width

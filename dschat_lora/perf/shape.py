@@ -7,17 +7,25 @@ that ZeRO 3 has partitioned: sizes come from the modules' attributes.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from dschat_lora.lora.experts import LoraExperts
-from dschat_lora.lora.layers import LoraLinear, full_shape, is_conv1d
-from dschat_lora.lora.nf4 import NF4Linear
-from dschat_lora.lora.parallel import ParallelEmbedding, ParallelLinear
-from dschat_lora.lora.trained import TrainedBias, TrainedModule
-from dschat_lora.perf.experts import expert_weights, experts_per_token, lists_experts
-from dschat_lora.perf.tower import beside_text, field, text_blocks, text_config
+from dschat_lora.lora.layers import LoraLinear, full_shape
+from dschat_lora.lora.parallel import ParallelEmbedding
+from dschat_lora.lora.trained import TrainedModule
+from dschat_lora.perf.architecture import (
+    beside_text,
+    expert_weights,
+    experts_per_token,
+    field,
+    layer_sizes,
+    lists_experts,
+    text_blocks,
+    text_config,
+)
+from dschat_lora.perf.flops import BlockShape, LinearShape, ModelShape
 
 _DROPOUT_OPTIONS = ("dropout", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob")
 _POST_NORMS = ("output.LayerNorm", "post_feedforward_layernorm")  # BERT; Gemma 2, OLMo 2
@@ -29,122 +37,6 @@ _LATENT = re.compile(r"\.kv_a_")  # of which keys and values are made
 _ATTENTION = re.compile("attn|attention(?!.*norm)|attention$")
 # Parts of blocks that read what an encoder made of another input.
 _CROSS = ("cross_attn", "encoder_attn", "crossattention", "cross_attention")
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """One ``x W^T + s (x A^T) B^T``. FLOPs are per position; a multiply-add counts two.
-
-    Of experts, ``uses`` of a position are those it is routed to, as a share of all where each is a
-    layer of its own. A low-rank update of an embedding has ``in_features = 0``: looking up a row
-    is no matmul.
-    """
-
-    name: str
-    in_features: int
-    out_features: int
-    trained: bool  # W receives a gradient
-    bias_trained: bool = False
-    rank: int = 0  # of the update, of all parts of a packed layer together; 0 without one
-    adapter_trained: bool = False
-    whole: bool = False  # base and update are one operation, run as a whole or not at all
-    input_needs_grad: bool = True
-    uses: float = 1  # of a position: how many experts it is sent to
-    closes: bool = False  # reads what layers before it made of the input of its half
-    routed: bool = False  # an expert's: what it reads is a copy of the tokens sent to it
-
-    @property
-    def saves_input(self) -> bool:
-        """Whether the backward pass reads x: the gradients of W and of A do."""
-        return self.trained or self.adapter_trained
-
-    @property
-    def output_needs_grad(self) -> bool:
-        return self.input_needs_grad or self.saves_input or self.bias_trained
-
-    @property
-    def base(self) -> float:
-        """FLOPs of ``x W^T``, and of each of the two products of its backward pass."""
-        return 2 * self.uses * self.in_features * self.out_features
-
-    @property
-    def low_rank(self) -> float:
-        """FLOPs of a product of the update for each feature of its input or output."""
-        return 2 * self.uses * self.rank
-
-    @property
-    def forward(self) -> float:
-        return self.base + self.low_rank * (self.in_features + self.out_features)
-
-    @property
-    def backward(self) -> float:
-        flops = (self.input_needs_grad + self.trained) * self.base
-        if self.adapter_trained:  # gradients of A and B
-            flops += self.low_rank * (self.in_features + self.out_features)
-        if self.adapter_trained or self.input_needs_grad:  # dY B, the gradient of x A^T
-            flops += self.low_rank * self.out_features
-        if self.input_needs_grad:  # (dY B) A
-            flops += self.low_rank * self.in_features
-        return flops
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """One transformer block, which is also the unit of gradient checkpointing."""
-
-    attention: tuple[LinearShape, ...]  # q, k, v in some order, or fused; then the output
-    mlp: tuple[LinearShape, ...]  # up, or gate and up; then down; routers and experts alike
-    # Query heads x dimension of a value, 0 where no token is scored against others.
-    attention_width: int
-    score_width: int  # query heads x dimension of a query
-    heads: int
-    cache_width: int  # numbers of a token that decoding keeps: keys and values
-    # How many of dP, dV, dQ, dK autograd forms; below 4 only where q, k, v need none.
-    attention_backward: int
-    recomputed: float  # FLOPs per position of the linears which checkpointing runs again
-    norm_width: int = 0  # numbers that norms read beside the one before each half
-    has_state: bool = False  # carried from token to token, as in linear attention
-    uncounted: tuple[str, ...] = ()  # weights of products that are not understood
-
-    @property
-    def linears(self) -> tuple[LinearShape, ...]:
-        return (*self.attention, *self.mlp)
-
-    @property
-    def pair(self) -> int:
-        """FLOPs of a query with a key: its score, and its share of the values."""
-        return 2 * (self.score_width + self.attention_width)
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Everything :mod:`dschat_lora.perf.flops` needs to know about a model."""
-
-    blocks: tuple[BlockShape, ...]
-    outside: tuple[LinearShape, ...]  # other linears run on every position: projections, score
-    head: LinearShape | None  # the language-model head; None on a reward model
-    hidden_size: int
-    vocab_size: int
-    fused_attention: bool  # the kernel forms the scores again in the backward pass
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def lora_dim(self) -> int:
-        """The largest rank in use, 0 without LoRA."""
-        linears = (*self.outside, *(x for block in self.blocks for x in block.linears))
-        return max((linear.rank for linear in linears), default=0)
-
-    @property
-    def uncounted(self) -> str:
-        """What counts leave out, for the log; empty where nothing is."""
-        count = sum(block.has_state for block in self.blocks)
-        names = dict.fromkeys(_last(name) for block in self.blocks for name in block.uncounted)
-        parts = [f"the recurrence of {count} of {self.num_layers} layers"] * (count > 0)
-        parts += [f"products with {', '.join(names)}"] * bool(names)
-        return " and ".join(parts)
 
 
 def describe(model: nn.Module) -> ModelShape:
@@ -181,11 +73,12 @@ def describe(model: nn.Module) -> ModelShape:
     for block in blocks:
         shape, flows = _block(block, flows, layers)
         shapes.append(shape)
-    top, heads = _fed(top, flows), _fed([] if head is None else layers.of(head), flows)
+    top = [replace(x, input_needs_grad=flows) for x in top]
+    heads = [] if head is None else layers.of(head)
     return ModelShape(
         blocks=tuple(shapes),
         outside=(*stem, *top),
-        head=heads[0] if heads else None,
+        head=replace(heads[0], input_needs_grad=flows) if heads else None,
         hidden_size=width,
         vocab_size=heads[0].out_features if heads else field(config, "vocab_size", 0),
         fused_attention=field(config, "_attn_implementation", "sdpa") != "eager",
@@ -243,24 +136,6 @@ class _Layers:
         return min(chosen, count)
 
 
-def layer_sizes(module: Any) -> tuple[int, int] | None:
-    """(in, out) of a layer that multiplies by its weight or by low-rank factors, else None."""
-    if hasattr(module, "lora_embedding_A"):
-        return 0, module.out_features
-    if hasattr(module, "lora_A") or isinstance(module, nn.Linear | ParallelLinear | NF4Linear):
-        return module.in_features, module.out_features
-    if is_conv1d(module):
-        return module.nx, module.nf
-    if isinstance(module, TrainedBias) and module.kind in ("Linear", "Conv1D", "NF4Linear"):
-        inputs, outputs = full_shape(module.weight)
-        return (inputs, outputs) if module.transposed else (outputs, inputs)
-    weight = module._parameters.get("weight")  # of a router: (experts, in)
-    if weight is None or isinstance(module, nn.Embedding | ParallelEmbedding | TrainedBias):
-        return None
-    shape = full_shape(weight)
-    return (shape[1], shape[0]) if len(shape) == 2 else None
-
-
 def _linear(module: Any, name: str, inputs: int, outputs: int, *, uses: float) -> LinearShape:
     factor: Tensor | None = None
     if getattr(module, "enabled", True):
@@ -277,10 +152,6 @@ def _linear(module: Any, name: str, inputs: int, outputs: int, *, uses: float) -
         whole=factor is not None and isinstance(module, LoraLinear | LoraExperts),
         uses=uses,
     )
-
-
-def _fed(linears: Sequence[LinearShape], needs_grad: bool) -> list[LinearShape]:
-    return [replace(linear, input_needs_grad=needs_grad) for linear in linears]
 
 
 def _embedding_needs_grad(model: nn.Module, blocks: tuple[str, ...]) -> bool:
@@ -311,27 +182,28 @@ def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape,
     norm_trains = any(parameter.requires_grad for parameter in rest.values())
     needs_grad = stream or norm_trains
     owned = _by_attention(block, linears)
-    attention = {n: _read_attention(of, needs_grad, width) for n, of in owned.items()}
-    flat = [x for of in attention.values() for x in of]
-    after = stream or any(x.output_needs_grad for x in flat)
+    attention = [x for of in owned.values() for x in _read_attention(of, needs_grad, width)]
+    after = stream or any(x.output_needs_grad for x in attention)
     parallel = field(config, "use_parallel_residual", False)
     mlp = [x for x in linears if all(x not in of for of in owned.values())]
     mlp = _read_mlp(mlp, (stream if parallel else after) or norm_trains, width)
+    modules = ((block.get_submodule(name), of) for name, of in owned.items())
     scored = [
-        _Scored.of(block.get_submodule(name), of, config)
-        for name, of in attention.items()
-        if not any(map(_has_state, block.get_submodule(name).modules()))
+        _attention_sizes(module, of, config)
+        for module, of in modules
+        if not any(map(_has_state, module.modules()))
     ]
+    score_width = sum(each.score_width for each in scored)
     shape = BlockShape(
-        attention=tuple(flat),
+        attention=tuple(attention),
         mlp=tuple(mlp),
         attention_width=sum(each.value_width for each in scored),
-        score_width=sum(each.score_width for each in scored),
+        score_width=score_width,
         heads=max((each.heads for each in scored), default=0),
         cache_width=sum(each.cache_width for each in scored),
-        attention_backward=_attention_backward(flat[:-1]),
-        recomputed=_recomputed([*flat, *mlp], tail_saves=_tail_saves(block, config, mlp)),
-        norm_width=_norm_width(block, flat, sum(each.score_width for each in scored), width),
+        attention_backward=_attention_backward(attention[:-1]),
+        recomputed=_recomputed(block, config, attention, mlp),
+        norm_width=_norm_width(block, attention, score_width, width),
         has_state=any(map(_has_state, block.modules())),
         uncounted=_uncounted(block, rest) if linears else (),
     )
@@ -402,8 +274,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-@dataclass(frozen=True)
-class _Scored:
+class _AttentionSizes(NamedTuple):
     """Sizes of an attention that scores each token against others."""
 
     value_width: int
@@ -411,32 +282,34 @@ class _Scored:
     heads: int
     cache_width: int
 
-    @classmethod
-    def of(cls, module: nn.Module, linears: Sequence[LinearShape], config: object) -> "_Scored":
-        """By the layers of ``module``, the output last, and by what it says of its heads."""
-        *readers, output = linears
-        values = score = int(output.in_features * output.uses)
-        of_value = getattr(module, "v_head_dim", None)
-        of_query = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
-        if of_value and of_query:
-            score = values * of_query // of_value
-        heads = field(config, "num_attention_heads")
-        if not isinstance(heads, int):
-            size = of_value or of_query
-            if not size:
-                raise ValueError(f"{type(module).__name__} does not say how many heads it has")
-            heads = values // size
-        keys = [x for x in readers if _KEYS.search(x.name)]
-        if getattr(module, "is_kv_shared_layer", False):
-            cached = 0
-        elif latent := [x for x in readers if _LATENT.search(x.name)]:
-            cached = latent[0].out_features
-        elif keys:
-            both = len(keys) == 1 and "kv" not in keys[0].name  # keys are values too
-            cached = sum(x.out_features for x in keys) * (1 + both)
-        else:  # fused with the queries
-            cached = sum(x.out_features for x in readers) - score
-        return cls(values, score, heads, cached)
+
+def _attention_sizes(
+    module: nn.Module, linears: Sequence[LinearShape], config: object
+) -> _AttentionSizes:
+    """By the layers of ``module``, the output last, and by what it says of its heads."""
+    *readers, output = linears
+    values = score = int(output.in_features * output.uses)
+    of_value = getattr(module, "v_head_dim", None)
+    of_query = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+    if of_value and of_query:
+        score = values * of_query // of_value
+    heads = field(config, "num_attention_heads")
+    if not isinstance(heads, int):
+        size = of_value or of_query
+        if not size:
+            raise ValueError(f"{type(module).__name__} does not say how many heads it has")
+        heads = values // size
+    keys = [x for x in readers if _KEYS.search(x.name)]
+    if getattr(module, "is_kv_shared_layer", False):
+        cached = 0
+    elif latent := [x for x in readers if _LATENT.search(x.name)]:
+        cached = latent[0].out_features
+    elif keys:
+        both = len(keys) == 1 and "kv" not in keys[0].name  # keys are values too
+        cached = sum(x.out_features for x in keys) * (1 + both)
+    else:  # fused with the queries
+        cached = sum(x.out_features for x in readers) - score
+    return _AttentionSizes(values, score, heads, cached)
 
 
 def _norm_width(
@@ -452,18 +325,18 @@ def _norm_width(
 
 def _uncounted(block: nn.Module, rest: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
     """Weights of products that are not understood; what chooses the tokens to attend to."""
+
+    def multiplies(name: str, parameter: nn.Parameter) -> bool:
+        owner = block.get_submodule(_parent(name))
+        if _has_state(owner):
+            return False  # counted as its state
+        if "bias" in name or any(word in name for word in _CROSS):
+            return False
+        looked_up = nn.Embedding | ParallelEmbedding | nn.modules.conv._ConvNd
+        return len(full_shape(parameter)) >= 2 and not isinstance(owner, looked_up)
+
     indexers = [name for name, _ in block.named_modules() if _last(name) == "indexer"]
-    return (*indexers, *(name for name, p in rest.items() if _multiplies(block, name, p)))
-
-
-def _multiplies(block: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether the parameter is a matrix of no layer whose work is known to be small."""
-    owner = block.get_submodule(_parent(name))
-    if _has_state(owner):
-        return False  # counted as its state
-    if "bias" in name or any(word in name for word in _CROSS) or len(full_shape(parameter)) < 2:
-        return False
-    return not isinstance(owner, nn.Embedding | ParallelEmbedding | nn.modules.conv._ConvNd)
+    return (*indexers, *(name for name, p in rest.items() if multiplies(name, p)))
 
 
 def _last(name: str) -> str:
@@ -486,30 +359,29 @@ def _attention_backward(readers: Sequence[LinearShape]) -> int:
     return (needs["q"] or needs["k"]) + sum(needs.values())
 
 
-def _tail_saves(block: nn.Module, config: object, mlp: Sequence[LinearShape]) -> bool:
-    """Whether something after the last linear of a block keeps a tensor: a norm, a dropout.
-
-    What experts return is multiplied by the router's weights, which need a gradient.
-    """
-    if any(x.routed and x.output_needs_grad for x in mlp):
-        return True
-    post_norm = not field(config, "do_layer_norm_before", True) or any(
-        name.endswith(_POST_NORMS) for name, _ in block.named_modules()
-    )
-    return post_norm or any(field(config, name, 0) for name in _DROPOUT_OPTIONS)
-
-
-def _recomputed(linears: Sequence[LinearShape], *, tail_saves: bool) -> float:
+def _recomputed(
+    block: nn.Module,
+    config: object,
+    attention: Sequence[LinearShape],
+    mlp: Sequence[LinearShape],
+) -> float:
     """FLOPs per position that a checkpointed block runs a second time.
 
     Non-reentrant checkpointing stops right before the operation that takes the last tensor it
     still wants. With ``base(x) + s (x A^T) B^T`` written out that is the product with B of the
-    last layer in need of a gradient, without an update that layer's own matmul.
+    last layer in need of a gradient, without an update that layer's own matmul. Nothing is skipped
+    where something after the last layer keeps a tensor: a norm, a dropout, or the product with the
+    router's weights, which need a gradient.
     """
+    linears = [*attention, *mlp]
     last = max((i for i, x in enumerate(linears) if x.output_needs_grad), default=None)
     if last is None:
         return 0
-    if tail_saves:
+    post_norm = not field(config, "do_layer_norm_before", True) or any(
+        name.endswith(_POST_NORMS) for name, _ in block.named_modules()
+    )
+    dropout = any(field(config, name, 0) for name in _DROPOUT_OPTIONS)
+    if post_norm or dropout or any(x.routed and x.output_needs_grad for x in mlp):
         return sum(x.forward for x in linears)
     final = linears[last]
     skipped = final.low_rank * final.out_features if final.rank else final.base

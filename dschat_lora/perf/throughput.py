@@ -1,4 +1,4 @@
-"""Throughput of a training run: real tokens, samples, TFLOP/s, memory."""
+"""Throughput of a training run: real tokens, samples, TFLOP/s, memory; and a device's peak."""
 
 import resource
 import sys
@@ -8,9 +8,8 @@ from dataclasses import KW_ONLY, astuple, dataclass, field
 
 import torch
 
-from dschat_lora.perf.flops import Flops, deepspeed_chat_flops, step_flops
-from dschat_lora.perf.peak import synchronize
-from dschat_lora.perf.shape import ModelShape
+from dschat_lora.perf.cards import tabled_peak
+from dschat_lora.perf.flops import Flops, ModelShape, deepspeed_chat_flops, step_flops
 
 Metrics = dict[str, float | None]
 
@@ -174,3 +173,35 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """:func:`tabled_peak` of a device; None on anything but a GPU."""
+    if device.type != "cuda":
+        return None
+    return tabled_peak(torch.cuda.get_device_name(device), dtype)
+
+
+def measured_peak(
+    device: torch.device, dtype: torch.dtype, *, size: int = 8192, rounds: int = 20
+) -> float:
+    """TFLOP/s of the fastest of ``rounds`` products of two random square matrices.
+
+    Random, because zeros draw less power and run faster than any real data. One more product is
+    made first, untimed. A CPU is done sooner with ``size`` 1024.
+    """
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(rounds + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        torch.mm(left, right)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times[1:]) / 1e12
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -54,7 +54,7 @@ def examine(*, trains: bool) -> Iterator[Finding]:
     found = devices()
     for device in found:
         yield describe_device(device)
-    yield from attention(found)
+    yield attention(found[0])
     yield compiler(found[0])
     yield memory()
     yield from disks()
@@ -144,18 +144,16 @@ def describe_device(device: torch.device) -> Finding:
     return Finding(subject, "ok", found)
 
 
-def attention(found: list[torch.device]) -> Iterator[Finding]:
-    """The attention kernels that training takes on the GPUs."""
-    for device in found[:1]:
-        if device.type == "cpu":
-            yield Finding("attention", "ok", "sdpa of the CPU")
-        elif has_varlen(device, DTYPES["bf16"]):
-            yield Finding("attention", "ok", "flash attention, rows of packed samples in one call")
-        else:
-            kind = "flash" if torch.backends.cuda.is_flash_attention_available() else "no flash"
-            remedy = "training works, with more memory and time for packed rows; --no-packing helps"
-            words = f"{kind} attention, no kernel for samples of unlike lengths"
-            yield Finding("attention", "warning", words, remedy)
+def attention(device: torch.device) -> Finding:
+    """The attention kernels that training takes on this device."""
+    if device.type == "cpu":
+        return Finding("attention", "ok", "sdpa of the CPU")
+    if has_varlen(device, DTYPES["bf16"]):
+        return Finding("attention", "ok", "flash attention, rows of packed samples in one call")
+    kind = "flash" if torch.backends.cuda.is_flash_attention_available() else "no flash"
+    remedy = "training works, with more memory and time for packed rows; --no-packing helps"
+    words = f"{kind} attention, no kernel for samples of unlike lengths"
+    return Finding("attention", "warning", words, remedy)
 
 
 def compiler(device: torch.device) -> Finding:
@@ -255,8 +253,14 @@ def training_step(device: torch.device) -> Finding:
         options += ["--no-packing", "--data_path", str(data), "--output_dir", str(output)]
         options += ["--data_output_path", f"{directory}/cache"]
         done, seconds = _timed(["sft", *options], chosen)
-        if done is None:
-            return _no_step()
+        if done is None:  # which on a busy machine says little
+            load, cores = os.getloadavg()[0], os.cpu_count() or 1
+            words = f"no step in {STEP_SECONDS} s"
+            if load > cores:
+                words += f", at a load average of {load:.0f} on {cores} cores"
+                return Finding("training", "warning", words, "try again once the others have ended")
+            remedy = "see where it waits by py-spy dump, or run dschat-lora sft --max_steps 2"
+            return Finding("training", "error", words, remedy)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             remedy = "what the run said is above; docs/troubleshooting.md lists errors by text"
@@ -264,17 +268,6 @@ def training_step(device: torch.device) -> Finding:
         losses = [row["loss"] for row in read_metrics(output, "train")]
     words = f"{device}: a run of {len(losses)} steps in {seconds:.3g} s, loss {losses[-1]:.4g}"
     return Finding("training", "ok", words)
-
-
-def _no_step() -> Finding:
-    """A run that was given up: on a busy machine that says little."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    found = f"no step in {STEP_SECONDS} s"
-    if load > cores:
-        busy = f"{found}, at a load average of {load:.0f} on {cores} cores"
-        return Finding("training", "warning", busy, "try again once the others have ended")
-    remedy = "see where it waits by py-spy dump, or run dschat-lora sft --max_steps 2"
-    return Finding("training", "error", found, remedy)
 
 
 def _timed(

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dschat_lora.pipeline.hour_checks import (
     PROBES,
@@ -45,20 +45,7 @@ _IN_PATHS = r"[\w.+@~-]"
 _PATH = re.compile(rf"https?://\S+|(?<!{_IN_PATHS}){_IN_PATHS}*(?:/{_IN_PATHS}*[\w+~-])+/?")
 
 
-class Process(Protocol):
-    """A process that was started."""
-
-    def wait(self, timeout: float) -> int:
-        """Its exit code, or :class:`subprocess.TimeoutExpired`."""
-
-    def kill(self) -> None:
-        """End it and what it has started."""
-
-
-Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
-
-
-class _Group(subprocess.Popen[bytes]):
+class ProcessGroup(subprocess.Popen[bytes]):
     """A process with a group of its own, which is killed whole."""
 
     def kill(self) -> None:
@@ -67,15 +54,22 @@ class _Group(subprocess.Popen[bytes]):
             super().wait()
 
 
-def start_python(words: Sequence[str], environment: Mapping[str, str], output: Path) -> Process:
+Start = Callable[[Sequence[str], Mapping[str, str], Path], ProcessGroup]
+
+
+def start_python(
+    words: Sequence[str], environment: Mapping[str, str], output: Path
+) -> ProcessGroup:
     """``python -m`` words; its output goes to ``output`` and the same with .log, of errors."""
     with output.open("wb") as out, output.with_suffix(".log").open("wb") as log:
         command = [sys.executable, "-m", *words]
-        return _Group(command, env=environment, stdout=out, stderr=log, start_new_session=True)
+        return ProcessGroup(
+            command, env=environment, stdout=out, stderr=log, start_new_session=True
+        )
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """How a command ended: ``reason`` is empty if well; ``state`` is that of what needs it."""
 
     state: str = "passed"
@@ -90,7 +84,7 @@ class Hour:
     work: Path
     start: Start = start_python
     seconds: float = SECONDS
-    done: dict[str, Outcome] = field(default_factory=dict)
+    done: dict[str, CommandResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.seconds
@@ -98,8 +92,12 @@ class Hour:
     def measure(self, item: Item) -> dict[str, Any]:
         """What came of an item: ``state`` is passed, failed or not run."""
         if item.lacks:
-            return {"name": item.name, **asdict(Outcome("not run", item.lacks)), "seconds": 0.0}
-        begun, outcome, found = time.monotonic(), Outcome(), dict[str, Any]()
+            return {
+                "name": item.name,
+                **asdict(CommandResult("not run", item.lacks)),
+                "seconds": 0.0,
+            }
+        begun, outcome, found = time.monotonic(), CommandResult(), dict[str, Any]()
         try:
             for command in item.commands:
                 outcome = self.run(command)
@@ -109,35 +107,35 @@ class Hour:
                 found = item.read()
         except Exception as error:  # noqa: BLE001 - what a broken run wrote can be anything
             reason = f"its results cannot be read: {type(error).__name__}: {error}"
-            outcome = Outcome("failed", public(reason))
+            outcome = CommandResult("failed", public(reason))
         if "differences" in found:
             rows = [each._asdict() | {"holds": each.holds} for each in found["differences"]]
             found = {"differences": rows}
             if not all(row["holds"] for row in rows):
-                outcome = Outcome("failed")
+                outcome = CommandResult("failed")
         seconds = round(time.monotonic() - begun, 1)
         return {"name": item.name, **asdict(outcome), **found, "seconds": seconds}
 
-    def run(self, command: Command) -> Outcome:
+    def run(self, command: Command) -> CommandResult:
         """How the command ended; one that has run is not run again."""
         if command.name not in self.done:
             self.done[command.name] = self._run(command)
         return self.done[command.name]
 
-    def _run(self, command: Command) -> Outcome:
+    def _run(self, command: Command) -> CommandResult:
         left = self.deadline - time.monotonic()
         limit = min(command.seconds, left)
         if limit < min(LEAST_SECONDS, command.seconds):
-            return Outcome("not run", NO_TIME)
+            return CommandResult("not run", NO_TIME)
         output = self.work / f"{command.name}.out"
         process = self.start(command.words, environment_of(command), output)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             if limit < command.seconds:
-                return Outcome("not run", NO_TIME)
+                return CommandResult("not run", NO_TIME)
             reason = f"{command.name}: no end within {command.seconds:g} s"
-            return Outcome("failed", reason, tail_of(output))
+            return CommandResult("failed", reason, tail_of(output))
         finally:
             process.kill()
         if code:
@@ -145,9 +143,12 @@ class Hour:
         else:
             reason = command.objection(output.read_text(encoding="utf-8"))
         if reason or code == 0:
-            return Outcome("not run", reason) if reason else Outcome()
+            return CommandResult("not run", reason) if reason else CommandResult()
         tail = tail_of(output)
-        return Outcome("failed", f"{command.name}: {_cause(code, tail)}", tail)
+        cause = f"exit code {code}: {(tail.splitlines() or ['it said nothing'])[-1].strip()}"
+        if code < 0:
+            cause = f"killed by {signal.Signals(-code).name}"
+        return CommandResult("failed", f"{command.name}: {cause}", tail)
 
 
 def environment_of(command: Command) -> dict[str, str]:
@@ -172,10 +173,21 @@ def tail_of(output: Path) -> str:
 
 def public(text: str) -> str:
     """Text without directories and the names of host and user, as it goes into a bug report."""
+
+    def file_alone(found: re.Match[str]) -> str:
+        """Of a path the name of its file, or that it is a directory; anything else as it is."""
+        path = found[0]
+        name = path.rpartition("/")[2]
+        if path.startswith("http"):
+            return path
+        if re.search(r"\w\.[A-Za-z]\w*$", name):
+            return name
+        return "DIRECTORY" if path[0] in "/~-." else path
+
     for name, instead in _private_names():
         starts = "" if name.startswith("/") else r"(?<!\w)"
         text = re.sub(rf"{starts}{re.escape(name)}(?!\w)", instead, text)
-    return _PATH.sub(_file_alone, text)
+    return _PATH.sub(file_alone, text)
 
 
 def _private_names() -> list[tuple[str, str]]:
@@ -201,25 +213,6 @@ def _private_names() -> list[tuple[str, str]]:
 @cache
 def _full_host_name() -> str:
     return socket.getfqdn()  # asks the network
-
-
-def _file_alone(found: re.Match[str]) -> str:
-    """Of a path the name of its file, or that it is a directory; anything else as it is."""
-    path = found[0]
-    name = path.rpartition("/")[2]
-    if path.startswith("http"):
-        return path
-    if re.search(r"\w\.[A-Za-z]\w*$", name):
-        return name
-    return "DIRECTORY" if path[0] in "/~-." else path
-
-
-def _cause(code: int, tail: str) -> str:
-    """Why it ended, in words: the signal, or the last line."""
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    last = (tail.splitlines() or ["it said nothing"])[-1].strip()
-    return f"exit code {code}: {last}"
 
 
 def first_hour() -> None:
@@ -291,14 +284,13 @@ def _line(result: Mapping[str, Any]) -> str:
     marks = {"passed": "  ", "failed": "X ", "not run": "- "}
     words = result["reason"]
     if not words and "differences" in result:
-        worst = min(result["differences"], key=lambda row: (row["holds"], -_share(row)))
+
+        def of_allowed(row: Mapping[str, Any]) -> float:
+            return float(row["found"] / row["allowed"]) if row["allowed"] else 0.0
+
+        worst = min(result["differences"], key=lambda row: (row["holds"], -of_allowed(row)))
         words = f"{worst['quantity']} {worst['found']:.2g}, allowed {worst['allowed']:.2g}"
     elif not words:
         words = f"{short(number(result['tokens_per_second']))} tokens/s"
     state = result["state"] if result["state"] != "passed" or "differences" in result else "done"
     return f"{marks[result['state']]}{result['name']}: {state}, {words}"
-
-
-def _share(row: Mapping[str, Any]) -> float:
-    """How much of what is allowed was found."""
-    return float(row["found"] / row["allowed"]) if row["allowed"] else 0.0

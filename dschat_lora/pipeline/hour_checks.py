@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from dschat_lora.config.bundled import BUNDLED_DATA
+from dschat_lora.config.options import command_line
 from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.report.run_data import read_metrics
 
@@ -31,7 +32,6 @@ FOUR_DIGITS = 1e-3  # as rollouts.jsonl.gz has values of tokens
 ROUNDINGS = 8
 OTHER_RESPONSES = {"fp32": 0.0, "bf16": 0.4, "fp16": 0.1}  # share; on a CPU 0, 0.03 and 0.02
 RESPONSES = 64  # of an iteration of GRPO that is measured
-_CONSTANT = ("--lr_scheduler_type", "constant")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,11 @@ def checks(work: Path, dtype: str) -> list[Item]:
     file = work / "graphs.json"
     probe = Command("graphs", (PROBES, "graphs", dtype, str(file)), "cuda")
     found.append(
-        Item("CUDA graphs on and off: equal tokens", (probe,), partial(_differences, file))
+        Item(
+            "CUDA graphs on and off: equal tokens",
+            (probe,),
+            lambda: {"differences": [Difference(*x) for x in json.loads(file.read_text("utf-8"))]},
+        )
     )
     return found
 
@@ -133,29 +137,31 @@ def _lacks_four_bits() -> str:
 def _run(work: Path, stage: str, device: Device, dtype: str, *more: str) -> Command:
     """A stage on the bundled model, with the CPU's results of the stages before."""
     name = "-".join((stage, device, dtype, *(word.strip("-") for word in more)))
-    lora = ("--lora_dim", "8", "--max_steps", "4", "--per_device_train_batch_size", "8")
-    options = {
-        "sft": (*lora, "--sample_generations", "0", "--max_seq_len", "128"),
-        "reward": (*lora, "--model_name_or_path", f"{work}/sft-cpu-fp32"),
-        "rlhf": (
-            *("--actor_lora_dim", "8", "--critic_lora_dim", "8", "--max_steps", "2"),
-            *("--actor_model_name_or_path", f"{work}/sft-cpu-fp32", "--max_answer_seq_len", "16"),
-            *("--critic_model_name_or_path", f"{work}/reward-cpu-fp32"),
-            *("--generation_batches", "4", "--per_device_training_batch_size", "64"),
-            *("--reward_scaling", "none", "--print_answers_interval", "0"),
-        ),
-    }[stage]
-    words = ("dschat_lora", stage, *options, *_CONSTANT, *_files(work, name, work / "train.jsonl"))
-    return Command(
-        name, (*words, "--dtype", dtype, *more), device, 300.0 if device == "cpu" else 180.0
-    )
+    lora = {"lora_dim": 8, "max_steps": 4, "per_device_train_batch_size": 8}
+    by_stage: dict[str, dict[str, object]] = {
+        "sft": {**lora, "sample_generations": 0, "max_seq_len": 128},
+        "reward": {**lora, "model_name_or_path": f"{work}/sft-cpu-fp32"},
+        "rlhf": {
+            **{"actor_lora_dim": 8, "critic_lora_dim": 8, "max_steps": 2},
+            **{"actor_model_name_or_path": f"{work}/sft-cpu-fp32", "max_answer_seq_len": 16},
+            "critic_model_name_or_path": f"{work}/reward-cpu-fp32",
+            **{"generation_batches": 4, "per_device_training_batch_size": 64},
+            **{"reward_scaling": "none", "print_answers_interval": 0},
+        },
+    }
+    options = by_stage[stage] | {
+        "lr_scheduler_type": "constant",
+        **_files(work, name, work / "train.jsonl"),
+    }
+    words = ("dschat_lora", stage, *command_line(options), "--dtype", dtype, *more)
+    return Command(name, words, device, 300.0 if device == "cpu" else 180.0)
 
 
-def _files(work: Path, name: str, data: Path) -> tuple[str, ...]:
-    return (
-        *("--data_path", str(data), "--eval_data_path", f"{work}/eval.jsonl"),
-        *("--data_output_path", f"{work}/cache", "--output_dir", f"{work}/{name}"),
-    )
+def _files(work: Path, name: str, data: Path) -> dict[str, object]:
+    return {
+        **{"data_path": str(data), "eval_data_path": f"{work}/eval.jsonl"},
+        **{"data_output_path": f"{work}/cache", "output_dir": f"{work}/{name}"},
+    }
 
 
 def compare(stage: str, reference: Path, run: Path, dtype: str) -> dict[str, Any]:
@@ -164,6 +170,22 @@ def compare(stage: str, reference: Path, run: Path, dtype: str) -> dict[str, Any
     Of RLHF in 16 bits rounding lets tokens be drawn otherwise: values are compared up to the
     first of them, and losses are not.
     """
+
+    def largest(key: str) -> float:
+        """Of the steps' differences, relative to the reference; NaN where one is none."""
+        apart = []
+        for step in zip(theirs, ours, strict=True):
+            a, b = (float(each[key]) for each in step)  # "nan" where it was none
+            apart.append(abs(b - a) / abs(a) if a else abs(b))
+        return max(apart, key=lambda each: (each != each, each))
+
+    def limit(quantity: str) -> float:
+        if quantity == "other responses":
+            return OTHER_RESPONSES[dtype]
+        if dtype == "fp32":
+            return FOUR_DIGITS if quantity == "values" else FP32_LIMIT
+        return ROUNDINGS * ROUNDING[dtype]
+
     theirs, ours = (read_metrics(each, "train") for each in (reference, run))
     if len(theirs) != len(ours):
         raise ValueError(f"{len(ours)} steps on the card, {len(theirs)} in the reference")
@@ -173,29 +195,11 @@ def compare(stage: str, reference: Path, run: Path, dtype: str) -> dict[str, Any
         if stage == "rlhf":
             keys = {"value loss": "value_loss", "gradient norm": "grad_norm"}
             keys["critic's gradient norm"] = "critic_grad_norm"
-        found = {name: _largest(theirs, ours, key) for name, key in keys.items()}
+        found = {name: largest(key) for name, key in keys.items()}
     if stage == "rlhf":
         found |= _rollouts(reference, run)
         found["log-probabilities of decoding"] = max(float(each["sampler_error"]) for each in ours)
-    limits = {name: _limit(name, dtype) for name in found}
-    return {"differences": [Difference(n, value, limits[n]) for n, value in found.items()]}
-
-
-def _limit(quantity: str, dtype: str) -> float:
-    if quantity == "other responses":
-        return OTHER_RESPONSES[dtype]
-    if dtype == "fp32":
-        return FOUR_DIGITS if quantity == "values" else FP32_LIMIT
-    return ROUNDINGS * ROUNDING[dtype]
-
-
-def _largest(theirs: Sequence[Any], ours: Sequence[Any], key: str) -> float:
-    """Largest difference of a step, relative to the reference; NaN where one is none."""
-    apart = []
-    for step in zip(theirs, ours, strict=True):
-        a, b = (float(each[key]) for each in step)  # "nan" where it was none
-        apart.append(abs(b - a) / abs(a) if a else abs(b))
-    return max(apart, key=lambda each: (each != each, each))
+    return {"differences": [Difference(n, value, limit(n)) for n, value in found.items()]}
 
 
 def _rollouts(reference: Path, run: Path) -> dict[str, float]:
@@ -214,7 +218,10 @@ def _rollouts(reference: Path, run: Path) -> dict[str, float]:
         (row["token_value"][n], other["token_value"][n])
         for row, other in pairs
         if "tokens" in row
-        for n in range(_alike(row["tokens"], other["tokens"]))
+        for n, _ in takewhile(
+            lambda tokens: tokens[1][0] == tokens[1][1],
+            enumerate(zip(row["tokens"], other["tokens"], strict=False)),
+        )
     ]
     return {
         "other responses": 1 - len(equal) / len(pairs),
@@ -223,20 +230,10 @@ def _rollouts(reference: Path, run: Path) -> dict[str, float]:
     }
 
 
-def _alike(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many tokens two responses begin with alike."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:
     """Mean difference over mean size; NaN of nothing."""
     size = sum(abs(a) for a, _ in pairs)
     return sum(abs(b - a) for a, b in pairs) / size if size else float("nan")
-
-
-def _differences(file: Path) -> dict[str, Any]:
-    return {"differences": [Difference(*each) for each in json.loads(file.read_text("utf-8"))]}
 
 
 def measurements(
@@ -255,50 +252,41 @@ def measurements(
 def _measure(work: Path, stage: str, size: Size, dtype: str, memory_bytes: int, *more: str) -> Item:
     model = work / size.model.split("/")[-1]
     name = "-".join((stage, model.name, *(word.strip("-") for word in more)))
-    rows = str(size.rows)
-    option, options = {
-        "sft": (
-            "--model_name_or_path",
-            (
-                *("--lora_dim", "16", "--max_steps", "8", "--sample_generations", "0"),
-                *("--per_device_train_batch_size", rows, "--max_seq_len", str(size.length)),
-            ),
-        ),
-        "rlhf": (
-            "--actor_model_name_or_path",
-            (
-                *("--actor_lora_dim", "16", "--max_steps", "3", "--print_answers_interval", "0"),
-                *("--algorithm", "grpo", "--num_generations", "8"),
-                *("--reward_function", "builtin:length=100"),
-                # an optimizer step an iteration
-                *("--per_device_generation_batch_size", str(RESPONSES)),
-                *("--per_device_training_batch_size", rows, "--gradient_accumulation_steps"),
-                *(str(RESPONSES // size.rows), "--max_answer_seq_len", str(size.new_tokens)),
-            ),
-        ),
-    }[stage]
-    options = (*options, *_files(work, name, BUNDLED_DATA["train"]), "--dtype", dtype, *more)
-    planned = (
-        stage,
-        option,
-        size.model,
-        *options,
-        "--for",
-        f"{memory_bytes / 1e9:.3f}GB",
-        "--json",
-    )
+    option = "actor_model_name_or_path" if stage == "rlhf" else "model_name_or_path"
+    by_stage: dict[str, dict[str, object]] = {
+        "sft": {
+            **{"lora_dim": 16, "max_steps": 8, "sample_generations": 0},
+            **{"per_device_train_batch_size": size.rows, "max_seq_len": size.length},
+        },
+        "rlhf": {
+            **{"actor_lora_dim": 16, "max_steps": 3, "print_answers_interval": 0},
+            **{"algorithm": "grpo", "num_generations": 8, "reward_function": "builtin:length=100"},
+            "per_device_generation_batch_size": RESPONSES,
+            # an optimizer step an iteration
+            "per_device_training_batch_size": size.rows,
+            "gradient_accumulation_steps": RESPONSES // size.rows,
+            "max_answer_seq_len": size.new_tokens,
+        },
+    }
+    options = by_stage[stage] | {**_files(work, name, BUNDLED_DATA["train"]), "dtype": dtype}
+    words = (*command_line(options), *more)
+    card = ("--for", f"{memory_bytes / 1e9:.3f}GB", "--json")
+    planned = ("dschat_lora", "plan", stage, f"--{option}", size.model, *words, *card)
     weights = (PROBES, "weights", size.model, str(model))
     no_room = {3: "the host has no room for a random model of this size, in memory or on disk"}
     return Item(
         f"{'GRPO' if stage == 'rlhf' else 'SFT'}, {model.name}{', 4-bit base' if more else ''}",
         (
             Command(
-                *(f"plan-{name}", ("dschat_lora", "plan", *planned), "cpu", 90),
+                f"plan-{name}",
+                planned,
+                "cpu",
+                90,
                 refusals={1: "does not fit this card, says dschat-lora plan"},
                 objection=_misfit,
             ),
             Command(f"weights-{model.name}", weights, "cpu", 300, no_room),
-            Command(name, ("dschat_lora", stage, option, str(model), *options), "cuda", 420),
+            Command(name, ("dschat_lora", stage, f"--{option}", str(model), *words), "cuda", 420),
         ),
         partial(_row, work, name),
         _lacks_four_bits() if more else "",

@@ -5,17 +5,16 @@ from typing import Any
 
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.verbs import ModelsConfig
+from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.families import COLUMNS, Families, read_families, short, word
 from dschat_lora.models.loading import read_config
 from dschat_lora.models.option_checks import check_divides
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
-from dschat_lora.pipeline.plan import StagePlan
-from dschat_lora.pipeline.plan_stages import plan_stage, planning
-from dschat_lora.pipeline.stand_ins import with_stand_ins
+from dschat_lora.pipeline.plan_search import plan_stage, planning
+from dschat_lora.pipeline.stages import with_placeholders
 from dschat_lora.report.terminal import log_once, to_json, wrapped
-from dschat_lora.rl.roles import Roles
 
 # What each stage needs beside the model, to check whether it would start.
 _STAGES: Mapping[str, Mapping[str, Any]] = {
@@ -45,7 +44,7 @@ def show_model(config: ModelsConfig) -> bool:
 def model_facts(name: str, families: Families) -> dict[str, Any]:
     """What is known of a model, JSON-ready: its type, what learns, what is refused, its cells."""
     with planning() as home:
-        values = with_stand_ins("sft", {"model_name_or_path": name}, home)
+        values = with_placeholders("sft", {"model_name_or_path": name}, home)
         config = read_config(find_model(values["model_name_or_path"]).base, ModelConfig())
         kinds = [config.model_type, config.get_text_config(decoder=True).model_type]
         facts: dict[str, Any] = {"model": name, "type": kinds[0], "refused": {}}
@@ -56,40 +55,27 @@ def model_facts(name: str, families: Families) -> dict[str, Any]:
             except ValueError as error:
                 facts["refused"][stage] = str(error)
             else:
-                facts |= _built(planned.plan)
+                plan = planned.plan
+                if isinstance(plan.models, AdaptedModel):
+                    model = plan.models.model
+                    learning = coverage(model)
+                    facts |= {"parameters": plan.parameters[0], "learns": learning.to_dict()}
+                    facts["warning"] = learning.warning
+                    try:
+                        facts["uncounted"] = describe(model).uncounted or None
+                    except ValueError as error:
+                        facts["uncounted"] = str(error)
         cells = next((families.types[kind] for kind in kinds if kind in families.types), None)
         if cells is not None:
-            cells = {**cells, "tensor_parallel": _divides(config.to_dict())}
+            try:
+                check_divides(config.to_dict(), 2)
+                divides: bool | str = True
+            except ValueError as error:
+                divides = str(error)
+            cells = {**cells, "tensor_parallel": divides}
         facts |= {"transformers": families.transformers, "cells": cells}
         facts["left_out"] = families.left_out.get(kinds[0]) if cells is None else None
     return facts
-
-
-def _divides(fields: Mapping[str, Any]) -> bool | str:
-    """Whether two processes can divide the model."""
-    try:
-        check_divides(fields, 2)
-    except ValueError as error:
-        return str(error)
-    return True
-
-
-def _built(plan: StagePlan) -> dict[str, Any]:
-    """Of the model as SFT would train it, built without weights."""
-    if isinstance(plan.models, Roles):
-        return {}
-    model = plan.models.model
-    found = coverage(model)
-    try:
-        uncounted = describe(model).uncounted or None
-    except ValueError as error:
-        uncounted = str(error)
-    return {
-        "parameters": plan.parameters[0],
-        "learns": found.to_dict(),
-        "warning": found.warning,
-        "uncounted": uncounted,
-    }
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[str]:

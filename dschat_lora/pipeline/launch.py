@@ -68,15 +68,10 @@ def launch_command(
     default one free both. ``program`` is the path of the launcher.
     """
     if launcher.meets_here and launcher.master_port is None:
-        launcher = replace(launcher, master_port=_free_port())
+        with socket.socket() as server:
+            server.bind(("", 0))
+            launcher = replace(launcher, master_port=server.getsockname()[1])
     return [program, *command_line(asdict(launcher)), "--module", PACKAGE, stage, *argv]
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("", 0))
-        port: int = server.getsockname()[1]
-    return port
 
 
 def typed_command(stage: str, launcher: LauncherConfig, options: Mapping[str, object]) -> list[str]:
@@ -169,29 +164,17 @@ class Relay:
 
 
 def training_processes(launcher: int) -> list[psutil.Process]:
-    """The ranks below a launcher: not it, not its helper, not the workers of a rank."""
-    try:
-        below = psutil.Process(launcher).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    ranks = [process for process in below if _is_rank(process)]
-    own = {process.pid for process in ranks}
-    return [process for process in ranks if _parent(process) not in own]
+    """The ranks below a launcher: not it, not its helper, not the workers of a rank.
 
-
-def _is_rank(process: psutil.Process) -> bool:
-    """Whether it was started as ``python -u -m dschat_lora --local_rank=N ...``."""
-    try:
-        words = process.cmdline()
-    except psutil.Error:
-        return False
-    return any(
-        word == PACKAGE and following.startswith("--local_rank=")
-        for word, following in pairwise(words)
-    )
-
-
-def _parent(process: psutil.Process) -> int | None:
-    with suppress(psutil.Error):
-        return int(process.ppid())
-    return None
+    A rank was started as ``python -u -m dschat_lora --local_rank=N ...``.
+    """
+    ranks: dict[int, tuple[psutil.Process, int]] = {}  # by number; each with its parent's
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with suppress(psutil.Error):
+                if any(
+                    word == PACKAGE and following.startswith("--local_rank=")
+                    for word, following in pairwise(process.cmdline())
+                ):
+                    ranks[process.pid] = process, process.ppid()
+    return [process for process, parent in ranks.values() if parent not in ranks]

@@ -1,6 +1,6 @@
 """Memory and time of a stage before anything is loaded: models on the meta device, estimated."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +10,7 @@ from torch import nn
 
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.config.groups import is_on
+from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size
@@ -18,13 +19,12 @@ from dschat_lora.lora.layers import value_shape
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.perf.cards import Card
+from dschat_lora.perf.cards import Card, tabled_peak
 from dschat_lora.perf.flops import Flops, forward_flops, step_flops
-from dschat_lora.perf.memory import MemoryEstimate, parameter_bytes
-from dschat_lora.perf.peak import tabled_peak
+from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.pipeline.stand_ins import as_planned
+from dschat_lora.pipeline.stages import as_planned
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.inputs import Sources, find_sources
@@ -103,8 +103,8 @@ class StagePlan:
 
     config: Any
     models: AdaptedModel | Roles
-    # phases by config, of these models
-    known: dict[Any, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
+    # by config, of these models
+    known: dict[Any, MemoryPlan] = field(default_factory=dict, compare=False, repr=False)
 
     def changed(self, config: object) -> "StagePlan":
         """The same models at other settings, which do not change what they are made of."""
@@ -136,13 +136,10 @@ class StagePlan:
     @property
     def phases(self) -> dict[str, int]:
         """The most bytes on one device in each phase; see :attr:`memory`."""
-        if self.config not in self.known:
-            plan = self._memory_plan()
-            self.known[self.config] = {TRAINING: plan.updating}
-            if isinstance(self.models, Roles):
-                decoding = plan.weights + plan.training + plan.cache
-                self.known[self.config][GENERATION] = decoding
-        return self.known[self.config]
+        plan = self._memory_plan()
+        if not isinstance(self.models, Roles):
+            return {TRAINING: plan.updating}
+        return {TRAINING: plan.updating, GENERATION: plan.weights + plan.training + plan.cache}
 
     @property
     def memory(self) -> StageMemory:
@@ -151,23 +148,59 @@ class StagePlan:
         Raises:
             ValueError: for an architecture that is not understood.
         """
-        estimates = {name: _estimate(each) for name, each in self.trained.items()}
         models = (
             {"model": self.models} if isinstance(self.models, AdaptedModel) else self.models.models
         )
-        roles = _roles({n: m.model for n, m in models.items()}, estimates, self.settings)
+        seen: set[int] = set()
+        roles = {}
+        for name, each in models.items():
+            roles[name] = self._role_memory(name, each.model, seen)
+            seen |= {id(p) for p in each.model.parameters()}
         return StageMemory(roles, self.phases, self._memory_plan().cache)
 
+    def _role_memory(self, name: str, model: nn.Module, seen: Collection[int]) -> RoleMemory:
+        """Of one model; parameters that are ``seen`` belong to a model before it."""
+        first = next(iter(self.settings.values()))
+        ranks = data_world_size() if first.zero_stage == 3 else 1
+        own = [(n, p) for n, p in model.named_parameters() if id(p) not in seen]
+        adapters, weights = (
+            parameter_bytes(
+                p for n, p in own if any(part in n for part in _ADAPTER_PARTS) == of_adapter
+            )
+            // ranks
+            for of_adapter in (True, False)
+        )
+        host = 0
+        if first.zero_stage == 3 and first.offload:
+            weights, adapters, host = 0, 0, weights + adapters
+        if name not in self.trained:
+            return RoleMemory(weights, adapters, host=host)
+        e = self.trained[name].estimated()
+        if self.settings[name].offload:  # AdamW's mean, square and fp32 copy
+            host += 12 * trained_elements(model) // data_world_size()
+        return RoleMemory(
+            weights,
+            adapters,
+            gradients=e.gradients,
+            moments=e.optimizer,
+            activations=e.activations,
+            logits=e.loss + e.update,
+            gathered=e.gathered,
+            host=host,
+        )
+
     def _memory_plan(self) -> MemoryPlan:
-        if isinstance(self.models, Roles):
-            plan = memory_plan(self.config, self.models, self.settings)
-        else:
-            plan = plan_memory(list(self.trained.values()))
-        if plan is None:
-            for each in self.trained.values():
-                describe(each.model)  # says what is not understood
-        assert plan is not None
-        return plan
+        if self.config not in self.known:
+            if isinstance(self.models, Roles):
+                plan = memory_plan(self.config, self.models, self.settings)
+            else:
+                plan = plan_memory(list(self.trained.values()))
+            if plan is None:
+                for each in self.trained.values():
+                    describe(each.model)  # says what is not understood
+            assert plan is not None
+            self.known[self.config] = plan
+        return self.known[self.config]
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -192,106 +225,67 @@ def build_plan(config: Any, home: Path) -> StagePlan:
 
     Of a model that is divided among tensor-parallel ranks the first one's part is built.
     """
-    size = config.parallel.tensor_parallel_size
-    group = None
-    if size > 1:
-        no_processes = cast(torch.distributed.ProcessGroup, None)
+    parallel, group = config.parallel, None
+    if parallel.tensor_parallel_size > 1:
         group = TensorGroup(
-            no_processes, 0, size, sequence_parallel=config.parallel.sequence_parallel
+            cast(torch.distributed.ProcessGroup, None),  # there are no processes
+            0,
+            parallel.tensor_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
         )
+    tokenizer = cast(Tokenizer, NoTokenizer())
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16}
     if isinstance(config, RlhfConfig):
-        return StagePlan(config, _build_roles(config, home, group))
-    return StagePlan(config, _build_model(config, home, group))
-
-
-def _build_model(config: SupervisedConfig, home: Path, group: TensorGroup | None) -> AdaptedModel:
+        dtype = dtypes.get(config.load.dtype, torch.bfloat16)
+        found = find_sources(config)
+        critic = None if found.critic is None else as_planned(found.critic, home)
+        sources = Sources(as_planned(found.actor, home), critic)
+        roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=True, group=group)
+        return StagePlan(config, roles)
     build = build_reward_model if isinstance(config, RewardStageConfig) else build_causal_lm
-    return build(
+    model = build(
         as_planned(find_model(config.model.model_name_or_path), home),
-        cast(Tokenizer, NoTokenizer()),
+        tokenizer,
         config.model,
         config.lora,
-        dtype=_dtype(config.model.dtype),
+        dtype=dtypes.get(config.model.dtype, torch.bfloat16),
         seed=config.run.seed,
         meta=True,
         group=group,
     )
+    return StagePlan(config, model)
 
 
-def _build_roles(config: RlhfConfig, home: Path, group: TensorGroup | None) -> Roles:
-    found = find_sources(config)
-    critic = None if found.critic is None else as_planned(found.critic, home)
-    return build_roles(
-        config,
-        Sources(as_planned(found.actor, home), critic),
-        cast(Tokenizer, NoTokenizer()),
-        dtype=_dtype(config.load.dtype),
-        meta=True,
-        group=group,
-    )
+def recomputing_options(config: Any) -> tuple[str, ...]:
+    """Options of recomputation; the critic's first, which costs less as a rule."""
+    if not isinstance(config, RlhfConfig):
+        return ("gradient_checkpointing",)
+    return tuple(f"{role}_gradient_checkpointing" for role in ("critic", "actor"))[
+        not config.has_critic :
+    ]
 
 
-def _dtype(name: str) -> torch.dtype:
-    return {"fp32": torch.float32, "fp16": torch.float16}.get(name, torch.bfloat16)
+def with_recomputation(plan: StagePlan, options: Sequence[str]) -> StagePlan:
+    """The plan with recomputation by these options, and by no others."""
+    config = plan.config
+    if isinstance(config, SupervisedConfig):
+        model = replace(config.model, gradient_checkpointing=bool(options))
+        return plan.changed(replace(config, model=model))
+    roles = {
+        name: replace(
+            getattr(config, name),
+            gradient_checkpointing=f"{name}_gradient_checkpointing" in options,
+        )
+        for name in ("actor", "critic")
+    }
+    return plan.changed(replace(config, **roles))
 
 
-def _estimate(trained: TrainedModel) -> MemoryEstimate:
-    return trained.estimate(
-        rows=trained.rows,
-        length=trained.length,
-        gradient_checkpointing=trained.recomputes,
-        offload_activations=trained.offloads,
-        zero_stage=trained.settings.zero_stage,
-    )
-
-
-def _roles(
-    models: Mapping[str, nn.Module],
-    estimates: Mapping[str, MemoryEstimate],
-    settings: Mapping[str, EngineSettings],
-) -> dict[str, RoleMemory]:
-    """By role; what is shared belongs to the first that holds it."""
-    first = next(iter(settings.values()))
-    ranks = data_world_size() if first.zero_stage == 3 else 1
-    moves_weights = first.zero_stage == 3 and first.offload
-    seen: set[int] = set()
-
-    def held(model: nn.Module, *, adapters: bool) -> int:
-        own = ((n, p) for n, p in model.named_parameters() if id(p) not in seen)
-        return parameter_bytes(p for n, p in own if _of_adapter(n) == adapters) // ranks
-
-    found = {}
-    for name, model in models.items():
-        weights, adapters = (held(model, adapters=each) for each in (False, True))
-        seen |= {id(p) for p in model.parameters()}
-        on_host = weights + adapters if moves_weights else 0
-        if moves_weights:
-            weights = adapters = 0
-        found[name] = RoleMemory(weights, adapters, host=on_host)
-        if name in estimates:
-            e = estimates[name]
-            found[name] = RoleMemory(
-                weights,
-                adapters,
-                gradients=e.gradients,
-                moments=e.optimizer,
-                activations=e.activations,
-                logits=e.loss + e.update,
-                gathered=e.gathered,
-                host=on_host + _offloaded_moments(model, settings[name]),
-            )
-    return found
-
-
-def _offloaded_moments(model: nn.Module, settings: EngineSettings) -> int:
-    """Bytes of the host that offloading of AdamW's state takes: mean, square and fp32 copy."""
-    if not settings.offload:
-        return 0
-    return 12 * trained_elements(model) // data_world_size()
-
-
-def _of_adapter(name: str) -> bool:
-    return any(part in name for part in _ADAPTER_PARTS)
+def recomputation(plan: StagePlan) -> tuple[list[str], list[str]]:
+    """Options of recomputation that are on, and those that are left to the run to decide."""
+    values, options = flatten(plan.config), recomputing_options(plan.config)
+    on = [name for name in options if values[name] is True]
+    return on, [name for name in options if values[name] == "auto"]
 
 
 def _step_time(config: SupervisedConfig, trained: TrainedModel) -> StepTime:

@@ -8,9 +8,22 @@ from dschat_lora.config.options import flatten
 from dschat_lora.data.audit import DataAudit
 from dschat_lora.models.published import published_name
 from dschat_lora.perf.cards import Card
-from dschat_lora.pipeline.plan import EFFICIENCY, GENERATION, RoleMemory, StagePlan
-from dschat_lora.pipeline.plan_search import recomputing_options, rows_of, with_recomputation
-from dschat_lora.pipeline.plan_stages import Planned, plan_file, plan_stage, planning
+from dschat_lora.pipeline.plan import (
+    EFFICIENCY,
+    GENERATION,
+    RoleMemory,
+    StagePlan,
+    recomputation,
+    recomputing_options,
+    with_recomputation,
+)
+from dschat_lora.pipeline.plan_search import (
+    Planned,
+    batch_options,
+    plan_file,
+    plan_stage,
+    planning,
+)
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.report.markup import duration, operations
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
@@ -74,7 +87,7 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "phases": plan.memory.phases,
         "peak": plan.memory.peak,
         "recomputation": {
-            "on": _recomputed(plan),
+            "on": recomputation(plan)[0],
             "peak_without": with_recomputation(plan, ()).memory.peak,
             "peak_with": with_recomputation(plan, recomputing_options(plan.config)).memory.peak,
         },
@@ -102,13 +115,25 @@ def lines(planned: Planned) -> Iterator[str]:
     yield ""
     roles = plan.memory.roles
     columns = [c for c in _COLUMNS if c != "gathered" or any(r.gathered for r in roles.values())]
-    yield from table(
-        ["GiB", *columns],
-        [[name, *(_cell(roles, name, column) for column in columns)] for name in roles],
-    )
+    negligible = max(role.weights for role in roles.values()) / 1000
+
+    def cell(role: RoleMemory, column: str) -> str:
+        size: int = getattr(role, column)
+        if column == "weights" and size < negligible:
+            return "shared"  # but for a head of its own
+        return _gib(size) if size else "-"
+
+    rows = [[name, *(cell(role, column) for column in columns)] for name, role in roles.items()]
+    yield from table(["GiB", *columns], rows)
     yield ""
     yield wrapped(f"  memory       {_peak_words(plan)}")
-    yield wrapped(f"  recomputed   {_recomputation_words(plan)}")
+    kept, again = (
+        _gib(with_recomputation(plan, on).memory.peak)
+        for on in ((), recomputing_options(plan.config))
+    )
+    yield wrapped(
+        f"  recomputed   {kept} GiB where activations are kept, {again} GiB where recomputed"
+    )
     if card is not None:
         yield wrapped(f"  device       {_device_words(planned, card)}")
     if planned.better is not None:
@@ -126,12 +151,11 @@ def lines(planned: Planned) -> Iterator[str]:
 
 
 def _data_lines(data: DataAudit | str) -> Iterator[str]:
-    """The lines that a run shows of its data, and what would stop it."""
+    """The lines that a run shows of its data, and what would stop it; why they are not counted."""
     if isinstance(data, str):
         yield wrapped(f"  data         {data}")
         return
-    for line in data.lines():
-        yield wrapped(f"  {line}")
+    yield from (wrapped(f"  {line}") for line in data.lines())
     if refusal := data.refusal:
         yield wrapped(f"  refused      {refusal}")
 
@@ -147,21 +171,18 @@ def _model_words(planned: Planned) -> str:
 def _settings_words(planned: Planned, plan: StagePlan) -> str:
     config, count = plan.config, planned.processes
     settings = next(iter(plan.settings.values()))
-    batch = [f"{rows.at_once(plan)} rows at a time ({rows.phase})" for rows in rows_of(config)]
+    batch = [
+        f"{rows.at_once(plan)} rows at a time ({rows.phase})" for rows in batch_options(config)
+    ]
     if not batch or config.batch.tokens_per_device:
         batch.append(f"{config.batch.tokens_per_device:,} tokens at a time (training)")
     longest = max(each.length * each.sequences for each in plan.trained.values())
-    on = _recomputed(plan)
+    on, _ = recomputation(plan)
     return (
         f"{settings.dtype}, {count} process{'es' if count > 1 else ''}, ZeRO "
         f"{settings.zero_stage}{', offload' if settings.offload else ''}; {', '.join(batch)} of "
         f"up to {longest:,} tokens; activations {'recomputed' if on else 'kept'}"
     )
-
-
-def _recomputed(plan: StagePlan) -> list[str]:
-    values = flatten(plan.config)
-    return [name for name in recomputing_options(plan.config) if values[name] is True]
 
 
 def _peak_words(plan: StagePlan) -> str:
@@ -173,12 +194,6 @@ def _peak_words(plan: StagePlan) -> str:
     host = sum(role.host for role in memory.roles.values())
     beside = f"; {_gib(host)} GiB of host memory" if host else ""
     return f"up to {_gib(memory.peak)} GiB per device by estimate: {phases}{cache}{beside}"
-
-
-def _recomputation_words(plan: StagePlan) -> str:
-    options = recomputing_options(plan.config)
-    kept, again = (with_recomputation(plan, on).memory.peak for on in ((), options))
-    return f"{_gib(kept)} GiB where activations are kept, {_gib(again)} GiB where recomputed"
 
 
 def _device_words(planned: Planned, card: Card) -> str:
@@ -212,13 +227,6 @@ def _time_words(planned: Planned) -> str:
         f"{work}: {duration(seconds)}, {time.tokens / seconds:,.0f} tokens/s, {per_million} for a "
         f"million tokens{whole}, at {EFFICIENCY:.0%} of the card's peak"
     )
-
-
-def _cell(roles: Mapping[str, RoleMemory], name: str, column: str) -> str:
-    size: int = getattr(roles[name], column)
-    if column == "weights" and size < max(role.weights for role in roles.values()) / 1000:
-        return "shared"  # but for a head of its own
-    return _gib(size) if size else "-"
 
 
 def _gib(size: int) -> str:

@@ -1,7 +1,8 @@
-"""Recipe: a pipeline's YAML file with its stages and options, each value checked as if typed."""
+"""Recipe: a pipeline's YAML file, whose stages are all checked before the first one starts."""
 
 import re
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from dschat_lora.config.options import (
     typed_options,
 )
 from dschat_lora.config.parser import unknown_option
+from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.pipeline.launch import LauncherConfig
-from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.pipeline.stages import STAGES, check_stage, write_placeholder
 
 _PARTS = ("output_dir", "launcher", "common", "stages")
 # Options that the pipeline itself sets.
@@ -101,6 +103,48 @@ def options_of_stage(name: str, file: str) -> dict[str, Any]:
     if name not in recipe.stages:
         raise ValueError(f"{label} has the stages {', '.join(recipe.stages)}, and no {name}")
     return {**recipe.stages[name], "output_dir": str(recipe.directory / name)}
+
+
+def check_stages(recipe: Recipe, *, done: Collection[str] = ()) -> dict[str, Any]:
+    """The config of each stage as its own script resolves it, in order, but for ``done`` ones.
+
+    A model that an earlier stage has yet to write is replaced by a placeholder with all that
+    checks read: its rank, its base, its kind. Weights cannot be checked.
+
+    Raises:
+        ValueError: at the first thing that cannot work, naming file, stage, option and remedy.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        return dict(checked_stages(recipe, Path(temporary).resolve(), done=done))
+
+
+def checked_stages(
+    recipe: Recipe, temporary: Path, *, done: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Name and config of each stage as :func:`check_stages`; placeholders are in ``temporary``.
+
+    Errors are the same.
+    """
+    homes: dict[str, str] = {}
+    for name, options in recipe.stages.items():
+        if name in done:
+            continue
+        values = dict(options)
+        for option_name, earlier in recipe.sources(name).items():
+            home = str(recipe.directory / earlier)
+            path = str(Path(values[option_name]).expanduser())
+            values[option_name] = path.replace(home, homes.get(home, home), 1)
+        try:
+            config = check_stage(name, values, recipe.launcher.processes)
+        except (ValueError, OSError) as error:
+            message = str(error)
+            for home, stand_in in homes.items():
+                message = message.replace(stand_in, home)
+            raise ValueError(f"{recipe.file}: stage {name}: {message}") from error
+        if isinstance(config, SupervisedConfig):
+            write_placeholder(temporary / name, config)
+        homes[str(recipe.directory / name)] = str(temporary / name)
+        yield name, config
 
 
 def _stage_options(

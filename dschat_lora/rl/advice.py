@@ -9,12 +9,19 @@ from pathlib import Path
 import torch
 
 from dschat_lora.config.groups import is_on
-from dschat_lora.config.options import build_config, flatten
+from dschat_lora.config.options import build_config, command_line, flatten
 from dschat_lora.engine.distributed import data_world_size
-from dschat_lora.perf.advice import Change, Remedy, parts_in_use, sufficient, untested
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.config import RlhfConfig, RolloutConfig
-from dschat_lora.runtime.memory import MemoryPlan, advising
+from dschat_lora.runtime.advice import (
+    Change,
+    Remedy,
+    advising,
+    parts_in_use,
+    sufficient,
+    untested,
+)
+from dschat_lora.runtime.memory import MemoryPlan
 
 
 class FullWhileDecodingError(torch.OutOfMemoryError):
@@ -71,7 +78,10 @@ def memory_advice(
         found, keeps = plan, plan.keeps_cache
         if change := dict(options):
             with suppress(ValueError):  # what is refused saves nothing
-                found = planned(_with_options(config, change)) or plan
+                values = {**flatten(config), **change}
+                if stage := change.get("zero_stage"):
+                    values |= {"actor_zero_stage": stage, "critic_zero_stage": stage}
+                found = planned(build_config(RlhfConfig, values)) or plan
                 found = replace(found, cache=found.cache + unpacked)
             keeps = keeps and "release_inference_cache" not in change
         decoding = found.weights + found.training + found.cache
@@ -119,7 +129,9 @@ def _remedies(config: RlhfConfig, *, keeps_cache: bool) -> list[Remedy]:
             True,
             "decode fewer responses at once",
             _fewer(
-                *("per_device_generation_batch_size", "generation_batches", batch),
+                "per_device_generation_batch_size",
+                "generation_batches",
+                batch,
                 multiple_of=batch.num_generations,
             ),
         ),
@@ -147,15 +159,5 @@ def _fewer(size: str, times: str, batch: RolloutConfig, *, multiple_of: int = 1)
     return [{size: fewer, times: total // fewer} for fewer in fitting]
 
 
-def _with_options(config: RlhfConfig, change: Change) -> RlhfConfig:
-    values = {**flatten(config), **change}
-    if stage := change.get("zero_stage"):
-        values |= {"actor_zero_stage": stage, "critic_zero_stage": stage}
-    return build_config(RlhfConfig, values)
-
-
 def _typed(change: Change) -> str:
-    flags = (
-        f"--{name}" if value is True else f"--{name} {value}" for name, value in change.items()
-    )
-    return " ".join(flags)
+    return " ".join(command_line(change))

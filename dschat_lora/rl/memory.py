@@ -36,13 +36,15 @@ def memory_plan(
         cache = cache_bytes(config, roles.actor.model)
     except ValueError:
         return None
+    layers = [m.weight for m in roles.actor.model.modules() if isinstance(m, LoraLinear)]
+    adapted = parameter_bytes(w for w in layers if not is_quantized(w)) + value_bytes(layers)
     return plan_memory(
         list(trained_models(config, roles, settings).values()),
         models=[each.model for each in roles.models.values()],
         averaged=4 * sum(p.numel() for p in trained) if config.classic.enable_ema else 0,
         # At ZeRO 3 the weights are whole for as long as responses are generated.
         cache=cache
-        + (_adapted_bytes(roles.actor.model) if config.batch.merge_for_rollouts else 0)
+        + (adapted if config.batch.merge_for_rollouts else 0)
         + largest_unpacked(roles.actor.model.parameters())
         + (parameter_bytes(roles.rollout.parameters()) if sharded else 0),
     )
@@ -101,13 +103,6 @@ def keeping_cache(
     kept = replace(plan, keeps_cache=True)
     fits = kept.peak <= USABLE * free and settings["actor"].zero_stage < 3
     return kept if fits else plan
-
-
-def _adapted_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that have an adapter."""
-    weights = [m.weight for m in model.modules() if isinstance(m, LoraLinear)]
-    plain = parameter_bytes(w for w in weights if not is_quantized(w))
-    return plain + value_bytes(weights)
 
 
 def cache_columns(config: RlhfConfig) -> int:

@@ -15,7 +15,7 @@ from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.perf.peak import device_peak
+from dschat_lora.perf.throughput import device_peak
 from dschat_lora.report.log import rlhf_line
 from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rl.batch import (

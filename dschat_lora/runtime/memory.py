@@ -1,9 +1,8 @@
-"""Memory of a run of one trained model or several: estimated before it starts, advice when full."""
+"""Memory of a run of one trained model or several, estimated before it starts."""
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -13,15 +12,13 @@ import torch
 from torch import nn
 
 from dschat_lora.algos.logprobs import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
-from dschat_lora.checkpoint.history import STATE_FILE, checkpoints_of
+from dschat_lora.checkpoint.history import STATE_FILE
 from dschat_lora.config.groups import Switch, is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.collectives import broadcast_string, max_over_ranks
-from dschat_lora.engine.distributed import data_world_size, device, device_type, rank, world_size
+from dschat_lora.engine.distributed import data_world_size, device, device_type, rank
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.models.option_checks import check_divides, check_training
-from dschat_lora.perf.advice import Estimator, MemoryOptions, out_of_memory_advice
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import (
     MemoryEstimate,
@@ -30,7 +27,6 @@ from dschat_lora.perf.memory import (
     parameter_bytes,
     rows_of,
 )
-from dschat_lora.perf.shape import describe
 from dschat_lora.report.directory import read_object
 
 GIB = 2**30
@@ -64,9 +60,7 @@ class TrainedModel:
 
         A step on fewer ``rows`` at a time has more micro-batches.
         """
-        length *= self.sequences
-        if self.tokens:
-            rows, length = rows_of(self.tokens, length)
+        rows, length = self._grid(rows, length)
         return estimate_memory(
             self.model,
             rows=rows,
@@ -82,16 +76,30 @@ class TrainedModel:
             **self.settings.gathering(zero_stage),
         )
 
+    def estimated(self) -> MemoryEstimate:
+        """Bytes per device as it trains; see :meth:`estimate`."""
+        return self.estimate(
+            rows=self.rows,
+            length=self.length,
+            gradient_checkpointing=self.recomputes,
+            offload_activations=self.offloads,
+            zero_stage=self.settings.zero_stage,
+        )
+
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the inputs of its blocks take."""
         if not (self.offloads and self.recomputes):
             return 0
-        length = self.length * self.sequences
-        rows, length = rows_of(self.tokens, length) if self.tokens else (self.rows, length)
+        rows, length = self._grid(self.rows, self.length)
         return offloaded_bytes(
             self.model, positions=rows * length, compute_dtype=self.settings.torch_dtype
         )
+
+    def _grid(self, rows: int, length: int) -> tuple[int, int]:
+        """Rows and positions of each in a micro-batch."""
+        length *= self.sequences
+        return rows_of(self.tokens, length) if self.tokens else (rows, length)
 
 
 @dataclass(frozen=True)
@@ -152,16 +160,7 @@ def plan_memory(
     trained one shards all. A moving average takes ``averaged`` bytes, whole.
     """
     try:
-        estimates = [
-            each.estimate(
-                rows=each.rows,
-                length=each.length,
-                gradient_checkpointing=each.recomputes,
-                offload_activations=each.offloads,
-                zero_stage=each.settings.zero_stage,
-            )
-            for each in trained
-        ]
+        estimates = [each.estimated() for each in trained]
     except ValueError:
         return None
     models = models or [each.model for each in trained]
@@ -279,79 +278,3 @@ def trained_model(
 def offloads_inputs(config: StageConfig) -> bool:
     """Whether inputs of recomputed blocks leave the device; on a CPU they only change places."""
     return config.parallel.offload_activations and device_type() == "cuda"
-
-
-def make_estimator(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
-) -> Estimator | None:
-    """The memory estimate of this model at other settings; None if it is not understood."""
-    try:
-        describe(adapted.model)
-    except ValueError:
-        return None
-    return trained_model(adapted, config, settings).estimate
-
-
-def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
-    """Multiples of ``--tensor_parallel_size`` that the processes and the model allow as well."""
-    size, count = config.parallel.tensor_parallel_size, world_size()
-    found = []
-    for larger in (n for n in range(2 * size, count + 1, size) if count % n == 0):
-        with suppress(ValueError):
-            check_divides(adapted.model.config.to_dict(), larger)
-            check_training(config.model, adapted.lora, larger)
-            found.append(larger)
-    return found
-
-
-@contextmanager
-def advising(
-    advise: Callable[[torch.OutOfMemoryError, int | None], str], directory: Path
-) -> Iterator[None]:
-    """Raise an out-of-memory error of the block anew with advice and the newest checkpoint.
-
-    Any rank may run out alone, so no collective is called. ``advise`` gets the error and the bytes
-    of the GPU, None on a CPU.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        here = device()
-        total = torch.cuda.get_device_properties(here).total_memory if here.type == "cuda" else None
-        advice = advise(error, total)
-        if found := checkpoints_of(directory):
-            advice += f". The newest checkpoint is {found[0]}"
-        raise torch.OutOfMemoryError(advice) from error
-
-
-def explaining_memory(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, directory: Path
-) -> AbstractContextManager[None]:
-    """Raise an out-of-memory error of the block anew, with what to change; see :func:`advising`."""
-
-    def advise(_: torch.OutOfMemoryError, device_bytes: int | None) -> str:
-        now, lora_dim = trained_model(adapted, config, settings), adapted.lora.lora_dim
-        advice = out_of_memory_advice(
-            make_estimator(adapted, config, settings),
-            MemoryOptions(
-                per_device_train_batch_size=now.rows,
-                gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-                gradient_checkpointing=now.recomputes,
-                offload_activations=now.offloads,
-                dtype=settings.dtype,
-                zero_stage=settings.zero_stage,
-                tensor_parallel_size=config.parallel.tensor_parallel_size,
-                offload=settings.offload,
-                lora_dim=lora_dim,
-                only_optimize_lora=lora_dim == 0 or adapted.lora.only_optimize_lora,
-                max_seq_len=config.data.max_seq_len,
-                world_size=data_world_size(),
-            ),
-            device_bytes=device_bytes,
-            larger_groups=_larger_groups(adapted, config),
-        )
-        if tokens := config.batch.tokens_per_device:
-            advice += f". Fewer than --tokens_per_device {tokens} take less, in another run"
-        return advice
-
-    return advising(advise, directory)

@@ -31,13 +31,9 @@ from dschat_lora.models.loading import (
     load_tokenizer,
 )
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.runtime.advice import explaining_memory
 from dschat_lora.runtime.consistency import check_same_models
-from dschat_lora.runtime.memory import (
-    estimate_memory_of,
-    explaining_memory,
-    free_memory,
-    memory_plan_of,
-)
+from dschat_lora.runtime.memory import estimate_memory_of, free_memory, memory_plan_of
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,

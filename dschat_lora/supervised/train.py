@@ -15,9 +15,8 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.perf.flops import Flops
-from dschat_lora.perf.peak import device_peak
 from dschat_lora.perf.shape import describe as describe_shape
-from dschat_lora.perf.throughput import Meter, StepCounts
+from dschat_lora.perf.throughput import Meter, StepCounts, device_peak
 from dschat_lora.report.log import summary_lines
 from dschat_lora.runtime.checkpointer import Checkpointer, Part
 from dschat_lora.runtime.evaluation import AnswerLog

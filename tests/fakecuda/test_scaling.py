@@ -1,4 +1,4 @@
-"""Bytes of collectives that are counted on a fake GPU, against the formulas of perf/scaling.py."""
+"""Bytes of collectives counted on a fake GPU, against benchmarks/common/exchanges.py."""
 
 import json
 from collections import Counter
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.common.exchanges import data_exchanges, experience_exchanges, tensor_exchanges
 from benchmarks.common.shapes import SHAPES
 from benchmarks.scaling import adapted, size_of
-from dschat_lora.perf.scaling import data_exchanges, experience_exchanges, tensor_exchanges
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage

@@ -4,7 +4,7 @@ import pytest
 
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.perf.cards import Card
-from dschat_lora.pipeline.plan_stages import plan_stage, planning
+from dschat_lora.pipeline.plan_search import plan_stage, planning
 from fakecuda.test_scaling import check_exchanges
 from helpers.spread import ALL
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from perf_models import add_lora, opt, project_lora
 
-from dschat_lora.perf.advice import MemoryOptions, out_of_memory_advice
 from dschat_lora.perf.memory import MemoryEstimate, estimate_memory
+from dschat_lora.runtime.advice import MemoryOptions, out_of_memory_advice
 
 GIB = 2**30
 SETTINGS = {

@@ -13,7 +13,7 @@ from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.tensor_parallel import divide
 from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.shape import describe
-from dschat_lora.runtime.memory import explaining_memory
+from dschat_lora.runtime.advice import explaining_memory
 from helpers.runs import engine_settings
 from helpers.step1 import parsed
 
@@ -161,8 +161,8 @@ def test_only_sizes_that_processes_and_model_allow_are_advised(
     processes, options, advised, monkeypatch, tmp_path
 ):
     """OPT with four heads."""
-    monkeypatch.setattr("dschat_lora.runtime.memory.world_size", lambda: processes)
-    monkeypatch.setattr("dschat_lora.runtime.memory.make_estimator", lambda *_: by_hand(weights=30))
+    monkeypatch.setattr("dschat_lora.runtime.advice.world_size", lambda: processes)
+    monkeypatch.setattr("dschat_lora.runtime.advice.make_estimator", lambda *_: by_hand(weights=30))
     model = AdaptedModel(adapted("opt"), LoraConfig(lora_dim=4), [])
     config = parsed("--lora_dim", 4, *options)
     with (

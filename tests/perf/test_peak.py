@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from dschat_lora.perf.peak import device_peak, measured_peak, tabled_peak
+from dschat_lora.perf.cards import tabled_peak
+from dschat_lora.perf.throughput import device_peak, measured_peak
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -58,6 +59,6 @@ def test_a_cpu_has_no_tabled_peak():
 
 def test_measured_peak_counts_two_flops_per_multiply_add(monkeypatch):
     ticks = iter([0.0, 9.0, 10.0, 12.0, 20.0, 21.0])  # warm-up 9 s, then 2 s and 1 s
-    monkeypatch.setattr("dschat_lora.perf.peak.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("dschat_lora.perf.throughput.time.perf_counter", lambda: next(ticks))
     peak = measured_peak(torch.device("cpu"), FP32, size=100, rounds=2)
     assert peak == pytest.approx(2e6 / 1.0 / 1e12)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
-from dschat_lora.perf.scaling import (
+from benchmarks.common.exchanges import (
     Cluster,
     Exchange,
     ModelSize,

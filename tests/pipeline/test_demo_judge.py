@@ -15,7 +15,7 @@ from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.pipeline import demo_judge as judging
+from dschat_lora.pipeline import judge as judging
 
 
 class Words:

@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 
 from dschat_lora.models.blocks import compiler_for
-from dschat_lora.pipeline import doctor, stage_verbs
+from dschat_lora.pipeline import doctor, verbs
 from helpers.spread import ALL
 
 Usage = namedtuple("Usage", "total used free")
@@ -121,14 +121,14 @@ def test_a_step_that_does_not_end_is_given_up_and_a_busy_machine_is_no_error(
 
 def test_json_says_whether_a_run_can_train_and_the_exit_code_too(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    stage_verbs.doctor(["--json", "--no_training"])
+    verbs.doctor(["--json", "--no_training"])
     found = json.loads(capsys.readouterr().out)
     assert found["can_train"] is True  # warnings do not keep it from that
     subjects = {each["subject"] for each in found["findings"]}
     assert subjects == {"versions", "device", "attention", "compiler", "memory", "disk", "network"}
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(1, 0, 1))
     with pytest.raises(SystemExit, match="1"):
-        stage_verbs.doctor(["--json", "--no_training"])
+        verbs.doctor(["--json", "--no_training"])
     assert json.loads(capsys.readouterr().out)["can_train"] is False
 
 

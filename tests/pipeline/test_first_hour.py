@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dschat_lora.pipeline import first_hour, hour_checks, stage_verbs
+from dschat_lora.pipeline import first_hour, hour_checks, verbs
 from dschat_lora.pipeline.first_hour import Hour, run_items
 from dschat_lora.pipeline.hour_checks import Command, Difference, Item, Size
 from dschat_lora.report.log import jsonable
@@ -33,7 +33,7 @@ RAISES = "raise RuntimeError('CUDA error: an illegal memory access was encounter
 def start(words, environment, output):
     """As the product's, of an interpreter that starts in no time; ``words`` are a program."""
     with output.open("wb") as out, output.with_suffix(".log").open("wb") as log:
-        return first_hour._Group(
+        return first_hour.ProcessGroup(
             [sys.executable, "-S", "-c", *words],
             env=environment,
             stdout=out,
@@ -243,17 +243,17 @@ def test_the_directories_of_user_and_command_are_known_with_spaces_too(monkeypat
 def test_a_machine_without_a_card_is_told_so(monkeypatch, capsys):
     def no_card(hour, command):
         (hour.work / "machine.json").write_text('{"versions": {}, "cuda": null}')
-        return first_hour.Outcome()
+        return first_hour.CommandResult()
 
     monkeypatch.setattr(Hour, "run", no_card)
     with pytest.raises(ValueError, match="--first_hour needs a GPU, and torch sees none"):
-        stage_verbs.doctor(["--first_hour"])
+        verbs.doctor(["--first_hour"])
     assert capsys.readouterr().out == ""
 
 
 def test_options_that_the_first_hour_does_not_have_are_refused():
     with pytest.raises(ValueError, match="--first_hour has no --json"):
-        stage_verbs.doctor(["--first_hour", "--json"])
+        verbs.doctor(["--first_hour", "--json"])
 
 
 def test_commands_on_the_card_take_the_first_one_and_inherit_no_launcher(monkeypatch):

@@ -8,8 +8,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dschat_lora.config.verbs import ModelsConfig
 from dschat_lora.models.families import COLUMNS, NO_EXPERTS, Families, page, read_families, word
-from dschat_lora.pipeline.file_verbs import models
 from dschat_lora.pipeline.known_models import model_facts
+from dschat_lora.pipeline.verbs import models
 from families.table import UNPACKED, from_matrix
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -15,7 +15,7 @@ from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.pipeline.plan import GENERATION, TRAINING
 from dschat_lora.pipeline.plan_report import to_dict
-from dschat_lora.pipeline.plan_stages import plan_stage, planning
+from dschat_lora.pipeline.plan_search import plan_stage, planning
 from dschat_lora.pipeline.stages import STAGES
 from helpers.spread import ALL
 from helpers.step1 import write_jsonl

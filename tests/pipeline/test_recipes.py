@@ -8,10 +8,9 @@ import pytest
 
 from dschat_lora.config.options import build_config, command_line, parse_config
 from dschat_lora.perf.cards import find_card
-from dschat_lora.pipeline.plan_stages import plan_file, planning
-from dschat_lora.pipeline.recipe import read_recipe
+from dschat_lora.pipeline.plan_search import plan_file, planning
+from dschat_lora.pipeline.recipe import check_stages, read_recipe
 from dschat_lora.pipeline.stages import STAGES
-from dschat_lora.pipeline.validation import check_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))

@@ -8,12 +8,8 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.runtime.memory import (
-    TrainedModel,
-    estimate_memory_of,
-    explaining_memory,
-    plan_memory,
-)
+from dschat_lora.runtime.advice import explaining_memory
+from dschat_lora.runtime.memory import TrainedModel, estimate_memory_of, plan_memory
 from helpers.runs import LORA, engine_settings, load_model
 from helpers.step1 import parsed
 
@@ -21,7 +17,7 @@ from helpers.step1 import parsed
 @pytest.fixture
 def message(model_directory, tmp_path, monkeypatch):
     """``message(run)``: what running out of memory in ``run``'s directory says."""
-    monkeypatch.setattr("dschat_lora.runtime.memory.world_size", lambda: 1)
+    monkeypatch.setattr("dschat_lora.runtime.advice.world_size", lambda: 1)
     adapted = AdaptedModel(load_model(model_directory("opt"), LORA), LoraConfig(**LORA), [])
     config = parsed("--lora_dim", 4, "--per_device_train_batch_size", 8, "--max_seq_len", 16)
 
@@ -54,8 +50,7 @@ def test_other_errors_are_left_as_they_are(model_directory, tmp_path):
         raise KeyError("x")
 
 
-def test_a_row_of_pairs_needs_the_memory_of_two_sequences(model_directory, monkeypatch):
-    monkeypatch.setattr("dschat_lora.runtime.memory.world_size", lambda: 1)
+def test_a_row_of_pairs_needs_the_memory_of_two_sequences(model_directory):
     adapted = AdaptedModel(load_model(model_directory("opt"), LORA), LoraConfig(**LORA), [])
     argv = ["--lora_dim", "4", "--per_device_train_batch_size", "8", "--max_seq_len"]
     settings = engine_settings(micro=8)
