@@ -8,11 +8,14 @@ PAIRS = [
     {"prompt": f"What is {a} plus {b}?", "chosen": f" {a + b}.", "rejected": f" {a}, or so."}
     for a, b in SUMS
 ]
-SHORT = {"max_steps": 2, "max_seq_len": 64, "lora_dim": 4, "quiet": True}
+SHORT = {
+    **{"max_steps": 2, "max_seq_len": 64, "lora_dim": 4, "quiet": True},
+    **{"sample_generations": 1, "per_device_train_batch_size": 4},
+}
 ROLLOUTS = {
     **{"algorithm": "grpo", "num_generations": 4, "max_answer_seq_len": 8, "max_steps": 2},
-    **{"per_device_generation_batch_size": 16, "per_device_training_batch_size": 16},
-    **{"max_prompt_seq_len": 32, "quiet": True},
+    **{"per_device_generation_batch_size": 8, "per_device_training_batch_size": 8},
+    **{"max_prompt_seq_len": 32, "eval_prompts": 4, "quiet": True},
 }
 
 

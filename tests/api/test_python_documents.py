@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.launcher import ROOT
 
@@ -15,6 +16,13 @@ def blocks(name):
     return re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def shortened(train, **most):
+    """The function with options that are no more than these."""
+    return lambda *inputs, **options: train(
+        *inputs, **{**options, **{k: min(v, options.get(k, v)) for k, v in most.items()}}
+    )
+
+
 @pytest.mark.parametrize("name", ["docs/python_api.md", "README.md"])
 def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatch, capsys):
     # Models of the hub are directories of their names here.
@@ -22,6 +30,10 @@ def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatc
     for place in ("Qwen/Qwen3-0.6B", "path-or-name"):
         (tmp_path / place).symlink_to(BUNDLED_MODEL)
     monkeypatch.chdir(tmp_path)
+    short = {"max_answer_seq_len": 8, "per_device_generation_batch_size": 8, "eval_prompts": 2}
+    short["per_device_training_batch_size"] = 8
+    monkeypatch.setattr(dl, "rlhf", shortened(dl.rlhf, max_steps=1, **short))
+    monkeypatch.setattr(dl, "sft", shortened(dl.sft, max_steps=20))
     names = {}
     for block in blocks(name):
         capsys.readouterr()

@@ -14,7 +14,7 @@ from helpers.tensor_parallel_roles import write_pairs
 
 pytestmark = pytest.mark.stage
 
-STEPS = 5
+STEPS = 3
 COMMON = f"""
     --max_seq_len 32 --eval_ratio 0 --max_steps {STEPS} --num_warmup_steps 1 --num_train_epochs 9
     --learning_rate 5e-3 --lora_lr_multiplier 1 --max_grad_norm 0.5 --save_interval 0

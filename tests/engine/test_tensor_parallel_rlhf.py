@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stage
 # Two iterations of eight responses, four a step, the second one cut short.
 STEPS = 3
 COMMON = f"""
-    --max_prompt_seq_len 14 --max_answer_seq_len 12 --max_steps {STEPS} --num_train_epochs 9
+    --max_prompt_seq_len 14 --max_answer_seq_len 8 --max_steps {STEPS} --num_train_epochs 9
     --eval_ratio 0 --eval_prompts 3 --actor_lora_learning_rate 5e-3
     --critic_lora_learning_rate 5e-3 --critic_learning_rate 1e-3 --num_warmup_steps 1
     --save_interval 0 --save_minutes 0 --kl_coef 0.05 --entropy_coef 0.01

@@ -8,8 +8,8 @@ from helpers.spread import pairwise
 pytestmark = pytest.mark.stage
 
 STAGES = (0, 1, 2, 3)
-OVERFLOW = 4
-STEPS = {"fp32": 20, "bf16": 12, "fp16": 12}
+OVERFLOW = 2
+STEPS = {"fp32": 8, "bf16": 6, "fp16": 6}
 ROWS = pairwise({"dtype": tuple(STEPS), "size": (1, 2), "stage": STAGES})
 # dtype -> (processes, stage) of each run
 PLACES = {d: [(r["size"], r["stage"]) for r in ROWS if r["dtype"] == d] for d in STEPS}
@@ -102,7 +102,7 @@ def test_too_large_a_loss_scale_is_halved_alike_at_every_stage(ranks, model_dire
         "path": model_directory("opt"),
         "dtype": "fp16",
         "deepspeed_json": {"fp16": {"initial_scale_power": 22, "hysteresis": 1}},
-        "steps": 10,
+        "steps": 8,
         "micro": 4 // size,
     }
     runs = [run | {"stage": stage} for stage in SPREAD[size]]
@@ -164,7 +164,7 @@ def combined(ranks, model_directory):
                 runs = [
                     {
                         "path": model_directory("llama"),
-                        "steps": 6,
+                        "steps": 4,
                         "micro": 4 // size,
                         **options(each),
                     }

@@ -1,7 +1,6 @@
 """Files written by processes that share a model, read by others that share it another way."""
 
 import json
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -37,13 +36,14 @@ ROWS = 4  # of a step, over all shares of the data
 CARD = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
 
 
-def carry_on(path, directory, layouts, steps=2):
-    """Train in each layout and save; load each of these in each layout, and go on for a step.
+def carry_on(path, directory, layouts, handed, steps=2):
+    """Train in each layout and save; load them in others, and go on for a step.
 
     Args:
         path: of the model.
         directory: receives states and adapters.
         layouts: (size of the tensor groups, ZeRO stage).
+        handed: (size that saved, size that loads).
         steps: before saving.
 
     Returns:
@@ -60,9 +60,9 @@ def carry_on(path, directory, layouts, steps=2):
             run.save(directory / f"{size}")
             saved[size] = run.held(), run.train(steps, 1)
             release(run.engine)
-    for (writer, _), (reader, stage) in product(layouts, layouts):
+    for writer, reader in handed:
         with divided(reader) as group:
-            run = _Run(path, stage, group)
+            run = _Run(path, dict(layouts)[reader], group)
             run.load(directory / f"{writer}")
             loaded[writer, reader] = run.held(), run.train(steps, 1)
             release(run.engine)

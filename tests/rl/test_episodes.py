@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from data.chat_tokenizers import build_chat_tokenizer
 from data.hand_tokenizers import build_byte_tokenizer
@@ -31,13 +30,7 @@ CPU, T, F = torch.device("cpu"), True, False
 VOCAB = 11
 
 
-@pytest.fixture(autouse=True)
-def _one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 # ---------------------------------------------------------------------------- what is learnt
 
