@@ -49,7 +49,9 @@ FLOORS = [
             "datasets jinja2 numpy pyarrow tokenizers torch transformers",
             "arrow_rows json_stream layouts messages nlg readers rows sources templates",
         ),
-        "engine": Room("algos config", "deepspeed psutil torch", "ds_config meeting peers"),
+        "engine": Room(
+            "algos config", "deepspeed psutil torch", "ds_config failure_detection rendezvous"
+        ),
         "lora": Room("config", "bitsandbytes regex torch", "names"),
     },
     {

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dschat_lora.api.notebook import in_notebook
-from dschat_lora.engine import peers
-from dschat_lora.engine.meeting import LAUNCHED, check_environment
+from dschat_lora.engine import failure_detection
+from dschat_lora.engine.rendezvous import LAUNCHED, check_environment
 from dschat_lora.report.terminal import quiet as nothing_said
 from dschat_lora.runtime.stage_main import hush_libraries, tell_others
 
@@ -36,10 +36,10 @@ class Interrupted(KeyboardInterrupt):
 
 def on_first_process(program: Callable[[], object]) -> None:
     """Call ``program`` on the first process of a launch; the others wait until it has ended."""
-    peers.wait_until_all_are_ready()  # each has checked what it was given
+    failure_detection.wait_until_all_are_ready()  # each has checked what it was given
     if os.environ.get("RANK", "0") == "0":
         program()
-    peers.wait_until_all_are_ready()
+    failure_detection.wait_until_all_are_ready()
 
 
 def variables_kept() -> Callable[[], None]:
@@ -92,7 +92,7 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
         if in_notebook():
             # Libraries that are yet to be imported show no bar.
             warnings.filterwarnings("ignore", "IProgress not found")
-        peers.join()
+        failure_detection.join()
         with nothing_said(quiet):
             yield
     except BaseException as error:

@@ -47,7 +47,7 @@ from dschat_lora.api.trainer_sampling import (
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.engine import peers
+from dschat_lora.engine import failure_detection
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.collectives import max_over_ranks, raise_together, sum_over_ranks
 from dschat_lora.engine.distributed import (
@@ -194,7 +194,7 @@ class Trainer:
         engine.set_rates(float(learning_rate))
         self._end_window()
         outcome = engine.step()
-        peers.after_a_step()
+        failure_detection.after_a_step()
         self.step, self._calls = self.step + 1, 0
         return outcome
 

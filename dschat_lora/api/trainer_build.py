@@ -30,7 +30,7 @@ from dschat_lora.config.groups import LoraConfig, OptimConfig, is_on
 from dschat_lora.config.options import build_config, group, options_in_python
 from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.engine import peers
+from dschat_lora.engine import failure_detection
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import broadcast_string, max_over_ranks, raise_together
 from dschat_lora.engine.distributed import (
@@ -195,7 +195,7 @@ def _join(config: TrainerConfig) -> None:
         if not _joined:
             atexit.register(_leave_at_exit)
         _joined = True
-        peers.set_timeout(config.run.distributed_timeout)
+        failure_detection.set_timeout(config.run.distributed_timeout)
     size, ranks = config.parallel.tensor_parallel_size, grid()
     if size != (1 if ranks is None else ranks.tensor_size):
         if _open:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dschat_lora.algos.tensors import to_device
-from dschat_lora.engine import peers
 from dschat_lora.engine.distributed import (
     data_group,
     data_rank,
@@ -20,11 +19,12 @@ from dschat_lora.engine.distributed import (
     tensor_rank,
     world_size,
 )
+from dschat_lora.engine.failure_detection import name_of
 
 ResultT = TypeVar("ResultT")
 
 
-def _meeting_device() -> torch.device:
+def _collective_device() -> torch.device:
     """Where the tensors of a collective of this process group lie."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device()
 
@@ -78,7 +78,7 @@ def max_over_ranks(value: float) -> float:
     """The largest of the processes' numbers; call on every rank."""
     if not dist.is_initialized():
         return value
-    largest = torch.tensor(value, dtype=torch.float64, device=_meeting_device())
+    largest = torch.tensor(value, dtype=torch.float64, device=_collective_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)
 
@@ -102,12 +102,12 @@ def gather_texts(text: str) -> list[str]:
 def _broadcast_text(text: str, source: int) -> str:
     """The text of the rank ``source``; call on every rank. Bytes, for nobody unpickles a peer's."""
     content = text.encode()
-    size = torch.tensor([len(content)], device=_meeting_device())
+    size = torch.tensor([len(content)], device=_collective_device())
     dist.broadcast(size, source)
     data = torch.zeros(int(size), dtype=torch.uint8)
     if rank() == source:
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    data = data.to(_meeting_device())
+    data = data.to(_collective_device())
     if len(data):
         dist.broadcast(data, source)
     return bytes(data.tolist()).decode()
@@ -181,8 +181,7 @@ def check_same(find: Callable[[], Mapping[str, str]], *, remedy: str) -> None:
         if differing:
             shown = (f"{name} ({facts[name]} here, {first[name]} there)" for name in differing)
             raise ValueError(
-                f"{peers.name_of(rank())} differs from {peers.name_of(0)} in {', '.join(shown)}; "
-                f"{remedy}"
+                f"{name_of(rank())} differs from {name_of(0)} in {', '.join(shown)}; {remedy}"
             )
 
     raise_together(compare)

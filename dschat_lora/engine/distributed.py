@@ -13,10 +13,10 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from dschat_lora.engine import gpu, peers
-from dschat_lora.engine.meeting import complete_environment, settle_port
+from dschat_lora.engine import failure_detection, gpu
+from dschat_lora.engine.rendezvous import complete_environment, settle_port
 
-# Of a collective. That a peer is lost is known long before, by engine/peers.py.
+# Of a collective. That a peer is lost is known long before, by engine/failure_detection.py.
 TIMEOUT = timedelta(hours=2)
 
 
@@ -37,7 +37,7 @@ def init_distributed() -> str | None:
 
     if os.environ["WORLD_SIZE"] == "1":
         settle_port()
-    peers.join()
+    failure_detection.join()
     note = None
     if get_accelerator().device_name() == "cuda":
         note = gpu.allow_expandable_segments(local_rank())
@@ -119,7 +119,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
     else:
         comm.destroy_process_group()  # and what DeepSpeed remembers of groups
-    peers.leave()
+    failure_detection.leave()
 
 
 def destroy_engines(engines: Sequence[Destroyable]) -> None:

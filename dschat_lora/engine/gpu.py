@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from dschat_lora.engine.meeting import hides_gpus
+from dschat_lora.engine.rendezvous import hides_gpus
 
 Capability = tuple[int, int]
 

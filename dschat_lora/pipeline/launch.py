@@ -17,7 +17,7 @@ import psutil
 
 from dschat_lora.config.groups import require
 from dschat_lora.config.options import command_line, option, option_names, parse_config
-from dschat_lora.engine.meeting import LAUNCHED
+from dschat_lora.engine.rendezvous import LAUNCHED
 
 PACKAGE = "dschat_lora"
 DEFAULT_HOSTFILE = "/job/hostfile"  # of DeepSpeed's launcher

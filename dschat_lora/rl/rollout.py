@@ -77,7 +77,7 @@ class PromptOrder:
 
 
 @dataclass(frozen=True)
-class _Turns:
+class _TurnDecoder:
     """Decodes turns of the actor, each with random numbers of its own."""
 
     decode: Callable[..., Responses]
@@ -254,7 +254,7 @@ class Generator:
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):
-            turns = _Turns(
+            turns = _TurnDecoder(
                 partial(decoder, sampling=sampling, keep_going=keep_going),
                 ("rollout", *key),
                 sampling.max_new_tokens,

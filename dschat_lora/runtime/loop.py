@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dschat_lora.engine import peers
+from dschat_lora.engine import failure_detection
 from dschat_lora.report.log import RunLog
 from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.signals import StopRequested
@@ -116,7 +116,7 @@ class TrainingLoop:
             ValueError: when steps keep being skipped, or all were, as the gradient is not finite.
         """
         if self._is_first:
-            peers.after_a_step()
+            failure_detection.after_a_step()
             self._is_first = False
         progress, checkpointer = self._progress, self._checkpointer
         last = progress.iteration == self._schedule.num_iterations

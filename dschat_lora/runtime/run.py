@@ -16,7 +16,7 @@ from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import build_config, command_line, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.engine import peers
+from dschat_lora.engine import failure_detection
 from dschat_lora.engine.collectives import broadcast_string, on_rank_zero
 from dschat_lora.engine.distributed import form_grid, init_distributed, rank, shutdown, world_size
 from dschat_lora.report.html import LiveReport
@@ -78,10 +78,10 @@ def open_run(
     How the run ends is recorded. ``check`` is what checked the config, for ranks that wait for
     rank 0 to resolve a resumed run. A run that a callback stopped ends the block without an error.
     """
-    with ended_in_words() as ending:
+    with recorded_ending() as ending:
         note = init_distributed()
         config = resolved_together(config, check)
-        peers.set_timeout(config.run.distributed_timeout)
+        failure_detection.set_timeout(config.run.distributed_timeout)
         form_grid(config.parallel.tensor_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         earlier = goes_on_in_place(config)
@@ -182,7 +182,7 @@ def open_files(
             report = LiveReport(directory, log)
             log.callbacks = (report, *log.callbacks)
         run = ending.run = OpenRun(name, config, directory, log, record, report, caller)
-        peers.on_loss(lambda words: _fate(run, words))
+        failure_detection.on_loss(lambda words: _recovery_message(run, words))
         with run.closing:
             yield run
         on_rank_zero(log.sync)
@@ -193,7 +193,7 @@ def open_files(
 
 
 @contextmanager
-def ended_in_words() -> Iterator[Ending]:
+def recorded_ending() -> Iterator[Ending]:
     """Record how the run inside the block ends, then leave the process group.
 
     Processes that are several leave it in order at the end of a run, and where it was told to stop;
@@ -206,7 +206,7 @@ def ended_in_words() -> Iterator[Ending]:
         run = ending.run
         if not isinstance(error, Stopped):
             if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
-                peers.wait_for_verdict(error)
+                failure_detection.wait_for_lost_peer(error)
             _record_end(error, run)
             mistake = isinstance(error, ValueError) and run is not None
             if ending.directory is not None and (mistake or is_exit_of_mistake(error)):
@@ -248,7 +248,7 @@ def _leave_group(error: BaseException) -> None:
     shutdown()
 
 
-def _fate(run: "OpenRun[DataclassInstance]", words: str | None) -> str:
+def _recovery_message(run: "OpenRun[DataclassInstance]", words: str | None) -> str:
     """Record that other processes ended the run; what of it is saved, and how to go on."""
     if run.record.is_open:
         run.record.update({"status": f"failed: {words}"})

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dschat_lora.config.options import fail, parse_config
-from dschat_lora.engine import peers
-from dschat_lora.engine.meeting import check_environment
+from dschat_lora.engine import failure_detection
+from dschat_lora.engine.rendezvous import check_environment
 from dschat_lora.report.terminal import (
     NO_HOME,
     STDOUT,
@@ -114,7 +114,7 @@ def run_main(
     """
     prepare_process()
     try:
-        peers.join()
+        failure_detection.join()
         config = parse_config(
             config_class,
             argv,
@@ -132,7 +132,7 @@ def run_main(
         if words := words_of_limit(error):
             fail(words)
         raise
-    peers.wait_until_all_are_ready()
+    failure_detection.wait_until_all_are_ready()
     main(config)
 
 
@@ -173,9 +173,9 @@ def _fail_if_expected(error: BaseException) -> None:
 def tell_others(error: BaseException) -> None:
     """Let the other processes of a run hear of the error that ends this one; they end, too."""
     if isinstance(error, SystemExit):
-        peers.fail(None, error.code if isinstance(error.code, int) else 1)
+        failure_detection.fail(None, error.code if isinstance(error.code, int) else 1)
     else:
-        peers.fail(f"{type(error).__name__}: {error}", 1)
+        failure_detection.fail(f"{type(error).__name__}: {error}", 1)
 
 
 @contextmanager

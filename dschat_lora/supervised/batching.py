@@ -162,10 +162,10 @@ def rows_of(setup: SupervisedSetup, samples: TokenSet, batch_layout: BatchLayout
     def make() -> PackedRows:
         return make_rows(lengths, max_seq_len=size, packing=packing, seed=seed)
 
-    return _kept(setup, [size, seed], lengths, make) if packing else make()
+    return _cached_rows(setup, [size, seed], lengths, make) if packing else make()
 
 
-def _kept(
+def _cached_rows(
     setup: SupervisedSetup,
     options: list[int | None],
     lengths: NDArray[np.int64],
@@ -191,7 +191,9 @@ def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLa
         )
         options = [*dataclasses.astuple(budget), config.run.seed]
         lengths = np.stack([counts.tokens, counts.positions])
-        rows = _kept(setup, options, lengths, lambda: budget.groups(counts, seed=config.run.seed))
+        rows = _cached_rows(
+            setup, options, lengths, lambda: budget.groups(counts, seed=config.run.seed)
+        )
     else:
         budget, rows = None, rows_of(setup, setup.data.train, batch_layout)
     loader = StepLoader(

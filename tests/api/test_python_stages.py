@@ -25,7 +25,7 @@ from dschat_lora.api.command_lines import run_stage
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import command_line, options_in_python
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.engine.meeting import LAUNCHED
+from dschat_lora.engine.rendezvous import LAUNCHED
 from dschat_lora.models.fingerprint import saved_model
 from helpers.launcher import ROOT
 

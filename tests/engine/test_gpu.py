@@ -11,7 +11,7 @@ import torch
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.engine import gpu
-from dschat_lora.engine.meeting import check_environment
+from dschat_lora.engine.rendezvous import check_environment
 from dschat_lora.pipeline import doctor
 
 ROOT = Path(__file__).resolve().parents[2]

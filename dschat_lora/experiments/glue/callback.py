@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from dschat_lora.checkpoint.history import STATE_FILE, read_state, rotate
 from dschat_lora.checkpoint.manifest import DamagedError, verify, write_manifest
 from dschat_lora.checkpoint.staging import sync_all, write_whole
-from dschat_lora.engine import peers
+from dschat_lora.engine import failure_detection
 from dschat_lora.engine.collectives import broadcast_string, max_over_ranks, on_rank_zero
 from dschat_lora.engine.distributed import world_size
 from dschat_lora.experiments.glue.config import GlueConfig
@@ -97,7 +97,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
 
         After the last step of an epoch it is saved in :meth:`on_epoch_end`, behind an evaluation.
         """
-        peers.after_a_step()
+        failure_detection.after_a_step()
         self._log.advance()
         if (state.epoch or 0.0).is_integer():
             self._is_owed, control.should_save = control.should_save, False

@@ -19,7 +19,7 @@ from transformers import (
 
 from dschat_lora.config.files import read_json
 from dschat_lora.config.recipes import find_deepspeed_json
-from dschat_lora.engine import gpu, peers
+from dschat_lora.engine import failure_detection, gpu
 from dschat_lora.engine.collectives import check_same, on_rank_zero, raise_together
 from dschat_lora.engine.distributed import (
     choose_attention_kernels,
@@ -57,8 +57,8 @@ from dschat_lora.runtime.resume import (
 from dschat_lora.runtime.run import (
     OpenRun,
     claim_together,
-    ended_in_words,
     open_files,
+    recorded_ending,
     resolved_together,
 )
 
@@ -67,12 +67,12 @@ def run_glue(config: GlueConfig) -> None:
     """Train, evaluate, predict and save, from a checked config; call on every rank."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with ended_in_words() as ending:
+    with recorded_ending() as ending:
         note = None
         if launched_processes() > 1 or config.deepspeed is not None:
             note = init_distributed()
         config = resolved_together(config, check_glue)
-        peers.set_timeout(config.distributed_timeout)
+        failure_detection.set_timeout(config.distributed_timeout)
         settings = training_arguments(config)
         directory = claim_together(ending, config, config.stage)
         settings.output_dir = str(directory)

@@ -10,38 +10,38 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.engine import meeting
-from dschat_lora.engine.meeting import Member
-from dschat_lora.engine.peers import check_same_software
+from dschat_lora.engine import rendezvous
+from dschat_lora.engine.failure_detection import check_same_software
+from dschat_lora.engine.rendezvous import Member
 from helpers.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, sys, time
 from dschat_lora.config.options import fail
-from dschat_lora.engine import meeting, peers
+from dschat_lora.engine import failure_detection, rendezvous
 rank, what = int(os.environ["RANK"]), sys.argv[1:]
 if "late" in what and rank == 1: sys.exit(0)
-if "late" in what: meeting.MEETING_SECONDS = 1.0
+if "late" in what: rendezvous.MEETING_SECONDS = 1.0
 try:
-    peers.join()
+    failure_detection.join()
 except ValueError as error:
     fail(str(error))
-peers.wait_until_all_are_ready()
-peers.set_timeout(1.0)
+failure_detection.wait_until_all_are_ready()
+failure_detection.set_timeout(1.0)
 print("met", os.environ["MASTER_PORT"], flush=True)
 if "fail" in what and rank == 1: fail("the disk is full", code=1)
 if "raise" in what and rank == 1: raise KeyError("x")
 if "alike" in what: fail("all say this")
-if "verdict" in what: peers.after_a_step()
+if "verdict" in what: failure_detection.after_a_step()
 if "verdict" in what and rank == 1:
     time.sleep(2)
     error = RuntimeError("gloo: Connection closed")
-    peers.wait_for_verdict(error)
+    failure_detection.wait_for_lost_peer(error)
     raise error
-if "silent" in what: peers.after_a_step()
+if "silent" in what: failure_detection.after_a_step()
 if what and what != ["late"]: time.sleep(60)
-peers.leave()
+failure_detection.leave()
 assert "torch" not in sys.modules
 """
 
@@ -204,13 +204,13 @@ def test_strangers_are_turned_away():
 
 def test_the_first_process_of_a_container_has_no_parent(monkeypatch):
     monkeypatch.setattr(os, "getppid", lambda: 0)
-    assert meeting._name_on_this_host().startswith("\0dschat_lora-0-")
+    assert rendezvous._name_on_this_host().startswith("\0dschat_lora-0-")
 
 
 def test_a_launch_is_known_by_clock_ticks_and_not_by_the_time_of_day(monkeypatch):
-    before = meeting._name_on_this_host()
+    before = rendezvous._name_on_this_host()
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert meeting._name_on_this_host() == before
+    assert rendezvous._name_on_this_host() == before
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "", "a" * 70 + ".invalid"])
@@ -219,7 +219,7 @@ def test_a_name_that_does_not_resolve_is_told_at_once_on_every_rank(size, addres
     for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": address}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"cannot resolve MASTER_ADDR '.*--master_addr"):
-        meeting.complete_environment()
+        rendezvous.complete_environment()
 
 
 def test_other_software_than_rank_0s_is_refused():

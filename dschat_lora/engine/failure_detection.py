@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.config.options import pass_failures_to
-from dschat_lora.engine.meeting import Connection, Member, meet, this_member
+from dschat_lora.engine.rendezvous import Connection, Member, rendezvous, this_member
 
 # Silence of a peer after which it counts as lost, before the first step is over.
 FIRST_TIMEOUT = 300.0
@@ -38,7 +38,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunEnd:
     """Why the run ends.
 
     Attributes:
@@ -52,8 +52,8 @@ class Outcome:
     everywhere: bool
 
 
-class Peers:
-    """The processes of a run, from the point of view of one.
+class FailureDetector:
+    """Finds out that another process of the run has failed, or is lost, and ends this one.
 
     Args:
         connections: by rank, to those that this process hears directly: on rank 0 to all others,
@@ -68,9 +68,9 @@ class Peers:
         self.members = members
         self.rank = own_rank
         self.timeout = self.later_timeout = FIRST_TIMEOUT
-        self.last_words: Callable[[str | None], str] | None = None
+        self.recovery_message: Callable[[str | None], str] | None = None
         self._connections = connections
-        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._last_heard = dict.fromkeys(connections, time.monotonic())
         self._silence_elsewhere = 0.0  # as rank 0 says
         self._lock = threading.Lock()
         self._ready: set[int] = set()
@@ -79,7 +79,7 @@ class Peers:
         self._failures: dict[int, Failure] = {}
         self._lost: dict[int, str] = {}
         self._noticed: float | None = None  # when the first failure or loss was
-        self._outcome: Outcome | None = None
+        self._outcome: RunEnd | None = None
         self._said = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
@@ -91,7 +91,7 @@ class Peers:
         """Return once every process has called this; one that fails instead ends all."""
         self._go.clear()
         if self.rank == 0:
-            self._take(0, {"ready": True})
+            self._handle(0, {"ready": True})
         else:
             self._connections[0].send({"ready": True})
         self._go.wait()
@@ -106,14 +106,14 @@ class Peers:
         if self.rank == 0:
             with self._lock:
                 said, self._said = self._said, self._said or words is not None
-            self._take(0, {"failed": words, "code": code})
-            self._wait_for_the_end()
+            self._handle(0, {"failed": words, "code": code})
+            self._wait_until_closing()
             return said
         self._connections[0].send({"failed": words, "code": code})
-        self._wait_for_the_end()
+        self._wait_until_closing()
         return 0 not in self._lost
 
-    def wait_for_verdict(self, error: BaseException) -> None:
+    def wait_for_lost_peer(self, error: BaseException) -> None:
         """Give the thread time to find that ``error`` is but the consequence of a lost peer.
 
         If so, it ends the process.
@@ -122,14 +122,15 @@ class Peers:
         begun = time.monotonic()
         while self._thread.is_alive():
             waited = time.monotonic() - begun
-            if (waited > 1 and not broken) or waited > 3 * self._interval() > self._silence():
+            all_are_heard = waited > 3 * self._interval() > self._longest_silence()
+            if (waited > 1 and not broken) or all_are_heard:
                 return  # all are there: it is an error of its own
             time.sleep(0.05)
 
-    def _silence(self) -> float:
+    def _longest_silence(self) -> float:
         """Seconds since the most silent peer was heard of, as far as this process knows."""
         now = time.monotonic()
-        heard = [then for rank, then in self._heard.items() if rank not in self._left]
+        heard = [then for rank, then in self._last_heard.items() if rank not in self._left]
         return max([self._silence_elsewhere, *(now - then for then in heard)])
 
     def leave(self) -> None:
@@ -145,7 +146,7 @@ class Peers:
         self._closing.set()
         self._thread.join()
 
-    def _wait_for_the_end(self) -> None:
+    def _wait_until_closing(self) -> None:
         """Until everybody knows; rank 0 leaves last, for it is the one that speaks."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while not self._closing.is_set() and time.monotonic() < deadline:
@@ -157,26 +158,26 @@ class Peers:
         with selectors.DefaultSelector() as selector:
             for rank, connection in self._connections.items():
                 selector.register(connection.sock, selectors.EVENT_READ, (rank, connection))
-            last, beaten = time.monotonic(), 0.0
+            last, last_beat = time.monotonic(), 0.0
             while not self._closing.is_set():
                 for key, _ in selector.select(0.1):
                     rank, connection = key.data
                     messages = connection.receive()
-                    self._heard[rank] = time.monotonic()
+                    self._last_heard[rank] = time.monotonic()
                     if messages is None:
                         selector.unregister(connection.sock)
-                        self._take(rank, {"gone": True})
+                        self._handle(rank, {"gone": True})
                     for message in messages or []:
-                        self._take(rank, message)
+                        self._handle(rank, message)
                 now = time.monotonic()
                 if now - last > 2 * self._interval():  # this process itself was stopped
-                    self._heard = dict.fromkeys(self._heard, now)
+                    self._last_heard = dict.fromkeys(self._last_heard, now)
                 last = now
-                if now - beaten > self._interval():
-                    self._tell_all({"beat": self._silence() if self.rank == 0 else 0.0})
-                    beaten = now
-                self._look_for_silence(now)
-                self._conclude(now)
+                if now - last_beat > self._interval():
+                    self._broadcast({"beat": self._longest_silence() if self.rank == 0 else 0.0})
+                    last_beat = now
+                self._check_timeouts(now)
+                self._decide(now)
         for connection in self._connections.values():
             connection.close()
 
@@ -184,7 +185,7 @@ class Peers:
         """Seconds between signs of life."""
         return min(_BEAT_SECONDS, self.timeout / 4)
 
-    def _take(self, rank: int, message: dict[str, Any]) -> None:
+    def _handle(self, rank: int, message: dict[str, Any]) -> None:
         """Act on what a process says, or on its end."""
         with self._lock:
             if "beat" in message:
@@ -193,7 +194,7 @@ class Peers:
                 self._ready.add(rank)
                 if len(self._ready) == len(self.members):
                     self._ready.clear()
-                    self._tell_all({"go": True})
+                    self._broadcast({"go": True})
                     self._go.set()
             elif "go" in message:
                 self._go.set()
@@ -202,29 +203,29 @@ class Peers:
             elif "failed" in message:
                 self._failures[rank] = Failure(message["failed"], int(message["code"]))
             elif "end" in message:
-                self._outcome = Outcome(**message["end"])
+                self._outcome = RunEnd(**message["end"])
             elif "gone" in message and rank not in self._left | self._failures.keys():
                 self._lost[rank] = "killed, or the network is cut"
             if self._noticed is None and (self._failures or self._lost or self._outcome):
                 self._noticed = time.monotonic()
 
-    def _look_for_silence(self, now: float) -> None:
+    def _check_timeouts(self, now: float) -> None:
         # Rank 0 decides first, if it can.
         limit = self.timeout + (0 if self.rank == 0 else 2 * self._interval())
-        for rank, heard in self._heard.items():
+        for rank, heard in self._last_heard.items():
             if rank not in self._left and now - heard > limit:
                 with self._lock:
                     silent = f"not heard of for {self.timeout:g} s: stopped, or the network is cut"
                     self._lost.setdefault(rank, silent)
                     self._noticed = self._noticed or now
 
-    def _conclude(self, now: float) -> None:
+    def _decide(self, now: float) -> None:
         """End the run, once what happened is known."""
         if self._noticed is None:
             return
         waited = now - self._noticed
         if self._outcome is None and self._lost and waited > _GATHER_SECONDS:
-            self._outcome = Outcome(self._words_of_loss(), 1, everywhere=True)
+            self._outcome = RunEnd(self._loss_message(), 1, everywhere=True)
         if self._outcome is None and self._failures and self.rank == 0:
             own = self._failures.get(0)
             # Rank 0 speaks for itself, and its line is the better one where all fail alike.
@@ -233,7 +234,7 @@ class Peers:
                     return
                 self._outcome = self._outcome_of_failures()
             else:
-                self._outcome = Outcome(own.words, own.code, everywhere=False)
+                self._outcome = RunEnd(own.words, own.code, everywhere=False)
         if self._outcome is not None:
             self._end(self._outcome, now)
 
@@ -241,13 +242,13 @@ class Peers:
         ended = self._failures.keys() | self._left | self._lost.keys()
         return len(ended) == len(self.members) and any(f.words for f in self._failures.values())
 
-    def _outcome_of_failures(self) -> Outcome:
+    def _outcome_of_failures(self) -> RunEnd:
         first = min(self._failures, key=lambda r: (self._failures[r].words is None, r))
         failure = self._failures[first]
         words = failure.words and f"{self.name_of(first)}: error: {failure.words}"
-        return Outcome(words, failure.code or 1, everywhere=False)
+        return RunEnd(words, failure.code or 1, everywhere=False)
 
-    def _words_of_loss(self) -> str:
+    def _loss_message(self) -> str:
         by_reason: dict[str, list[int]] = {}
         for rank, reason in sorted(self._lost.items()):
             by_reason.setdefault(reason, []).append(rank)
@@ -257,32 +258,32 @@ class Peers:
             for reason, ranks in by_reason.items()
         )
 
-    def _end(self, outcome: Outcome, now: float) -> None:
+    def _end(self, outcome: RunEnd, now: float) -> None:
         """Tell the others and the person, and end this process unless it ends by itself."""
         if self.rank == 0:
-            self._tell_all({"end": vars(outcome)})
-        if self._speaks(outcome):
-            self._speak(outcome)
-            self._kill_silent_neighbours()
+            self._broadcast({"end": vars(outcome)})
+        if self._prints_reason(outcome):
+            self._print_reason(outcome)
+            self._kill_stopped_processes()
         deadline = now + (0 if outcome.everywhere else _GRACE_SECONDS)
         self._closing.set()
         while time.monotonic() < deadline:
             time.sleep(0.02)
         os._exit(outcome.code)
 
-    def _speak(self, outcome: Outcome) -> None:
+    def _print_reason(self, outcome: RunEnd) -> None:
         """Tell the person why the run ends and, where a process was lost, how to go on."""
-        fate, words = "", outcome.words or ""
-        if self.last_words is not None:
+        remedy, words = "", outcome.words or ""
+        if self.recovery_message is not None:
             with suppress(Exception):  # it reads and writes files, perhaps of a lost disk
-                fate = self.last_words(outcome.words)
+                remedy = self.recovery_message(outcome.words)
         if outcome.everywhere:
-            words = f"error: {words}{fate and '; '}{fate}"
+            words = f"error: {words}{remedy and '; '}{remedy}"
         self._said = True
         with suppress(OSError):
             os.write(2, f"{words}\n".encode())
 
-    def _speaks(self, outcome: Outcome) -> bool:
+    def _prints_reason(self, outcome: RunEnd) -> bool:
         """Whether this process is the one of its host that says why the run ends."""
         if outcome.words is None or self._said:
             return False
@@ -292,7 +293,7 @@ class Peers:
         here = [m.rank for m in self.members if m.host == host and m.rank not in self._lost]
         return self.rank == min(here)
 
-    def _kill_silent_neighbours(self) -> None:
+    def _kill_stopped_processes(self) -> None:
         """End processes of this host that are stopped: nobody else would."""
         me = self.members[self.rank]
         for rank in self._lost:
@@ -301,7 +302,7 @@ class Peers:
                 with suppress(OSError):
                     os.kill(member.pid, signal.SIGKILL)
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
+    def _broadcast(self, message: dict[str, Any]) -> None:
         for rank, connection in self._connections.items():
             if rank not in self._left | self._lost.keys():
                 connection.send(message)
@@ -312,7 +313,7 @@ class Peers:
         return f"host {self.members[rank].host}, rank {rank}" if several else f"rank {rank}"
 
 
-_peers: Peers | None = None
+_detector: FailureDetector | None = None
 
 
 def join() -> None:
@@ -323,15 +324,15 @@ def join() -> None:
     Raises:
         ValueError: if they cannot meet, or their software differs.
     """
-    global _peers
-    if _peers is not None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    global _detector
+    if _detector is not None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     pass_failures_to(lambda words, code: False)  # each rank says why it is alone
-    connections, members = meet()
-    _peers = Peers(connections, members, this_member().rank)
-    pass_failures_to(_peers.fail)
+    connections, members = rendezvous()
+    _detector = FailureDetector(connections, members, this_member().rank)
+    pass_failures_to(_detector.fail)
     atexit.register(_at_exit)
-    check_same_software(members, _peers.rank)
+    check_same_software(members, _detector.rank)
 
 
 def check_same_software(members: list[Member], rank: int) -> None:
@@ -352,64 +353,64 @@ def check_same_software(members: list[Member], rank: int) -> None:
 
 def wait_until_all_are_ready() -> None:
     """Return once every process of the launch has called this; one that fails ends all."""
-    if _peers is not None:
-        _peers.wait_until_all_are_ready()
+    if _detector is not None:
+        _detector.wait_until_all_are_ready()
 
 
 def set_timeout(seconds: float) -> None:
     """How long a peer may be silent, once the first step is over."""
-    if _peers is not None:
-        _peers.later_timeout = seconds
-        _peers.timeout = max(FIRST_TIMEOUT, seconds)
+    if _detector is not None:
+        _detector.later_timeout = seconds
+        _detector.timeout = max(FIRST_TIMEOUT, seconds)
 
 
 def after_a_step() -> None:
     """Expect to hear of peers more often: the first step, with all it compiles, is over."""
-    if _peers is not None:
-        _peers.timeout = _peers.later_timeout
+    if _detector is not None:
+        _detector.timeout = _detector.later_timeout
 
 
 def name_of(rank: int) -> str:
     """``rank 2``, after its host where there are several."""
-    return f"rank {rank}" if _peers is None else _peers.name_of(rank)
+    return f"rank {rank}" if _detector is None else _detector.name_of(rank)
 
 
-def on_loss(last_words: Callable[[str | None], str]) -> None:
-    """Have ``last_words`` called before the run ends by another process: what to say besides why.
+def on_loss(recovery_message: Callable[[str | None], str]) -> None:
+    """Call ``recovery_message`` before another process ends the run: what to say besides why.
 
     It is given why, is called in a thread, and may record it.
     """
-    if _peers is not None:
-        _peers.last_words = last_words
+    if _detector is not None:
+        _detector.recovery_message = recovery_message
 
 
 def fail(words: str | None, code: int) -> None:
-    """Tell the other processes that this one ends; they end, too. See :meth:`Peers.fail`."""
-    if _peers is not None:
-        _peers.fail(words, code)
+    """Tell the other processes that this one ends, and end them; :meth:`FailureDetector.fail`."""
+    if _detector is not None:
+        _detector.fail(words, code)
 
 
-def wait_for_verdict(error: BaseException) -> None:
-    """See :meth:`Peers.wait_for_verdict`."""
-    if _peers is not None:
-        _peers.wait_for_verdict(error)
+def wait_for_lost_peer(error: BaseException) -> None:
+    """See :meth:`FailureDetector.wait_for_lost_peer`."""
+    if _detector is not None:
+        _detector.wait_for_lost_peer(error)
 
 
 def leave() -> None:
     """Part from the other processes in order; call on every rank."""
-    global _peers
-    if _peers is not None:
-        _peers.leave()
-        _peers = None
+    global _detector
+    if _detector is not None:
+        _detector.leave()
+        _detector = None
         pass_failures_to(None)
 
 
 def _at_exit() -> None:
     """Say that this process ends, where nobody has: by an error that nobody caught, or not."""
-    if _peers is not None:
+    if _detector is not None:
         error = getattr(sys, "last_value", None)
         if error is not None:
-            _peers.fail(f"{type(error).__name__}: {error}", 1)
+            _detector.fail(f"{type(error).__name__}: {error}", 1)
         leave()
 
 

@@ -155,7 +155,7 @@ def this_member() -> Member:
     return Member(rank, socket.gethostname(), os.getpid(), _software() if spread else {})
 
 
-def meet() -> tuple[dict[int, Connection], list[Member]]:
+def rendezvous() -> tuple[dict[int, Connection], list[Member]]:
     """Connect each rank with rank 0; call on every rank.
 
     Sets MASTER_PORT to a port that is free on the first host, where a single host's is not, and,
