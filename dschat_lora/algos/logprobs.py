@@ -68,6 +68,9 @@ IGNORE_INDEX = -100
 # for its caches.
 MAX_CHUNK_LOGITS = 2**25
 MAX_CHUNK_LOGITS_CPU = 2**22
+# Devices on which products of 16-bit matrices can be fp32.
+_HAS_FP32_PRODUCTS = torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype")
+_FP32_PRODUCTS = ("cuda",) if _HAS_FP32_PRODUCTS else ()
 
 
 def linear_cross_entropy(
@@ -124,17 +127,11 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     A GPU keeps the fp32 sums of 16-bit products: rounded to bf16, a token's log-probability would
     be off by some 0.02 nats.
     """
-    if _keeps_sums(hidden):
+    if hidden.device.type in _FP32_PRODUCTS and hidden.dtype.itemsize == 2:
         logits: Tensor = _Fp32Product.apply(hidden, weight)  # type: ignore[no-untyped-call]
         return logits if bias is None else logits.add_(bias)
     logits = F.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(hidden.dtype, torch.float32))
-
-
-def _keeps_sums(x: Tensor) -> bool:
-    """Whether a 16-bit ``x`` is on a device whose products can be fp32."""
-    narrow = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-    return narrow and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype")
 
 
 class _Fp32Product(torch.autograd.Function):

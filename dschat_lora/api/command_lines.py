@@ -71,7 +71,7 @@ def run_stage(
     run_main(
         STAGES[name].config,
         STAGES[name].check,
-        exits(partial(stages.run_stage, name)),
+        exits(stages.PROGRAMS[name]),
         description=description,
         argv=argv,
         program=program,

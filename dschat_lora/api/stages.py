@@ -21,10 +21,11 @@ from dschat_lora.report.directory import read_object
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.run_data import read_run, read_runs
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.runtime.caller import NOBODY, Callback, Caller
+from dschat_lora.runtime.caller import Callback, Caller
 from dschat_lora.runtime.stage_main import late
 
-_PROGRAMS: Mapping[str, Callable[..., Path | None]] = {
+# Functions that train by a checked config, and give the directory, None of a dry run.
+PROGRAMS = {
     "sft": late("supervised.stages:run_sft"),
     "reward": late("supervised.stages:run_reward"),
     "dpo": late("supervised.stages:run_dpo"),
@@ -120,11 +121,6 @@ def load(path: str | Path) -> Run:
     if not (home / "run.json").is_file():
         find_model(str(home) if home.exists() else str(path))
     return Run(home.absolute() if home.exists() else home)
-
-
-def run_stage(stage: str, config: Any, caller: Caller = NOBODY) -> Path | None:
-    """Train by a checked config; the directory, None of a dry run. Call on every rank."""
-    return _PROGRAMS[stage](config, caller)
 
 
 @with_options(SupervisedConfig, *_NAMED)
@@ -282,7 +278,7 @@ def _train(
         stack.enter_context(shown_in_notebook(stage, quiet=quiet))
         config = STAGES[stage].check(config)
         caller = Caller(callbacks, in_python=True)
-        path = run_stage(stage, config, caller)
+        path = PROGRAMS[stage].load()(config, caller)
     if path is None:
         return Run(config.run.output_dir or ".", record={"stage": stage, "status": "dry run"})
     return Run(path.absolute())

@@ -6,11 +6,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from logging import ERROR, getLogger
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dschat_lora.config.options import fail, parse_config
 from dschat_lora.engine import failure_detection
@@ -31,36 +31,44 @@ ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ResultT = TypeVar("ResultT")
 
 
-def late(path: str) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class LateFunction:
+    """A function of the package whose module is imported when it is used."""
+
+    path: str  # MODULE:NAME
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        """What the function returns."""
+        return self.load()(*values, **named)
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself.
+
+        In a command, what its import makes is left out of garbage collection: 400,000 objects stay.
+        The collector would walk through them while they are made and when the interpreter ends,
+        which took a third of a short run's time, and in each full collection. Of a Python program's
+        process other objects would be left out, too.
+        """
+        name, _, function = self.path.partition(":")
+        module = f"dschat_lora.{name}"
+        if module in sys.modules or not _is_command:
+            return cast(Callable[..., Any], getattr(import_module(module), function))
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return cast(Callable[..., Any], getattr(import_module(module), function))
+        finally:
+            gc.freeze()
+            if was_enabled:
+                gc.enable()
+
+
+def late(path: str) -> LateFunction:
     """The function ``MODULE:NAME`` of the package, whose module is imported when it is called.
 
     What runs a verb is heavy; so a wrong option is reported at once.
     """
-
-    def call(*values: Any, **named: Any) -> Any:
-        module, _, name = path.partition(":")
-        return getattr(_import(f"dschat_lora.{module}"), name)(*values, **named)
-
-    return call
-
-
-def _import(name: str) -> ModuleType:
-    """The module; in a command, left out of garbage collection with all that it imports.
-
-    Its 400,000 objects stay. The collector would walk through them while they are made and when the
-    interpreter ends, which took a third of a short run's time, and in each full collection. Of a
-    Python program's process other objects would be left out, too.
-    """
-    if name in sys.modules or not _is_command:
-        return import_module(name)
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return import_module(name)
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
+    return LateFunction(path)
 
 
 _is_command = False  # whether this process runs a command, and not a Python program
