@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dschat_lora as dl
-from dschat_lora.config.recipes import CONFIGS
+from dschat_lora.config.bundled import CONFIGS
 
 STUB = CONFIGS.parent / "__init__.pyi"
 # What has options; every other public name has its types where it is defined.

@@ -33,8 +33,7 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "config": Room(
             libraries="yaml",
-            light="bundled data files groups held help hints options parser recipes stages values"
-            " verbs",
+            light="bundled data files groups held options parser stages values verbs",
         ),
     },
     {
@@ -58,7 +57,7 @@ FLOORS = [
         "checkpoint": Room(
             "algos config engine lora",
             "safetensors torch transformers",
-            "adapter_config checkpoint_adapter history manifest quantization staging",
+            "adapter_config history manifest quantization staging",
         ),
         "perf": Room("lora", "torch", "cards"),
     },
@@ -74,7 +73,7 @@ FLOORS = [
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
             "huggingface_hub psutil safetensors torch transformers",
-            "caller checks describe gguf resume saved seeds stage_main validation",
+            "caller checks describe directory resume seeds sharing stage_main validation",
         ),
     },
     {

@@ -41,7 +41,7 @@ from dschat_lora.pipeline.stages import STAGES, check_stage, planned_card
 from dschat_lora.pipeline.verbs import parsed_config
 from dschat_lora.runtime.seeds import run_seeds
 from dschat_lora.runtime.stage_main import exits, late, run_main
-from dschat_lora.runtime.validation import check_audit, check_generate
+from dschat_lora.runtime.validation import check_audit, check_reading
 
 SUMMARIES = {
     "sft": "Step 1: supervised fine-tuning of a causal language model",
@@ -234,7 +234,7 @@ def merge(argv: list[str]) -> None:
 def generate(argv: list[str]) -> None:
     """Run ``dschat-lora generate``."""
     config = parsed_config("generate RUN [PROMPT ...]", GenerateConfig, argv, "prompts")
-    check_generate(config)
+    check_reading(config, ("CAUSAL_LM",))
     late("supervised.generate:generate_answers")(config)
 
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar, get_args
 
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.held import held
-from dschat_lora.config.help import by_section
 from dschat_lora.config.options import option_fields
+from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.runtime.stage_main import late

@@ -60,18 +60,17 @@ from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_tokenizer, share_parameters
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.rl.rollout import stop_ids, whole_weights_fit
-from dschat_lora.runtime.checks import apply_checks
-from dschat_lora.runtime.consistency import check_same_models, tokenizer_digest
-from dschat_lora.runtime.setup import engine_settings, shard_model, tensor_group
+from dschat_lora.runtime.checks import check_adapter_files, check_task
+from dschat_lora.runtime.setup import (
+    check_same_models,
+    engine_settings,
+    shard_model,
+    tensor_group,
+    tokenizer_digest,
+)
 from dschat_lora.runtime.stage_main import hush_libraries
 from dschat_lora.runtime.validation import (
-    SFT,
-    SupervisedInputs,
-    check_lora,
-    check_model,
-    check_tensor_parallel,
-    with_base_bits,
-    with_continued_lora,
+    with_adapter_and_base,
     with_deepspeed_json,
     with_recomputation,
 )
@@ -88,16 +87,6 @@ OPTIONS = frozenset(
     )
 )
 _RATES = ("learning_rate", "lora_learning_rate", "lora_lr_multiplier", "expert_learning_rate")
-# Of a stage those that look at the model, its adapter and its engine.
-_CHECKS = (
-    check_model,
-    with_continued_lora,
-    check_lora,
-    with_base_bits,
-    check_tensor_parallel,
-    with_deepspeed_json,
-    with_recomputation,
-)
 _SHARD_BYTES = 2**30
 _open: "WeakSet[TrainerParts]" = WeakSet()
 _joined = False  # whether the process group was formed here
@@ -134,8 +123,10 @@ def check_options(model: object, values: Mapping[str, Any]) -> tuple[TrainerConf
     path = model_value(model)
     config = replace(config, model=replace(config.model, model_name_or_path=path))
     source = find_model(path)
-    inputs = SupervisedInputs(SFT, source, config.data)
-    return apply_checks(config, inputs, _CHECKS), source
+    check_adapter_files(source)
+    check_task(source, ("CAUSAL_LM",))
+    config = with_adapter_and_base(config, source)
+    return with_recomputation(with_deepspeed_json(config)), source
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.runtime.checks import check_function
 from dschat_lora.runtime.stage_main import late
-from dschat_lora.runtime.validation import check_audit, check_eval, check_generate
+from dschat_lora.runtime.validation import check_audit, check_eval, check_reading
 
 _OF_COMMANDS = ("output_path", "json", "html")
 ConfigT = TypeVar("ConfigT")
@@ -65,7 +65,7 @@ def generate(
             values["data_path"] = [{"prompt": each} for each in given]
         config = _config(GenerateConfig, values, sampling, stack)
         stack.enter_context(run_in_process())
-        check_generate(config)
+        check_reading(config, ("CAUSAL_LM",))
         answers: list[str] = late("supervised.generate:answer_texts")(config)
         return answers
 

@@ -11,33 +11,32 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dschat_lora.checkpoint.adapter_checks import (
-    NumberT,
-    check_scaling,
-    check_tensors,
-    groups_of,
-    lora_settings,
-)
 from dschat_lora.checkpoint.adapter_config import (
     CONFIG_FILE,
+    WEIGHT,
     WEIGHTS_FILE,
     WEIGHTS_METADATA,
     AdapterConfig,
+    describe_checkpoint,
     more_metadata,
     peft_fields,
     read_adapter_config,
     verify_adapter,
 )
-from dschat_lora.checkpoint.checkpoint_adapter import WEIGHT, describe_checkpoint
-from dschat_lora.checkpoint.history import is_checkpoint
-from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.checkpoint.peft_names import (
+from dschat_lora.checkpoint.adapter_tensors import (
+    NumberT,
+    check_scaling,
+    check_tensors,
     factor_of_experts,
     file_name,
     flat_factor,
+    groups_of,
     is_of_experts,
+    lora_settings,
     our_name,
 )
+from dschat_lora.checkpoint.history import is_checkpoint
+from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import TensorFiles, save_weights
 from dschat_lora.config.groups import LoraConfig
@@ -143,7 +142,13 @@ def read_adapter(directory: str | Path) -> Adapter:
     """
     verify_adapter(directory)
     directory = Path(directory)
-    return _load_checkpoint(directory) if is_checkpoint(directory) else _load(directory)
+    if not is_checkpoint(directory):
+        return _load(directory)
+    described = describe_checkpoint(directory)
+    files = TensorFiles([directory / name for name in sorted(set(described.files.values()))])
+    tensors = {name: files.read(f"{WEIGHT}{name}") for name in described.files}
+    check_tensors(tensors, lora_settings(described.config, tensors), where=str(directory))
+    return Adapter(described.config, tensors, {})
 
 
 def lora_config_of(directory: str | Path) -> LoraConfig:
@@ -259,14 +264,6 @@ def _load(directory: Path) -> Adapter:
                 raise ValueError(f"{path}: {name}: {error}") from None
     check_tensors(tensors, lora_settings(config, tensors), where=str(path), groups=groups)
     return Adapter(config, tensors, base_tensors)
-
-
-def _load_checkpoint(directory: Path) -> Adapter:
-    described = describe_checkpoint(directory)
-    files = TensorFiles([directory / name for name in sorted(set(described.files.values()))])
-    tensors = {name: files.read(f"{WEIGHT}{name}") for name in described.files}
-    check_tensors(tensors, lora_settings(described.config, tensors), where=str(directory))
-    return Adapter(described.config, tensors, {})
 
 
 def _verify_written(

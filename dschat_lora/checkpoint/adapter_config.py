@@ -1,4 +1,7 @@
-"""``adapter_config.json`` in PEFT's layout; needs nothing but the standard library."""
+"""``adapter_config.json`` in PEFT's layout, and what a checkpoint says of its adapter.
+
+Imports no torch.
+"""
 
 import json
 import math
@@ -10,16 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.checkpoint.history import is_checkpoint
+from dschat_lora.checkpoint.history import STATE_FILE, is_checkpoint, read_state
 from dschat_lora.checkpoint.manifest import (
     MANIFEST,
     DamagedError,
+    read_manifest,
     replace_manifest,
     safetensors_header,
     verify,
 )
 from dschat_lora.config.files import read_json
+from dschat_lora.config.groups import OWN_SETTINGS
 from dschat_lora.config.values import fits_fp32
+from dschat_lora.lora.names import adapted_modules, is_of_expert
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -134,14 +140,34 @@ def verify_adapter(directory: str | Path) -> None:
     if is_checkpoint(directory):
         verify(directory, kind="checkpoint")
         return
-    weights = directory / WEIGHTS_FILE
+    manifest, weights = directory / MANIFEST, directory / WEIGHTS_FILE
     try:
-        if os.path.lexists(directory / MANIFEST):
+        if os.path.lexists(manifest):
             verify(directory, kind="adapter", unchecked=_UNCHECKED)
-        elif os.path.lexists(weights) and _needs_manifest(weights):
-            raise DamagedError(f"{directory / MANIFEST} is missing")
+        elif os.path.lexists(weights) and "manifest" in weights_metadata(weights):
+            raise DamagedError(f"{manifest} is missing")
     except DamagedError as error:
-        raise ValueError(f"{error}; {_remedy(directory)}") from None
+        try:
+            is_ours = "manifest" in weights_metadata(weights)
+            remedy = f"if PEFT saved the adapter anew, delete {manifest}"
+            if is_ours:
+                remedy = (
+                    "copy the adapter again or, if this change was meant, run "
+                    f"dschat-lora accept {shlex.quote(str(directory))}"
+                )
+        except DamagedError:
+            remedy = "copy or save the adapter again"
+        raise ValueError(f"{error}; {remedy}") from None
+
+
+def weights_metadata(weights: Path) -> dict[str, str]:
+    """The metadata of an adapter's weights; without ``manifest`` they were not written here.
+
+    Raises:
+        DamagedError: if they have no readable header.
+    """
+    found: dict[str, str] = safetensors_header(weights).get("__metadata__", {})
+    return found
 
 
 def accept_adapter(directory: str | Path) -> None:
@@ -205,15 +231,11 @@ def _with_metadata(config: AdapterConfig, weights: Path) -> AdapterConfig:
     """
     if not weights.is_file():
         return config
-    notes = safetensors_header(weights).get("__metadata__", {})
+    notes = weights_metadata(weights)
     if "manifest" not in notes:
         config = replace(config, base_bits=None)
-    return _on_base(_as_packed(config, weights, notes.get(_PACKED)), weights, notes.get(_BASE))
-
-
-def _on_base(config: AdapterConfig, weights: Path, note: str | None) -> AdapterConfig:
-    """With the base that ``note`` of ``weights`` describes."""
-    if note is None:
+    config = _as_packed(config, weights, notes.get(_PACKED))
+    if (note := notes.get(_BASE)) is None:
         return config
     try:
         base = json.loads(note)
@@ -253,24 +275,6 @@ def _packed_factor(config: AdapterConfig) -> float:
     """Factor from our alpha to PEFT's, so that its scaling with k times the rank is ours."""
     parts = max(1, len(config.enable_lora))
     return math.sqrt(parts) if config.use_rslora else parts
-
-
-def _needs_manifest(weights: Path) -> bool:
-    return "manifest" in safetensors_header(weights).get("__metadata__", {})
-
-
-def _remedy(directory: Path) -> str:
-    """The advice for a directory that differs from its manifest."""
-    try:
-        is_ours = _needs_manifest(directory / WEIGHTS_FILE)
-    except DamagedError:
-        return "copy or save the adapter again"
-    if not is_ours:
-        return f"if PEFT saved the adapter anew, delete {directory / MANIFEST}"
-    return (
-        "copy the adapter again or, if this change was meant, run "
-        f"dschat-lora accept {shlex.quote(str(directory))}"
-    )
 
 
 def _check_plain_lora(fields: Mapping[str, Any], path: Path) -> None:
@@ -321,3 +325,122 @@ def _field(
         wanted = " or ".join(each.__name__ for each in kinds)
         raise ValueError(f"{path}: {name} must be {wanted}, got {value!r}")
     return value
+
+
+#: prefix of trained parameters in a checkpoint, beside the moments of AdamW
+WEIGHT = "weight:"
+
+
+@dataclass(frozen=True)
+class CheckpointAdapter:
+    """What a checkpoint says of the adapter in it.
+
+    Attributes:
+        config: its settings, with the base as the run was given it.
+        engine: the part of the run it is of: ``model`` or, in step 3, ``actor``.
+        trained_from: what the run's ``--model_name_or_path`` was; None for the bundled model.
+        changes_tokenizer: whether the run had a tokenizer of its own.
+        files: by name of a parameter, the file of the checkpoint that holds it.
+    """
+
+    config: AdapterConfig
+    engine: str
+    trained_from: str | None
+    changes_tokenizer: bool
+    files: Mapping[str, str]
+
+
+def is_whole_model(directory: Path) -> bool:
+    """Whether a checkpoint is a model that transformers loads: of GLUE in full, by the Trainer."""
+    if not (directory / "config.json").is_file():
+        return False
+    options = read_state(directory)["config"]
+    return not (options.get("apply_lora") or options.get("apply_adapter"))
+
+
+def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
+    """The adapter of a checkpoint; of step 3 that of the actor.
+
+    Raises:
+        ValueError: if it is damaged, or holds anything but an adapter with plain factors.
+    """
+    directory = Path(directory)
+    files = read_manifest(directory, kind="checkpoint")["files"]
+    state = read_state(directory)
+    options = state["config"]
+    if "engines" not in state:
+        raise ValueError(
+            f"{directory} is a checkpoint of transformers' Trainer, for --resume_from_checkpoint; "
+            "let the run end and take what it leaves, or make an adapter of it by dschat-lora "
+            "extract"
+        )
+    engine, prefix = ("actor", "actor_") if "actor" in state["engines"] else ("model", "")
+    trained_from = options.get(f"{prefix}model_name_or_path")
+    if not isinstance(trained_from, str | None):
+        raise ValueError(f"{directory / STATE_FILE} is not the state of a run")
+    _check_adapter_alone(directory, state, prefix)
+    names, shapes = dict[str, str](), dict[str, list[int]]()
+    for file, entry in files.items():
+        tensors = entry.get("tensors", {}) if file.startswith(f"{engine}-") else {}
+        for key, tensor in tensors.items():
+            if key.startswith(WEIGHT):
+                name = key.removeprefix(WEIGHT)
+                names[name], shapes[name] = file, tensor["shape"]
+    task = "SEQ_CLS" if state["identity"].get("stage") == "reward" else "CAUSAL_LM"
+    try:
+        config = _config_in_state(options, prefix, shapes, task=task)
+    except (TypeError, ValueError, OverflowError, LookupError) as error:
+        raise ValueError(f"{directory / STATE_FILE} is damaged: {error}") from None
+    own_tokenizer = bool(options.get("add_eot_token") or options.get("chat_template"))
+    return CheckpointAdapter(config, engine, trained_from, own_tokenizer, names)
+
+
+def _check_adapter_alone(directory: Path, state: Mapping[str, Any], prefix: str) -> None:
+    """Refuse a run that trained more than factors of whole layers, of one rank and alpha."""
+    options = state["config"]
+    frozen = options.get(f"{prefix}only_optimize_lora", options.get("only_optimize_lora"))
+    if not (options.get(f"{prefix}lora_dim") and frozen):
+        raise ValueError(
+            f"{directory} is a checkpoint of a run that trains more than an adapter; let the run "
+            "end, and take its model/"
+        )
+    if options.get(f"{prefix}enable_lora") or options.get("enable_lora"):
+        raise ValueError(
+            f"{directory} is a checkpoint with packed layers (--enable_lora); let the run end, and "
+            "take its adapter/"
+        )
+    if OWN_SETTINGS in str(state["identity"].get("adapter")):
+        raise ValueError(
+            f"{directory} is a checkpoint with {OWN_SETTINGS} (rank_pattern, alpha_pattern), which "
+            "it does not list; let the run end, and take its adapter/"
+        )
+
+
+def _config_in_state(
+    options: Mapping[str, Any], prefix: str, shapes: Mapping[str, list[int]], *, task: str
+) -> AdapterConfig:
+    """The adapter whose run had these options, and parameters of these shapes."""
+
+    def value(name: str) -> Any:
+        return options.get(prefix + name, options.get(name))
+
+    saved = {name.partition(".trained.")[0] for name in shapes if ".trained." in name}
+    targets = sorted(adapted_modules(shapes))
+    experts = [name for name in targets if is_of_expert(name)]
+    alpha = value("expert_lora_alpha")
+    return AdapterConfig(
+        base_model_name_or_path=value("model_name_or_path"),
+        task_type=task,
+        r=int(value("lora_dim")),
+        lora_alpha=float(value("lora_alpha")),
+        lora_dropout=float(value("lora_dropout") or 0.0),
+        use_rslora=bool(value("use_rslora")),
+        bias=str(value("train_bias") or "none"),
+        target_modules=tuple(targets),
+        modules_to_save=tuple(sorted(saved)),
+        fan_in_fan_out=False,
+        # A is (r, in) of a layer, (E, r, in) of experts
+        rank_pattern={f"^{name}": shapes[f"{name}.lora_A"][-2] for name in experts},
+        alpha_pattern={f"^{name}": float(alpha) for name in experts if alpha is not None},
+        base_bits=int(options.get("base_bits") or 16),
+    )

@@ -9,7 +9,6 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -165,7 +164,14 @@ def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> tuple[lis
         return merged, other
     clean = type(model).from_pretrained(base, config=model.config, dtype=torch.float32)
     state = clean.state_dict()
-    dtype = _stored_type([own[name] for name in state if name in own])
+    shared = [own[name] for name in state if name in own]
+    # Files of any type are read as float32; the coarsest that represents all values is theirs.
+    coarse = (
+        each
+        for each in (torch.bfloat16, torch.float16)
+        if all(torch.equal(tensor, tensor.to(each).float()) for tensor in shared)
+    )
+    dtype = next(coarse, torch.float32)
     for name, tensor in state.items():
         if name not in own or torch.equal(own[name], tensor.to(dtype).float()):
             continue
@@ -178,14 +184,6 @@ def compare_base(model: PreTrainedModel, file: LoraOnly, base: str) -> tuple[lis
             is_update = bool((off <= 1e-5 + torch.finfo(dtype).eps * size).all())
         (merged if is_update else other).append(name)
     return merged, other
-
-
-def _stored_type(tensors: list[Tensor]) -> torch.dtype:
-    """The coarsest type that represents all values: files of any type are read as float32."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(each, each.to(dtype).float()) for each in tensors):
-            return dtype
-    return torch.float32
 
 
 def is_head(model: PreTrainedModel, name: str) -> bool:

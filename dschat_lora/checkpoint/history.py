@@ -7,7 +7,7 @@ Those of the stages are ``RUN/checkpoints/step-00000100``, those of transformers
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,11 @@ _UNFINISHED = re.compile(r"\.((?:step-[0-9]{8,})|(?:checkpoint-[0-9]+))\.(tmp|ol
 
 
 @dataclass(frozen=True)
-class Rejected:
-    """A checkpoint that is not used, and the damage found in it."""
-
-    path: Path
-    reason: str
-
-
-@dataclass(frozen=True)
 class Choice:
     """The checkpoint to go on from, None without a valid one, and newer ones rejected."""
 
     path: Path | None
-    rejected: tuple[Rejected, ...]
+    rejected: Mapping[Path, str]  # the damage found in each, highest step first
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -82,15 +74,15 @@ def newest_valid(run: Path) -> Choice:
 
     Reads every file of the candidates until one is valid.
     """
-    rejected: list[Rejected] = []
+    rejected: dict[Path, str] = {}
     for path in checkpoints_of(run):
         try:
             verify(path, kind="checkpoint")
         except DamagedError as error:
-            rejected.append(Rejected(path, str(error)))
+            rejected[path] = str(error)
         else:
-            return Choice(path, tuple(rejected))
-    return Choice(None, tuple(rejected))
+            return Choice(path, rejected)
+    return Choice(None, rejected)
 
 
 def rotate(run: Path, *, keep: int, newest: int, best: int | None = None) -> None:

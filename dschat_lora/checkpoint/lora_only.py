@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dschat_lora.algos.tensors import check_finite
-from dschat_lora.checkpoint.adapter_checks import check_scaling
+from dschat_lora.checkpoint.adapter_tensors import check_scaling
 from dschat_lora.checkpoint.manifest import safetensors_header
 from dschat_lora.checkpoint.staging import staged_file
 from dschat_lora.checkpoint.tensors import save_weights
@@ -120,7 +120,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], LoraSettings | None]:
         raise ValueError(f"{path} is no state dict: {wrong[0]!r} is no tensor")
     # Of DistributedDataParallel.
     tensors = {name.removeprefix("module."): tensor.float() for name, tensor in stored.items()}
-    return tensors, _as_settings(settings, path)
+    if settings is None:
+        return tensors, None
+    try:
+        noted = LoraSettings(**settings)
+        alpha, parts = float(noted.lora_alpha), tuple(map(str, noted.enable_lora))
+        return tensors, LoraSettings(alpha, bool(noted.use_rslora), parts, noted.base)
+    except (TypeError, ValueError):
+        raise ValueError(f"{path} is damaged: it notes {settings!r} as its settings") from None
 
 
 def lora_config_of_file(
@@ -181,7 +188,17 @@ def load_lora_only(model: nn.Module, file: LoraOnly) -> list[str]:
             parts of packed layers; or if the base has no values.
     """
     names = match_names(model, file)
-    _check_settings(model, file)
+    if (stored := file.settings) is not None:
+        trained = LoraConfig(
+            lora_dim=file.r, lora_alpha=stored.lora_alpha, use_rslora=stored.use_rslora
+        )
+        check_scaling(model, trained, where=str(file.path))
+        for name, layer in lora_layers(model).items():
+            if (parts := parts_of(getattr(layer, "groups", None))) != stored.enable_lora:
+                raise ValueError(
+                    f"{file.path} was trained with --enable_lora {_spelt(stored.enable_lora)}; "
+                    f"{name} has {_spelt(parts)}"
+                )
     empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if empty is not None:
         raise ValueError(
@@ -265,24 +282,6 @@ def rank_of(tensors: Mapping[str, Tensor], path: Path) -> int:
     return next(iter(ranks))
 
 
-def _check_settings(model: nn.Module, file: LoraOnly) -> None:
-    stored = file.settings
-    if stored is None:
-        return
-    check_scaling(
-        model,
-        LoraConfig(lora_dim=file.r, lora_alpha=stored.lora_alpha, use_rslora=stored.use_rslora),
-        where=str(file.path),
-    )
-    for name, layer in lora_layers(model).items():
-        parts = parts_of(getattr(layer, "groups", None))
-        if parts != stored.enable_lora:
-            raise ValueError(
-                f"{file.path} was trained with --enable_lora {_spelt(stored.enable_lora)}; "
-                f"{name} has {_spelt(parts)}"
-            )
-
-
 def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any]:
     note = safetensors_header(path).get("__metadata__", {}).get(_SETTINGS)
     try:
@@ -304,17 +303,6 @@ def _read_torch(path: Path) -> tuple[dict[str, Any], Any]:
     if _STATE not in content:
         return dict(content), None
     return dict(content[_STATE]), content.get(_SETTINGS)
-
-
-def _as_settings(stored: object, path: Path) -> LoraSettings | None:
-    if stored is None:
-        return None
-    try:
-        settings = LoraSettings(**cast(dict[str, Any], stored))
-        alpha, parts = float(settings.lora_alpha), tuple(map(str, settings.enable_lora))
-        return LoraSettings(alpha, bool(settings.use_rslora), parts, settings.base)
-    except (TypeError, ValueError):
-        raise ValueError(f"{path} is damaged: it notes {stored!r} as its settings") from None
 
 
 def _spelt(parts: tuple[str, ...]) -> str:

@@ -48,13 +48,17 @@ def replace_manifest(directory: Path, *, kind: str) -> None:
 
 
 def _described(directory: Path, kind: str) -> bytes:
-    files = {
-        path.relative_to(directory).as_posix(): _description(path)
-        for path in directory.rglob("*")
-        if path.is_file() and not path.is_symlink()
-    }
-    for own in (MANIFEST, f".{MANIFEST}.tmp"):
-        files.pop(own, None)
+    own, files = (directory / MANIFEST, directory / f".{MANIFEST}.tmp"), dict[str, Any]()
+    for path in directory.rglob("*"):
+        if not path.is_file() or path.is_symlink() or path in own:
+            continue
+        entry = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        if path.suffix == ".safetensors":
+            entry["tensors"] = {
+                name: {"dtype": tensor["dtype"], "shape": tensor["shape"]}
+                for name, tensor in _tensors(safetensors_header(path)).items()
+            }
+        files[path.relative_to(directory).as_posix()] = entry
     content = {"format": _FORMAT, "kind": kind, "files": files}
     return _canonical({**content, "sha256": _own_sha256(content)})
 
@@ -72,7 +76,19 @@ def read_manifest(directory: Path, *, kind: str) -> dict[str, Any]:
         ValueError: if it is sound, and of a format that this version does not read.
     """
     path = directory / MANIFEST
-    content = _sound_content(path)
+    try:
+        data = read_bytes(path)
+        content = parse_json(data)
+        if not isinstance(content, dict) or data != _canonical(content):
+            raise ValueError("it is not in the form that is written")
+        if content.get("sha256") != _own_sha256(content):
+            raise ValueError("it has another SHA-256 than it says itself")
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: {error}") from None
     if content.get("format") != _FORMAT:
         raise ValueError(
             f"{path} has format {content.get('format')!r}, this version reads {_FORMAT}; "
@@ -179,36 +195,8 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
-def _description(path: Path) -> dict[str, Any]:
-    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    if path.suffix == ".safetensors":
-        entry["tensors"] = {
-            name: {"dtype": tensor["dtype"], "shape": tensor["shape"]}
-            for name, tensor in _tensors(safetensors_header(path)).items()
-        }
-    return entry
-
-
 def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
-
-
-def _sound_content(path: Path) -> dict[str, Any]:
-    """The object in the manifest ``path``, checked to be byte for byte as written."""
-    try:
-        data = read_bytes(path)
-        content = parse_json(data)
-        if not isinstance(content, dict) or data != _canonical(content):
-            raise ValueError("it is not in the form that is written")
-        if content.get("sha256") != _own_sha256(content):
-            raise ValueError("it has another SHA-256 than it says itself")
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing") from None
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DamagedError(f"{path} is damaged: {error}") from None
-    return content
 
 
 def _check_file(directory: Path, name: str, entry: Mapping[str, Any]) -> None:

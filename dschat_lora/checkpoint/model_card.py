@@ -34,7 +34,8 @@ def model_card(
     settings = {
         "rank": config.r,
         "alpha": config.lora_alpha,
-        **_own_settings(config),
+        **{f"rank of {key.removeprefix('^')}": n for key, n in config.rank_pattern.items()},
+        **{f"alpha of {key.removeprefix('^')}": n for key, n in config.alpha_pattern.items()},
         "rsLoRA": config.use_rslora,
         "dropout": config.lora_dropout,
         "target modules": targets if isinstance(targets, str) else ", ".join(targets),
@@ -68,18 +69,13 @@ def model_card(
     for note in notes:
         lines += ["", note]
     for heading, rows in sections:
-        lines += ["", f"## {heading}", "", *_table(rows)]
+        lines += ["", f"## {heading}", ""]
+        lines += ["| | |", "|---|---|"] if rows else ["Not recorded."]
+        for pair in rows.items():
+            texts = [f"{each:.6g}" if isinstance(each, float) else str(each) for each in pair]
+            key, value = (text.replace("|", "\\|").replace("\n", " ") for text in texts)
+            lines.append(f"| {key} | {value} |")
     return "\n".join(lines) + "\n"
-
-
-def _own_settings(config: AdapterConfig) -> dict[str, str]:
-    """Ranks and alphas that single modules have, by what ends a name."""
-    patterns = {"rank of": config.rank_pattern, "alpha of": config.alpha_pattern}
-    return {
-        f"{word} {key.removeprefix('^')}": f"{value:g}"
-        for word, pattern in patterns.items()
-        for key, value in pattern.items()
-    }
 
 
 def _load_base(
@@ -164,14 +160,3 @@ _SCORE_NOTE = (
     "be another token than end-of-sequence; without one, score one sequence at a time."
 )
 _LOAD_LINE = 'model = PeftModel.from_pretrained(base_model, "path/of/this/directory")'
-
-
-def _table(rows: Mapping[str, Any]) -> list[str]:
-    if not rows:
-        return ["Not recorded."]
-    return ["| | |", "|---|---|", *(f"| {_cell(k)} | {_cell(v)} |" for k, v in rows.items())]
-
-
-def _cell(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

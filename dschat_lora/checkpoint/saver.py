@@ -95,32 +95,31 @@ class Saver:
         self, task: "Future[None]", step: int, shards: "Queue[Shard | None]", state: dict[str, Any]
     ) -> None:
         """Write, and set the result or exception of ``task``."""
+        final = step_directory(self._run, step)
         try:
-            self._write(step, shards, state)
+            with staged_directory(final) as staging:
+                while (shard := shards.get()) is not None:
+                    name, tensors = shard
+                    if not name:
+                        reason = "was given up: its tensors did not all come"
+                        raise InterruptedError(f"{final} {reason}")
+                    for key, tensor in tensors.items():
+                        check_finite(tensor, f"{final.name} was not written: {key}")
+                    save_tensors(tensors, staging / name)
+                text = json.dumps(state, indent=1) + "\n"
+                (staging / STATE_FILE).write_text(text, encoding="utf-8")
+                write_manifest(staging, kind="checkpoint")
+                self._before_commit()
+            self.committed = final
+            try:
+                rotate(self._run, keep=self._keep, newest=step)
+            except OSError as error:
+                # The run is safe; the user may want to free space.
+                self.notes.append(f"an old checkpoint could not be deleted: {error}")
         except BaseException as error:  # noqa: BLE001
             task.set_exception(error)
         else:
             task.set_result(None)
-
-    def _write(self, step: int, shards: "Queue[Shard | None]", state: dict[str, Any]) -> None:
-        final = step_directory(self._run, step)
-        with staged_directory(final) as staging:
-            while (shard := shards.get()) is not None:
-                name, tensors = shard
-                if not name:
-                    raise InterruptedError(f"{final} was given up: its tensors did not all come")
-                for key, tensor in tensors.items():
-                    check_finite(tensor, f"{final.name} was not written: {key}")
-                save_tensors(tensors, staging / name)
-            (staging / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-            write_manifest(staging, kind="checkpoint")
-            self._before_commit()
-        self.committed = final
-        try:
-            rotate(self._run, keep=self._keep, newest=step)
-        except OSError as error:
-            # The run is safe; the user may want to free space.
-            self.notes.append(f"an old checkpoint could not be deleted: {error}")
 
 
 def _shards(part: str, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[Shard]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dschat_lora.config.files import naming
+
 
 @contextmanager
 def staged_directory(final: Path) -> Iterator[Path]:
@@ -23,18 +25,14 @@ def staged_directory(final: Path) -> Iterator[Path]:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        yield staging
-        for path in staging.rglob("*"):
-            if path.is_file():
-                # Some writers deny other users access whatever the umask; the directory follows it.
-                path.chmod(staging.stat().st_mode & 0o666)
-        sync_all(staging)
-        _swap(staging, final)
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            # A write alone does not know its file.
-            raise OSError(error.errno, error.strerror, str(final)) from error
-        raise
+        with naming(final):
+            yield staging
+            for path in staging.rglob("*"):
+                if path.is_file():
+                    # Some writers deny others access whatever the umask; the directory follows it.
+                    path.chmod(staging.stat().st_mode & 0o666)
+            sync_all(staging)
+            _swap(staging, final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -45,14 +43,11 @@ def staged_file(final: Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = final.with_name(f".{final.name}.tmp")
     try:
-        yield staging
-        _sync(staging)
-        staging.replace(final)
-        _sync(final.parent)
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(final)) from error
-        raise
+        with naming(final):
+            yield staging
+            _sync(staging)
+            staging.replace(final)
+            _sync(final.parent)
     finally:
         staging.unlink(missing_ok=True)
 

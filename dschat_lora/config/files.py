@@ -160,4 +160,6 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise named(error, path) from error
+        if (found := named(error, path)) is error:
+            raise
+        raise found from error

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from dschat_lora.config.help import EVALUATION, LOGGING, PROCESSES
 from dschat_lora.config.options import classic, hidden, option
+from dschat_lora.config.parser import EVALUATION, LOGGING, PROCESSES
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]

@@ -13,16 +13,15 @@ import re
 import sys
 import types
 import typing
-from argparse import ArgumentTypeError
+from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
+from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
-from dschat_lora.config.help import COMPATIBILITY, by_section, section_of
-from dschat_lora.config.parser import Parser, unknown_option
-from dschat_lora.config.recipes import find_recipe
+from dschat_lora.config.parser import COMPATIBILITY, OTHER, Parser, by_section, unknown_option
 from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
 
 if TYPE_CHECKING:
@@ -120,8 +119,10 @@ def parse_config(
         for name in names:
             also = [old for old, new in option_aliases(config_class).items() if new == name]
             parser.add_option(title, [name, *also], *fields[name])
-    parser.add_file("config", "YAML file of these options, or the name of a recipe")
-    parser.add_ignored(_LAUNCHER_FLAGS)
+    about = "YAML file of these options, or the name of a recipe"
+    parser.add_argument("--config", action="once", metavar="FILE", help=about)
+    for name in _LAUNCHER_FLAGS:
+        parser.add_argument(f"--{name}", nargs="?", help=SUPPRESS)
     namespace, unknown = parser.parse_known_args(argv)
     if positionals and not any(word.startswith("-") for word in unknown):
         given = {name for name in positionals if hasattr(namespace, name)}
@@ -260,7 +261,10 @@ def options_in_python(
         many = not is_switch(annotation) and value_shape(annotation)[2]
         if isinstance(value, Mapping):
             pairs = [f"{key}={item}" for key, item in value.items()]
-            value = pairs if many else _json_text(name, value)
+            try:
+                value = pairs if many else json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"--{name}: is no JSON: {error}") from error
         elif isinstance(value, set | frozenset) and many:
             value = sorted(value)
         elif type(value).__module__ == "numpy":
@@ -273,13 +277,6 @@ def options_in_python(
             f"--{name}:", value, annotation, hint=field.metadata.get("hint", "")
         )
     return found
-
-
-def _json_text(name: str, value: Mapping[Any, Any]) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--{name}: is no JSON: {error}") from error
 
 
 def option_names(config_class: "type[DataclassInstance]") -> list[str]:
@@ -389,7 +386,7 @@ def option_fields(
         elif _is_option(field):
             own = copy.copy(field)
             own.default = defaults.get(field.name, field.default)
-            shown = section_of(field, config_class, section)
+            shown = field.metadata["section"] or section or getattr(config_class, "section", OTHER)
             own.metadata = types.MappingProxyType({**field.metadata, "section": shown})
             yield prefix + field.name, (own, annotations[field.name])
 

@@ -1,28 +1,115 @@
-"""The argument parser of every command, whose mistakes are one line."""
+"""The argument parser of every command: mistakes in one line, help in sections, hints."""
 
 import argparse
 import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dschat_lora.config.help import (
-    OTHER,
-    HelpFormatter,
-    choices_metavar,
-    help_text,
-    option_help,
-)
-from dschat_lora.config.hints import hint_for
-from dschat_lora.config.values import (
-    converter,
-    is_switch,
-    switch_converter,
-    switch_words,
-    value_shape,
-)
+from dschat_lora.config.values import converter, is_switch, switch_words, value_shape
+
+# Titles that several groups of options use.
+EVALUATION, LOGGING = "evaluation", "logging"
+PROCESSES = "memory and processes"
+# Sections in their order, each with the options that come first in it.
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "actor": ("actor_model_name_or_path", "actor_lora_dim"),
+    "critic and reward model": ("critic_model_name_or_path", "critic_lora_dim"),
+    "model": ("model_name_or_path",),
+    "data": ("data_path", "eval_data_path", "eval_ratio", "max_seq_len", "packing"),
+    "training": (
+        *("num_train_epochs", "max_steps", "per_device_train_batch_size"),
+        *("gradient_accumulation_steps", "tokens_per_device", "learning_rate"),
+        *("lora_learning_rate", "lora_lr_multiplier", "lr_scheduler_type", "num_warmup_steps"),
+    ),
+    "LoRA": ("lora_dim", "lora_alpha", "target_modules"),
+    "preferences": (),
+    "rollouts": ("num_generations", "per_device_generation_batch_size", "generation_batches"),
+    "rewards": ("reward_function", "reward_weights"),
+    "algorithm": ("algorithm",),
+    "output and checkpoints": (
+        *("output_dir", "dry_run", "verbose", "resume_from_checkpoint", "overwrite_output_dir"),
+    ),
+    EVALUATION: ("eval_interval",),
+    LOGGING: ("report_to", "logging_steps"),
+    PROCESSES: (
+        *("dtype", "gradient_checkpointing", "offload_activations", "zero_stage", "offload"),
+    ),
+}
+# Options without a section, which come last.
+OTHER = "options"
+# What is accepted from other programs, or says once more what another option says.
+COMPATIBILITY = "compatibility"
+_WIDTH = "the frozen base is kept in 16 bits: take a smaller model, or spread it by --zero_stage 3"
+_LENGTH = "--max_seq_len N is the longest row in tokens"
+_EVALUATION = "--eval_interval N is the number of optimizer steps between evaluations"
+# Options of other trainers: the option that does the same, and the words that say so.
+HINTS: Mapping[str, tuple[str, str]] = {
+    "bf16": ("dtype", "--dtype bf16 computes in bf16"),
+    "fp16": ("dtype", "--dtype fp16 computes in fp16"),
+    "torch_dtype": ("dtype", "--dtype bf16, fp16 or fp32 is the compute type"),
+    "load_in_4bit": ("zero_stage", f"there is no 4-bit base; {_WIDTH}"),
+    "load_in_8bit": ("zero_stage", f"there is no 8-bit base; {_WIDTH}"),
+    "use_flash_attention_2": (
+        "attn_implementation",
+        "the default of --attn_implementation runs flash attention where the GPU has it",
+    ),
+    "warmup_ratio": (
+        "num_warmup_steps",
+        "--num_warmup_steps N counts optimizer steps, of which --dry_run says the number",
+    ),
+    "warmup_steps": ("num_warmup_steps", "--num_warmup_steps N counts optimizer steps"),
+    "use_peft": ("lora_dim", "--lora_dim N trains an adapter of rank N"),
+    "lora_r": ("lora_dim", "--lora_dim N is the rank"),
+    "lora_target_modules": ("target_modules", "--target_modules names the layers to adapt"),
+    "dataset_name": ("data_path", "--data_path takes files, directories and hub data sets"),
+    "max_length": ("max_seq_len", _LENGTH),
+    "max_seq_length": ("max_seq_len", _LENGTH),
+    "save_steps": (
+        "save_interval",
+        "--save_interval N is the number of optimizer steps between checkpoints",
+    ),
+    "eval_steps": ("eval_interval", _EVALUATION),
+    "eval_strategy": ("eval_interval", _EVALUATION),
+    "run_name": ("output_dir", "--output_dir names the run"),
+}
+
+
+def by_section(sections: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Names of options by section, from pairs of both, in the order of ``SECTIONS``."""
+    found: dict[str, list[str]] = {title: [] for title in (*SECTIONS, OTHER, COMPATIBILITY)}
+    for name, section in sections:
+        found[section].append(name)
+    for title, first in SECTIONS.items():
+        found[title].sort(key=lambda name: first.index(name) if name in first else len(first))
+    return {title: names for title, names in found.items() if names}
+
+
+def option_help(field: dataclasses.Field[object], choices: Sequence[object] = ()) -> str:
+    """The help text with ``choices`` and the default, unless that is absent, empty or False."""
+    text: str = field.metadata["help"].replace("%", "%%")
+    if choices:
+        text += f"; one of {', '.join(map(str, choices))}"
+    default = field.default
+    # By identity: 0 == False, and a default of 0 is shown.
+    if default is False or default in (None, (), dataclasses.MISSING):
+        return text
+    return f"{text} (default: {' '.join(default) if isinstance(default, tuple) else default})"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs of text, and leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip("\n").split("\n\n")
+        return "\n\n".join(
+            part
+            if part.startswith(("examples:", " "))
+            else super(HelpFormatter, self)._fill_text(part, width, indent)
+            for part in parts
+        )
 
 
 class _HelpAction(argparse.Action):
@@ -76,8 +163,30 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def format_help(self) -> str:
-        """The help: usage, what the command does, examples, and its options by section."""
-        return help_text(self, everything=self.explains_all)
+        """Usage, what the command does, examples, and its options by section."""
+        usage = [self.prog]
+        for action in self._actions:
+            if not action.option_strings:
+                usage.append(f"{action.metavar or action.dest}{' ...' * (action.nargs == '+')}")
+        formatter = self._get_formatter()
+        formatter.add_usage(" ".join([*usage, "[--OPTION VALUE ...]"]), [], [])
+        formatter.add_text(self.description)
+        formatter.add_text(self.epilog)
+        groups = [group for group in self._action_groups if group._group_actions]
+        last = (OTHER, COMPATIBILITY)
+        groups.sort(key=lambda group: last.index(group.title) + 1 if group.title in last else 0)
+        sections = any(group.title in SECTIONS for group in groups)
+        explained = [g for g in groups if self.explains_all or g.title != COMPATIBILITY]
+        for group in explained:
+            others = group.title == OTHER and sections
+            formatter.start_section("other options" if others else group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        for group in groups:
+            if group not in explained:
+                names = ", ".join(action.option_strings[0] for action in group._group_actions)
+                formatter.add_text(f"For compatibility, explained by --help all: {names}.")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.replace("argument ", "", 1))
@@ -94,15 +203,6 @@ class Parser(argparse.ArgumentParser):
         if action.option_strings and "--" in words:
             raise ValueError(f"{action.option_strings[0]} cannot be --, which ends the options")
         return super()._get_values(action, words)
-
-    def add_file(self, name: str, help: str) -> None:
-        """Add an option that names a file."""
-        self.add_argument(f"--{name}", action="once", metavar="FILE", help=help)
-
-    def add_ignored(self, names: Sequence[str]) -> None:
-        """Add options that are accepted and not shown."""
-        for name in names:
-            self.add_argument(f"--{name}", nargs="?", help=argparse.SUPPRESS)
 
     def add_option(
         self,
@@ -121,7 +221,11 @@ class Parser(argparse.ArgumentParser):
             return
         if is_switch(annotation):
             words = switch_words(annotation)
-            shared |= {"type": switch_converter(words), "metavar": "{" + ",".join(words) + "}"}
+            convert = converter(str, tuple(words))
+            shared |= {
+                "type": lambda text: {"on": True, "off": False}.get(text, convert(text)),
+                "metavar": "{" + ",".join(words) + "}",
+            }
             group.add_argument(*flags, nargs="?", const=True, **shared)
             shared = {"default": argparse.SUPPRESS, "help": f"same as --{name} off"}
             group.add_argument(
@@ -129,8 +233,9 @@ class Parser(argparse.ArgumentParser):
             )
             return
         kind, choices, many = value_shape(annotation)
-        shared["metavar"] = choices_metavar(choices, spellings=len(flags)) if choices else None
-        if shared["metavar"] is None:
+        shared["metavar"] = "{" + ",".join(map(str, choices)) + "}"
+        # Longer lists of choices stand in the text, not beside each spelling of the option.
+        if not choices or len(flags) * len(shared["metavar"]) > 40:
             shared["metavar"] = {int: "N", float: "X"}.get(kind, "NAME" if choices else "TEXT")
             shared["help"] = option_help(field, choices)
         if many:
@@ -144,7 +249,8 @@ def unknown_option(text: str, names: Collection[str]) -> str:
     if not text.startswith("-"):
         return f"unexpected argument {text!r}; options start with --"
     given = text.split("=")[0]
-    if hint := hint_for(given.lstrip("-"), names):
+    option, hint = HINTS.get(given.lstrip("-").replace("-", "_"), ("", ""))
+    if option in names:
         return f"unknown option {given}; {hint}"
     spelled = given.replace("-", "_").replace("__", "--", 1)
     close = difflib.get_close_matches(spelled, [f"--{name}" for name in names], 1)

@@ -128,11 +128,14 @@ class DpoConfig:
         return self.loss_type == "kto"
 
 
+_FIXED_OF_ROLES = (
+    *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
+    *("expert_lora_dim", "expert_lora_alpha"),
+)
 # What the state means depends on these; their values cannot change on the way.
 _FIXED = frozenset(
     (
-        *("lora_dim", "lora_alpha", "use_rslora", "target_modules", "lora_module_name"),
-        *("expert_lora_dim", "expert_lora_alpha"),
+        *_FIXED_OF_ROLES,
         *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
         *("add_eot_token", "eot_token", "base_bits"),
         *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
@@ -142,19 +145,7 @@ _FIXED = frozenset(
         *("reward_loss", "center_rewards_coefficient", "share_prompt"),
         *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
         *("simpo_gamma", "desirable_weight", "undesirable_weight"),
-        *(
-            f"{role}_{name}"
-            for role in ("actor", "critic")
-            for name in (
-                "lora_dim",
-                "lora_alpha",
-                "use_rslora",
-                "expert_lora_dim",
-                "expert_lora_alpha",
-                "target_modules",
-                "lora_module_name",
-            )
-        ),
+        *(f"{role}_{name}" for role in ("actor", "critic") for name in _FIXED_OF_ROLES),
         *("max_prompt_seq_len", "max_answer_seq_len", "num_generations", "ppo_epochs", "algorithm"),
         *("reward_function", "reward_scaling", "unsupervised_dataset_name", "enable_ema"),
     )

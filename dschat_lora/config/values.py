@@ -2,9 +2,10 @@
 
 import argparse
 import math
+import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 Scalar = int | float | str
 # Sizes of numbers that are well within fp32: models are computed in it, or in less.
@@ -27,7 +28,8 @@ def converter(
             sizes = " to ".join(f"{size:g}" for size in SIZES)
             raise argparse.ArgumentTypeError(f"must be 0 or of a size from {sizes}, got {text!r}")
         finite = not isinstance(value, float) or math.isfinite(value)
-        usable = kind is not str or _is_usable(text)
+        # An empty one is a variable of a shell that is not set; a surrogate, no UTF-8 was typed.
+        usable = kind is not str or (text and not re.search("[\0\ud800-\udfff]", text))
         if value is None or not (finite and usable) or (choices and value not in choices):
             more = f"; {hint}" if hint else ""
             raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r:.200}{more}")
@@ -42,18 +44,6 @@ def fits_fp32(number: float) -> bool:
     """Whether a number is 0 or well within fp32, which makes others 0 or an infinity."""
     smallest, largest = SIZES
     return number == 0 or smallest <= abs(number) <= largest
-
-
-def _is_usable(text: str) -> bool:
-    """Whether a text can be a file's name, be printed and be written.
-
-    An empty one is a variable of a shell that is not set; as a path it would mean this directory.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
-        return False
-    return bool(text) and "\0" not in text
 
 
 def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
@@ -79,12 +69,6 @@ def switch_words(annotation: object) -> list[str]:
     """Values that may be typed for a switch: on, off, and words such as auto."""
     others = [arg for arg in typing.get_args(annotation) if arg is not bool]
     return ["on", "off", *(word for other in others for word in typing.get_args(other))]
-
-
-def switch_converter(words: Sequence[str]) -> Callable[[str], Scalar]:
-    """The conversion of one of ``words``: on and off become True and False."""
-    convert = converter(str, tuple(words))
-    return lambda text: {"on": True, "off": False}.get(text, convert(text))
 
 
 def from_yaml(label: str, value: object, annotation: object, *, hint: str = "") -> object:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import parse_json, read_json
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
-from dschat_lora.config.recipes import find_deepspeed_json
 
 AUTO = "auto"
 # JSON field -> the option that sets the same thing.

@@ -10,10 +10,11 @@ from pathlib import Path
 from dschat_lora.checkpoint.adapter_config import (
     WEIGHTS_FILE,
     AdapterConfig,
+    describe_checkpoint,
     is_adapter_directory,
+    is_whole_model,
     read_adapter_config,
 )
-from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint, is_whole_model
 from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
 from dschat_lora.checkpoint.quantization import GGUF
 from dschat_lora.config.bundled import BUNDLED_MODEL

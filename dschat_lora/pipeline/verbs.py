@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import accept_adapter
+from dschat_lora.config.bundled import recipes
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.parser import Parser
-from dschat_lora.config.recipes import recipes
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.config.verbs import (
     EXAMPLES,
@@ -23,10 +23,10 @@ from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.rollouts import show_rollouts
 from dschat_lora.report.run_data import read_runs
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
-from dschat_lora.runtime import describe, gguf
-from dschat_lora.runtime.checks import check_file_can_be_made
+from dschat_lora.runtime import describe, sharing
+from dschat_lora.runtime.directory import check_file_can_be_made
 from dschat_lora.runtime.stage_main import ended_in_one_line, late
-from dschat_lora.runtime.validation import check_score
+from dschat_lora.runtime.validation import check_reading
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -207,7 +207,7 @@ def inspect(argv: list[str]) -> None:
 def score(argv: list[str]) -> None:
     """Run ``dschat-lora score``."""
     config = parsed_config("score RUN [DATA ...]", ScoreConfig, argv, "data_path")
-    check_score(config)
+    check_reading(config, ("SEQ_CLS",))
     with ended_in_one_line(stopped="stopped; --output_path was not written"):
         late("supervised.score:score_files")(config)
 
@@ -215,13 +215,13 @@ def score(argv: list[str]) -> None:
 def push(argv: list[str]) -> None:
     """Run ``dschat-lora push``."""
     config = parsed_config("push RUN REPO", PushConfig, argv, "repo")
-    late("runtime.push:push_directory")(config)
+    late("runtime.sharing:push_directory")(config)
 
 
 def export(argv: list[str]) -> None:
     """Run ``dschat-lora export``."""
     config = parsed_config("export RUN", ExportConfig, argv)
-    if not gguf.export_gguf(config, partial(run_or_end, stdout=2)):  # as the converter logs
+    if not sharing.export_gguf(config, partial(run_or_end, stdout=2)):  # as the converter logs
         raise SystemExit(1)
 
 

@@ -49,12 +49,12 @@ from dschat_lora.rl.roles import Roles, build_roles
 from dschat_lora.rl.throughput import FlopCounter
 from dschat_lora.rl.user_functions import UserFunction
 from dschat_lora.rl.validation import fit_lengths
-from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
     check_room_for,
+    check_same_models,
     engine_settings,
     engine_words,
     note_all_weights,

@@ -23,11 +23,10 @@ from dschat_lora.rl.trainer import RlhfTrainer
 from dschat_lora.rl.user_functions import UserFunctionError
 from dschat_lora.rl.validation import NAME, check_rlhf
 from dschat_lora.runtime.caller import NOBODY, Caller
-from dschat_lora.runtime.checkpointer import Checkpointer, Part
+from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
 from dschat_lora.runtime.dry_run import say_options, say_sample
-from dschat_lora.runtime.export import export_trained, first_ids
+from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.loop import TrainingLoop
-from dschat_lora.runtime.next_steps import say_next_steps
 from dschat_lora.runtime.run import open_run
 
 NOTE = (
@@ -140,7 +139,7 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
     }
     if trainer.average is not None:
         states["actor_ema"] = trainer.average
-    parts: dict[str, Part | None] = {
+    parts: dict[str, Stateful | None] = {
         "progress": trainer.progress,
         "watch": trainer.diagnostics,
         "evaluation": evaluator,

@@ -32,8 +32,6 @@ from dschat_lora.runtime.checks import (
     check_divided,
     check_function,
     check_lora_options,
-    check_output_dir,
-    check_source_is_kept,
     continued_lora,
     model_fields,
     recomputing,
@@ -41,6 +39,7 @@ from dschat_lora.runtime.checks import (
     settled_base_bits,
     with_trackers,
 )
+from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import launched_processes
 
 NAME = "rlhf"

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from torch import Tensor
-
 from dschat_lora.algos.tensors import is_finite
 from dschat_lora.checkpoint.history import quarantine_checkpoints, read_state
 from dschat_lora.checkpoint.manifest import read_manifest
@@ -41,8 +39,8 @@ PATIENCE = 0.01
 STREAMS = {"epoch": ["seed", "epoch"], "dropout": ["seed", "step", "rank"]}
 
 
-class Part(Protocol):
-    """A part of the run's state that is no tensor."""
+class Stateful(Protocol):
+    """An object with state that is no tensor, saved and restored with the run."""
 
     def state(self) -> dict[str, Any]:
         """As JSON; the same on every rank."""
@@ -65,7 +63,7 @@ class Checkpointer:
         run: OpenRun[StageConfig],
         *,
         engines: Mapping[str, EngineState],
-        parts: Mapping[str, Part],
+        parts: Mapping[str, Stateful],
         identity: Mapping[str, Any],
         on_checkpoint: Callable[[int], None] | None = None,
     ) -> None:
@@ -103,8 +101,11 @@ class Checkpointer:
         state = json.loads(
             broadcast_string(json.dumps(read_state(checkpoint)) if rank() == 0 else "")
         )
+        files = read_manifest(checkpoint, kind="checkpoint")["files"] if rank() == 0 else ()
         for name, engine in self._engines.items():
-            engine.load(state["engines"][name], _reader(checkpoint, name))
+            # Rank 0 alone reads tensors.
+            own = TensorFiles([checkpoint / f for f in files if f.startswith(f"{name}-")])
+            engine.load(state["engines"][name], own.read)
         for name, part in self._parts.items():
             if name in state["parts"]:  # an earlier version may have kept fewer
                 part.restore(state["parts"][name])
@@ -115,11 +116,12 @@ class Checkpointer:
 
     def requests(self) -> list[float]:
         """Requests to be summed over ranks: to stop, to save by time, to end for a failed disk."""
-        waited = time.monotonic() - self._last_time
-        due = rank() == 0 and 0 < self._options.save_minutes * 60 <= waited
-        failed = rank() == 0 and self._failure() is not None
         told = self._run.interrupts.received > 0 or self._run.log.is_stopped
-        return [float(told), float(due), float(failed)]
+        if self._saver is None:
+            return [float(told), 0.0, 0.0]
+        waited = time.monotonic() - self._last_time
+        due = 0 < self._options.save_minutes * 60 <= waited
+        return [float(told), float(due), float(self._failure() is not None)]
 
     def is_stopping(self, requests: list[float], *, last: bool = False) -> bool:
         """Whether some rank was told to stop, or cannot go on.
@@ -139,7 +141,10 @@ class Checkpointer:
         """
         _, due_by_time, failed = requests
         if failed:
-            self._give_up()
+            failure = self._failure()
+            if failure is None:
+                raise SystemExit(1)  # rank 0 says why
+            raise self._explained(failure) from failure
         if self.is_stopping(requests, last=last):
             self.stop(step)
         interval = self._options.save_interval
@@ -166,7 +171,14 @@ class Checkpointer:
         on_rank_zero(self._finish_writing)
         if self._on_checkpoint is not None:
             self._on_checkpoint(step)  # first: what a run goes on from has all that belongs to it
-        state = self._state(step)
+        state = state_to_keep(
+            self._run.config,
+            step,
+            self._run.log,
+            self._identity,
+            engines={name: engine.facts() for name, engine in self._engines.items()},
+            parts={name: part.state() for name, part in self._parts.items()},
+        )
         tensors = {name: engine.tensors() for name, engine in self._engines.items()}
         if self._saver is not None:
             self._saver.save(step, tensors, state, patience=self._patience(step))
@@ -225,13 +237,6 @@ class Checkpointer:
         written = self._saver.failure if self._saver is not None else None
         return written or self._run.log.failure or self._run.record.failure
 
-    def _give_up(self) -> NoReturn:
-        """End the run because of rank 0's failure, which says why in one line."""
-        failure = self._failure()
-        if failure is None:
-            raise SystemExit(1)
-        raise self._explained(failure) from failure
-
     def _explained(self, failure: BaseException) -> BaseException:
         """The error with the checkpoint to go on from; a fault of ours as it is."""
         words = f"{error_message(failure)}. {self.last_good()}"
@@ -248,16 +253,6 @@ class Checkpointer:
             raise self._explained(error) from error
         while self._saver.notes:
             self._run.log.say(f"  note         {self._saver.notes.pop()}")
-
-    def _state(self, step: int) -> dict[str, Any]:
-        return state_to_keep(
-            self._run.config,
-            step,
-            self._run.log,
-            self._identity,
-            engines={name: engine.facts() for name, engine in self._engines.items()},
-            parts={name: part.state() for name, part in self._parts.items()},
-        )
 
 
 def state_to_keep(
@@ -311,9 +306,3 @@ def take_over(run: "OpenRun[Resumable]", state: Mapping[str, Any]) -> None:
     run.log.rewind(**state["log"], step=state["step"], source=source)
     run.record.release()
     run.record.append("resumed", {"step": state["step"], "checkpoint": str(checkpoint)})
-
-
-def _reader(checkpoint: Path, name: str) -> Callable[[str], Tensor]:
-    """Reads tensors of one engine on rank 0; other ranks have none to read."""
-    files = read_manifest(checkpoint, kind="checkpoint")["files"] if rank() == 0 else ()
-    return TensorFiles([checkpoint / file for file in files if file.startswith(f"{name}-")]).read

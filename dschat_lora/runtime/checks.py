@@ -7,7 +7,6 @@ returns None.
 
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
-from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
+from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.checkpoint.manifest import (
     WEIGHTS_INDEX,
     DamagedError,
@@ -30,8 +29,7 @@ from dschat_lora.config.held import held_object, is_held
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.option_checks import check_divides, check_files, check_four_bits
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.directory import check_idle, is_unfinished, leftovers
-from dschat_lora.runtime.resume import OutputOptions, goes_on_in_place, settle
+from dschat_lora.runtime.resume import is_first_rank, settle
 
 if TYPE_CHECKING:
     from dschat_lora.runtime.resume import Resumable
@@ -41,9 +39,6 @@ ResumableT = TypeVar("ResumableT", bound="Resumable")
 StageT = TypeVar("StageT", bound=StageConfig)
 InputsT = TypeVar("InputsT")
 Check = Callable[[ConfigT, InputsT], ConfigT | None]
-
-# Bytes that log, record and report of the smallest run take.
-LEAST_ROOM = 2**20
 
 
 def apply_checks(
@@ -68,11 +63,6 @@ def resolve_stage(
             return config
         config = settle(config, stage=stage)
     return check(config)
-
-
-def is_first_rank() -> bool:
-    """Whether this process is rank 0, from the launcher's environment."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def model_fields(source: ModelSource) -> dict[str, Any]:
@@ -129,10 +119,14 @@ def check_widths(adapter: Path, base: Path) -> None:
     """
     if "quantization_config" in model_fields(ModelSource(str(base))):
         return
+    try:
+        names = sorted(set(weight_map(base / WEIGHTS_INDEX).values()))
+    except DamagedError:
+        names = ["model.safetensors"]
     shapes: dict[str, list[list[int]]] = {}  # of the layers whose names end so
     try:
-        for file in _weight_files(base):
-            for name, tensor in safetensors_header(file).items():
+        for file in names:
+            for name, tensor in safetensors_header(base / file).items():
                 if name.endswith(".weight"):
                     shapes.setdefault(name.split(".")[-2], []).append(tensor["shape"])
     except DamagedError:
@@ -152,15 +146,6 @@ def check_widths(adapter: Path, base: Path) -> None:
                 f"{' x '.join(map(str, layers[0]))}; name the base that it was trained on as "
                 "base_model_name_or_path in its adapter_config.json"
             )
-
-
-def _weight_files(base: Path) -> list[Path]:
-    """The safetensors files that make up a model; others may lie beside them."""
-    try:
-        names = weight_map(base / WEIGHTS_INDEX).values()
-        return [base / name for name in sorted(set(names))]
-    except DamagedError:
-        return [file] if (file := base / "model.safetensors").is_file() else []
 
 
 def architecture_names(fields: Mapping[str, Any]) -> list[str]:
@@ -207,7 +192,13 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
     """
     adapter = source.adapter_config
     if adapter is None:
-        _check_experts(lora, source)
+        fields = model_fields(source) if lora.lora_dim and lora.expert_lora_dim else {}
+        fields = fields | fields.get("text_config", {})
+        if fields and not any(fields.get(name) for name in EXPERT_COUNTS):
+            raise ValueError(
+                f"--expert_lora_dim {lora.expert_lora_dim} is for mixtures of experts, and "
+                f"{source.base} is none; drop the option"
+            )
         return lora
     if "lora_dropout" not in given:
         lora = replace(lora, lora_dropout=adapter.lora_dropout)
@@ -248,19 +239,6 @@ def check_lora_options(lora: LoraConfig, given: frozenset[str]) -> None:
         raise ValueError(
             f"--{needless[0]} is for experts that train, and --expert_lora_dim 0 leaves them "
             "frozen; drop one"
-        )
-
-
-def _check_experts(lora: LoraConfig, source: ModelSource) -> None:
-    """Refuse a rank of experts' updates for a local model without experts."""
-    if not (lora.lora_dim and lora.expert_lora_dim):
-        return
-    fields = model_fields(source)
-    fields = fields | fields.get("text_config", {})
-    if fields and not any(fields.get(name) for name in EXPERT_COUNTS):
-        raise ValueError(
-            f"--expert_lora_dim {lora.expert_lora_dim} is for mixtures of experts, and "
-            f"{source.base} is none; drop the option"
         )
 
 
@@ -346,91 +324,6 @@ def with_trackers(config: StageT, _: object) -> StageT:
     return replace(
         config, run=replace(run, report_to=tuple(names) or ("none",), enable_tensorboard=board)
     )
-
-
-def check_output_dir(config: "Resumable", _: object) -> None:
-    """Refuse a directory that holds another run; only on the first rank, which creates it."""
-    run = config.run
-    if run.output_dir is None or not is_first_rank():
-        return
-    path = Path(run.output_dir).expanduser()
-    check_can_be_made(path)
-    if not run.overwrite_output_dir:  # that makes room first
-        check_room(path, LEAST_ROOM)
-    check_idle(path)
-    earlier = leftovers(path)
-    if not earlier or goes_on_in_place(config):
-        return
-    goes_on = run.resume_from_checkpoint == "auto" and is_unfinished(path)
-    if not run.overwrite_output_dir and not goes_on:
-        go_on = (
-            "go on with that run by --resume_from_checkpoint latest, "
-            if checkpoints_of(path)
-            else "(it has no checkpoint for --resume_from_checkpoint) "
-        )
-        raise ValueError(
-            f"--output_dir {path} holds an earlier run ({_names(earlier)}); choose another "
-            f"directory, {go_on}or delete it with --overwrite_output_dir"
-        )
-    check_may_be_deleted(path, earlier)
-
-
-def check_may_be_deleted(directory: Path, earlier: Iterable[Path]) -> None:
-    """Refuse to delete results that no run wrote."""
-    if not (directory / "run.json").is_file():
-        raise ValueError(
-            f"--output_dir {directory} holds {_names(earlier)} but no run.json: no run wrote that, "
-            "and --overwrite_output_dir deletes runs only; choose another directory"
-        )
-
-
-def _names(paths: Iterable[Path]) -> str:
-    return ", ".join(path.name for path in paths)
-
-
-def check_can_be_made(path: Path, option: str = "output_dir") -> None:
-    """Refuse a directory that this user cannot create."""
-    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"--{option} {path} cannot be made: {nearest} is no directory")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"--{option} {path} cannot be made: {nearest} is not writable")
-
-
-def check_file_can_be_made(name: str, option: str) -> None:
-    """Refuse a file that this user cannot create, before there is anything to write to it."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        raise ValueError(f"--{option} {name} is a directory; name a file")
-    check_can_be_made(path.parent, option)
-
-
-def check_room(path: Path, need: int) -> None:
-    """Refuse a directory on a disk with fewer than ``need`` bytes free for this user."""
-    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
-    try:
-        disk = shutil.disk_usage(nearest)
-    except OSError:
-        return
-    if disk.total and disk.free < need:  # some network file systems tell no sizes
-        raise ValueError(
-            f"--output_dir {path}: its disk has {disk.free / 2**20:,.1f} MiB free, and what the "
-            f"run writes takes at least {need / 2**20:,.1f} MiB; make room, or choose a directory "
-            "on another disk"
-        )
-
-
-def check_source_is_kept(run: OutputOptions, source: ModelSource) -> None:
-    """Refuse to overwrite the directory that the model comes from."""
-    if run.output_dir is None:
-        return
-    read = [source.adapter, Path(source.base)]
-    for old in leftovers(Path(run.output_dir).expanduser()):
-        if any(p is not None and p.resolve().is_relative_to(old.resolve()) for p in read):
-            raise ValueError(
-                f"--overwrite_output_dir would delete {old}, which the run starts from; "
-                "choose another --output_dir"
-            )
 
 
 def parallel_without_effect(parallel: ParallelConfig) -> list[str]:

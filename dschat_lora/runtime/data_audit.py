@@ -56,12 +56,20 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON of counts and samples; of a pair, the chosen answer comes first."""
+        samples = []
+        for sample in self.samples:
+            first, *others = (
+                {"input_ids": ids, "supervised": supervised}
+                for ids, supervised in sample.sequences.values()
+            )
+            rejected = {"rejected": others[0]} if others else {}
+            samples.append({**first, **rejected, "row": sample.row})
         return {
             "counts": self.counts,
             "audit": self.audit.to_dict(),
             "warnings": list(self.audit.warnings()),
             "refusal": self.refusal,
-            "samples": [_sample_dict(sample) for sample in self.samples],
+            "samples": samples,
         }
 
     def lines(self, *, colour: bool = False) -> list[str]:
@@ -72,22 +80,40 @@ class Findings:
         lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
         for sample in self.samples:
             for name, (ids, supervised) in sample.sequences.items():
-                lines.append("")
-                lines.append(_headline(sample.row, name, supervised))
-                lines.append(sample_text(_tokens(self.tokenizer, ids), supervised, colour=colour))
+                tokens = [self.tokenizer.decode([each]) for each in ids]
+                lines += ["", _headline(sample.row, name, supervised)]
+                lines.append(sample_text(tokens, supervised, colour=colour))
         if self.refusal is not None:
             lines += ["", f"refused      {self.refusal}"]
         return lines
 
 
 def audit_data(config: AuditConfig) -> Findings:
-    """What a stage would learn of the data.
+    """What a stage would learn of the data, prepared as by a run but for bad rows.
+
+    Those are all to be known.
 
     Raises:
         ValueError: if the data cannot be read at all.
     """
-    source = find_model(config.model_name_or_path)
-    return _find(config, load_tokenizer(source.tokenizer, config.model))
+    tokenizer = load_tokenizer(find_model(config.model_name_or_path).tokenizer, config.model)
+    data, eos_id = replace(config.data, bad_rows="skip"), int(tokenizer.eos_token_id)
+    phase, kind = STAGES[config.stage]
+    with TemporaryDirectory() as cache:
+        audit = prepare(
+            data,
+            tokenizer,
+            phase=phase,
+            seed=config.seed,
+            eos_id=eos_id,
+            cache_dir=Path(cache),
+            kind=kind,
+        ).audit
+    samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
+    refusal = audit.refusal
+    if audit.bad_rows and config.data.bad_rows == "stop":
+        refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
+    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer)
 
 
 def show_audit(config: AuditConfig) -> bool:
@@ -103,52 +129,16 @@ def show_audit(config: AuditConfig) -> bool:
     return found.refusal is None
 
 
-def _find(config: AuditConfig, tokenizer: Tokenizer) -> Findings:
-    """Prepare as a run would, but for bad rows, all of which are to be known."""
-    data, eos_id = replace(config.data, bad_rows="skip"), int(tokenizer.eos_token_id)
-    phase, kind = STAGES[config.stage]
-    with TemporaryDirectory() as cache:
-        audit = prepare(
-            data,
-            tokenizer,
-            phase=phase,
-            seed=config.seed,
-            eos_id=eos_id,
-            cache_dir=Path(cache),
-            kind=kind,
-        ).audit
-    samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
-    refusal = _refusal(audit, stops=config.data.bad_rows == "stop")
-    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer)
-
-
-def _refusal(audit: DataAudit, *, stops: bool) -> str | None:
-    if audit.bad_rows and stops:
-        return f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
-    return audit.refusal
-
-
 def _page(found: Findings) -> str:
     table = "\n".join(replace(found, samples=[]).lines())
     parts = [f"<pre>{safe(table)}</pre>"]
     for sample in found.samples:
         for name, (ids, supervised) in sample.sequences.items():
             parts.append(f"<h3>{safe(_headline(sample.row, name, supervised))}</h3>")
-            parts.append(sample_html(_tokens(found.tokenizer, ids), supervised))
+            tokens = [found.tokenizer.decode([each]) for each in ids]
+            parts.append(sample_html(tokens, supervised))
     return page("Audit of data", "".join(parts))
 
 
 def _headline(row: str, name: str, supervised: list[int]) -> str:
     return f"{row}  {name}: {len(supervised):,} tokens, {sum(supervised):,} supervised"
-
-
-def _tokens(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    return [tokenizer.decode([each]) for each in ids]
-
-
-def _sample_dict(sample: ShownSample) -> dict[str, Any]:
-    first, *others = (
-        {"input_ids": ids, "supervised": supervised}
-        for ids, supervised in sample.sequences.values()
-    )
-    return {**first, **({"rejected": others[0]} if others else {}), "row": sample.row}

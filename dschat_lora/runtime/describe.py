@@ -1,6 +1,7 @@
 """What a directory is: a run, an adapter, a checkpoint or a model, said without loading weights."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 from dschat_lora.checkpoint.adapter_config import (
     WEIGHTS_FILE,
     AdapterConfig,
+    describe_checkpoint,
     is_adapter_directory,
     read_adapter_config,
     verify_adapter,
 )
-from dschat_lora.checkpoint.checkpoint_adapter import describe_checkpoint
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint, read_state
 from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, verify
 from dschat_lora.config.verbs import InspectConfig
@@ -44,8 +45,11 @@ def inspect_directory(config: InspectConfig) -> bool:
     if config.json:
         log_once(to_json({**facts, "damage": damage}))
     else:
-        for line in _lines(facts):
-            log_once(line)
+        for name, value in facts.items():
+            if isinstance(value, dict):
+                value = [f"{key} {_text(each)}" for key, each in value.items()]
+            text = ", ".join(map(_text, value)) if isinstance(value, list) else _text(value)
+            log_once(f"{name.replace('_', ' '):<30}{text or '-'}")
         log_once(f"{'damage':<30}{damage or 'none found'}")
     return damage is None
 
@@ -73,9 +77,7 @@ def describe(path: Path) -> dict[str, Any]:
 def _adapter(path: Path) -> dict[str, Any]:
     facts = {"kind": "adapter", "path": str(path), **_settings(read_adapter_config(path))}
     if (path / WEIGHTS_FILE).is_file():
-        header = safetensors_header(path / WEIGHTS_FILE)
-        header.pop("__metadata__", None)
-        facts |= _tensors(header)
+        facts |= _tensors(safetensors_header(path / WEIGHTS_FILE))
     return facts | _damage(lambda: verify_adapter(path))
 
 
@@ -109,9 +111,7 @@ def _model(path: Path) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     try:
         for file in sorted(path.glob("*.safetensors")):
-            header = safetensors_header(file)
-            header.pop("__metadata__", None)
-            tensors |= header
+            tensors |= safetensors_header(file)
     except ValueError as error:
         return {**facts, "damage": str(error)}
     return facts | _tensors(tensors)
@@ -155,15 +155,12 @@ def _settings(config: AdapterConfig) -> dict[str, Any]:
 
 
 def _tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
-    shapes = [tuple(entry["shape"]) for entry in entries.values()]
-    counted: dict[str, int] = {}
-    for shape in shapes:
-        text = " x ".join(map(str, shape)) or "scalar"
-        counted[text] = counted.get(text, 0) + 1
+    tensors = [entry for name, entry in entries.items() if name != "__metadata__"]
+    counted = Counter(" x ".join(map(str, each["shape"])) or "scalar" for each in tensors)
     return {
-        "tensors": len(shapes),
-        "parameters": sum(map(math.prod, shapes)),
-        "stored_as": sorted({str(entry["dtype"]) for entry in entries.values()}),
+        "tensors": len(tensors),
+        "parameters": sum(math.prod(each["shape"]) for each in tensors),
+        "stored_as": sorted({str(each["dtype"]) for each in tensors}),
         "shapes": [f"{count} of {text}" for text, count in counted.items()],
     }
 
@@ -180,18 +177,7 @@ def _damage(check: Any) -> dict[str, str]:
     return {}
 
 
-def _lines(facts: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            value = [f"{key} {short_text(each)}" for key, each in value.items()]
-        text = ", ".join(map(short_text, value)) if isinstance(value, list) else short_text(value)
-        lines.append(f"{name.replace('_', ' '):<30}{text or '-'}")
-    return lines
-
-
-def short_text(value: object) -> str:
-    """A fact as text for a person."""
+def _text(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return {None: "-", True: "yes", False: "no"}[value]
     if isinstance(value, int):

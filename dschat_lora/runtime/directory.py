@@ -1,10 +1,12 @@
 """The output directory of a run: claimed, cleared, and what stood there set aside or left."""
 
 import atexit
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dschat_lora.checkpoint.history import (
     CHECKPOINTS,
@@ -13,8 +15,13 @@ from dschat_lora.checkpoint.history import (
     quarantine,
     quarantine_checkpoints,
 )
-from dschat_lora.report.directory import check_idle, default_directory, leftovers
+from dschat_lora.models.source import ModelSource
+from dschat_lora.report.directory import check_idle, default_directory, is_unfinished, leftovers
 from dschat_lora.report.trackers import TRACKERS_FILE
+from dschat_lora.runtime.resume import OutputOptions, goes_on_in_place, is_first_rank
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.resume import Resumable
 
 # Without its run.json nobody would know the directory for that of a run; whoever locks
 # metrics.jsonl empties it.
@@ -103,9 +110,8 @@ def check_links(directory: Path) -> None:
     Raises:
         ValueError: naming the link and where it leads.
     """
-    for path in (
-        directory / name for name in (*_KEPT, "tensorboard", "wandb", TRACKERS_FILE, CHECKPOINTS)
-    ):
+    for name in (*_KEPT, "tensorboard", "wandb", TRACKERS_FILE, CHECKPOINTS):
+        path = directory / name
         if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
             raise ValueError(
                 f"{path} is a link to {path.resolve()}; a run writes to its own directory alone: "
@@ -124,3 +130,80 @@ def _first_free(name: str) -> Path:
             number += 1
         else:
             return path
+
+
+def check_output_dir(config: "Resumable", _: object) -> None:
+    """Refuse a directory that holds another run; only on the first rank, which creates it."""
+    run = config.run
+    if run.output_dir is None or not is_first_rank():
+        return
+    path = Path(run.output_dir).expanduser()
+    check_can_be_made(path)
+    if not run.overwrite_output_dir:  # that makes room first
+        check_room(path, 2**20)  # log, record and report of the smallest run
+    check_idle(path)
+    earlier = leftovers(path)
+    if not earlier or goes_on_in_place(config):
+        return
+    names = ", ".join(old.name for old in earlier)
+    goes_on = run.resume_from_checkpoint == "auto" and is_unfinished(path)
+    if not run.overwrite_output_dir and not goes_on:
+        go_on = (
+            "go on with that run by --resume_from_checkpoint latest, "
+            if checkpoints_of(path)
+            else "(it has no checkpoint for --resume_from_checkpoint) "
+        )
+        raise ValueError(
+            f"--output_dir {path} holds an earlier run ({names}); choose another "
+            f"directory, {go_on}or delete it with --overwrite_output_dir"
+        )
+    if not (path / "run.json").is_file():
+        raise ValueError(
+            f"--output_dir {path} holds {names} but no run.json: no run wrote that, and "
+            "--overwrite_output_dir deletes runs only; choose another directory"
+        )
+
+
+def check_can_be_made(path: Path, option: str = "output_dir") -> None:
+    """Refuse a directory that this user cannot create."""
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"--{option} {path} cannot be made: {nearest} is no directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"--{option} {path} cannot be made: {nearest} is not writable")
+
+
+def check_file_can_be_made(name: str, option: str) -> None:
+    """Refuse a file that this user cannot create, before there is anything to write to it."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise ValueError(f"--{option} {name} is a directory; name a file")
+    check_can_be_made(path.parent, option)
+
+
+def check_room(path: Path, need: int) -> None:
+    """Refuse a directory on a disk with fewer than ``need`` bytes free for this user."""
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    try:
+        disk = shutil.disk_usage(nearest)
+    except OSError:
+        return
+    if disk.total and disk.free < need:  # some network file systems tell no sizes
+        raise ValueError(
+            f"--output_dir {path}: its disk has {disk.free / 2**20:,.1f} MiB free, and what the "
+            f"run writes takes at least {need / 2**20:,.1f} MiB; make room, or choose a directory "
+            "on another disk"
+        )
+
+
+def check_source_is_kept(run: OutputOptions, source: ModelSource) -> None:
+    """Refuse to overwrite the directory that the model comes from."""
+    if run.output_dir is None:
+        return
+    read = [source.adapter, Path(source.base)]
+    for old in leftovers(Path(run.output_dir).expanduser()):
+        if any(p is not None and p.resolve().is_relative_to(old.resolve()) for p in read):
+            raise ValueError(
+                f"--overwrite_output_dir would delete {old}, which the run starts from; "
+                "choose another --output_dir"
+            )

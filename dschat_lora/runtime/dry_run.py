@@ -1,6 +1,5 @@
 """What a dry run shows on one screen, besides what a run says as it starts."""
 
-from collections.abc import Iterator
 from itertools import islice
 
 import torch
@@ -40,7 +39,9 @@ def say_sample(
         run.log.say(f"  sample       {row}: {marks}")
         for name, text in shown.items():
             title = "" if name in ("sample", "prompt") else name
-            run.log.say(f"  {title:<12} {_middle_cut(text)}")
+            if len(text) > _MOST_CHARACTERS:
+                text = f"{text[: _MOST_CHARACTERS // 2]} ... {text[-_MOST_CHARACTERS // 2 :]}"
+            run.log.say(f"  {title:<12} {text}")
 
 
 def _texts(sample: ShownSample, tokenizer: Tokenizer) -> dict[str, str]:
@@ -48,11 +49,6 @@ def _texts(sample: ShownSample, tokenizer: Tokenizer) -> dict[str, str]:
         name: sample_text([tokenizer.decode([each]) for each in ids], supervised, colour=False)
         for name, (ids, supervised) in sample.sequences.items()
     }
-
-
-def _middle_cut(text: str) -> str:
-    half = _MOST_CHARACTERS // 2
-    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
 
 
 def say_time(
@@ -80,11 +76,7 @@ def say_options(run: OpenRun[StageConfig]) -> None:
         chosen = {
             k: v for k, v in values.items() if k in given or (v != usual[k] and k not in _SAID)
         }
-        run.log.say(f"  options      {' '.join(_typed(chosen))} (all: --verbose)")
+        texts = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in chosen.items()}
+        typed = " ".join(f"--{name} {text}" for name, text in texts.items())
+        run.log.say(f"  options      {typed} (all: --verbose)")
     run.log.say("dry run: nothing was trained or saved")
-
-
-def _typed(values: dict[str, object]) -> Iterator[str]:
-    for name, value in values.items():
-        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-        yield f"--{name} {text}"

@@ -1,6 +1,7 @@
 """Writing what a run trained: the adapter, or the whole model where more than that was trained."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.checkpoint.model_card import public_name
 from dschat_lora.config.groups import ModelConfig, OptimConfig
-from dschat_lora.config.options import flatten
+from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.samples import TokenSet
 from dschat_lora.engine.distributed import world_size
@@ -20,6 +21,7 @@ from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import Tokenizer, end_ids, stop_at, stored_dropouts
 from dschat_lora.models.source import ModelSource
+from dschat_lora.report.html import FILE
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.run import OpenRun
 
@@ -48,6 +50,8 @@ def export_trained(
         How far the written model differs, on rank 0; None where none was written.
     """
     options = run.config.run
+    # of the role's own options
+    prefix = "critic_" if label.startswith("critic") else "actor_" if label else ""
     if adapted.task == "CAUSAL_LM":
         stop_at(adapted.model, end_ids(tokenizer))
     adapter_alone = adapted.lora.lora_dim > 0 and adapted.lora.only_optimize_lora
@@ -60,7 +64,7 @@ def export_trained(
             tokenizer=tokenizer,
             card={
                 "data": {"training data": " ".join(map(public_name, data_path))},
-                "training": card_settings(run.config, prefix=_prefix_of(label)),
+                "training": card_settings(run.config, prefix=prefix),
                 "metrics": metrics,
                 "versions": package_versions(),
             },
@@ -106,12 +110,45 @@ def card_settings(config: StageConfig, *, prefix: str = "") -> dict[str, Any]:
     return {name.replace("_", " "): value for name, value in stated.items() if value is not None}
 
 
-def _prefix_of(label: str) -> str:
-    """The prefix of a role's options, from what the log calls it."""
-    return "critic_" if label.startswith("critic") else "actor_" if label else ""
-
-
 def first_ids(samples: TokenSet, count: int, *, max_length: int) -> list[int]:
     """Token ids of the first ``count`` samples in a row, at most ``max_length`` and 256."""
     ids = [int(i) for n in range(min(count, len(samples))) for i in samples[n].input_ids]
     return ids[: min(256, max_length)]
+
+
+def say_next_steps(run: OpenRun[StageConfig]) -> None:
+    """Log commands to paste, for the stages that a pipeline has."""
+    if run.directory is None:
+        return
+    commands = [] if run.caller.in_python else next_commands(run.stage, run.config, run.directory)
+    if commands:
+        run.log.say("next:")
+    for command in commands:
+        run.log.say(f"  {command}")
+    if run.report is not None:
+        run.log.say(f"report: {run.directory / FILE} (open it in a browser)")
+
+
+def next_commands(stage: str, config: StageConfig, directory: Path) -> list[str]:
+    """Two commands, or none for a stage of another kind."""
+    values, home = flatten(config), str(directory)
+    data = {name: values.get(name) for name in ("data_path",) if name in config.given}
+    own_data = [str(path) for path in (values.get("data_path") or ["pairs.jsonl"])[:1]]
+    chat = shlex.join(["dschat-lora", "chat", home])
+
+    def begin(verb: str, **models: object) -> str:
+        return shlex.join(["dschat-lora", verb, *command_line({**models, **data})])
+
+    if stage == "sft":
+        return [chat, begin("reward", model_name_or_path=home)]
+    if stage == "dpo":
+        return [chat, begin("rlhf", actor_model_name_or_path=home)]
+    if stage == "reward":
+        actor = values.get("model_name_or_path") or "output/sft"
+        return [
+            shlex.join(["dschat-lora", "eval", home, *own_data]),
+            begin("rlhf", actor_model_name_or_path=actor, critic_model_name_or_path=home),
+        ]
+    if stage == "rlhf":
+        return [chat, shlex.join(["dschat-lora", "merge", f"{home}/actor"])]
+    return []

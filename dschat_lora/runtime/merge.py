@@ -1,8 +1,9 @@
 """Merging of an adapter into its base outside of a run, with the deviation that rounding makes."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,9 +14,9 @@ from dschat_lora.config.verbs import MergeConfig
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.merge import MergeReport
-from dschat_lora.models.build import build_causal_lm, build_reward_model
+from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.composite import merged_words
-from dschat_lora.models.loading import Tokenizer, load_config, load_tokenizer, stored_dropouts
+from dschat_lora.models.loading import load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.other_base import probe_ids
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import log_once, note, to_json
@@ -45,8 +46,22 @@ def merge_model(config: MergeConfig) -> Merge:
     directory = merged_directory(config, source)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     stored = getattr(load_config(source.base, config.model), "dtype", None) or torch.float32
-    written = written_dtype(config.dtype, stored)
-    adapted = _build(config, source, tokenizer, stored if stored in DTYPES.values() else written)
+    written = stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+    if config.dtype != "auto":
+        written = DTYPES[config.dtype]
+    assert source.adapter_config is not None
+    build: Callable[..., AdaptedModel] = build_causal_lm
+    if source.adapter_config.task_type == "SEQ_CLS":
+        build = partial(build_reward_model, new_head=False)
+    adapted = build(
+        source,
+        tokenizer,
+        config.model,
+        LoraConfig(),
+        dtype=stored if stored in DTYPES.values() else written,
+        seed=0,
+        meta=False,
+    )
     if adapted.warning is not None:
         note(f"warning: {adapted.warning}")
     model = adapted.model.eval().to(device())
@@ -119,30 +134,3 @@ def merged_directory(config: MergeConfig, source: ModelSource) -> Path:
     if Path(source.base).resolve() == given.resolve():
         raise ValueError(f"--output_dir {given} is the base of the adapter; choose another")
     return given
-
-
-def written_dtype(given: str, stored: torch.dtype) -> torch.dtype:
-    """The type of the weights written: that asked for, else 16 bits."""
-    if given != "auto":
-        return DTYPES[given]
-    return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
-
-
-def _build(
-    config: MergeConfig, source: ModelSource, tokenizer: Tokenizer, dtype: torch.dtype
-) -> Any:
-    assert source.adapter_config is not None
-    if source.adapter_config.task_type != "SEQ_CLS":
-        return build_causal_lm(
-            source, tokenizer, config.model, LoraConfig(), dtype=dtype, seed=0, meta=False
-        )
-    return build_reward_model(
-        source,
-        tokenizer,
-        config.model,
-        LoraConfig(),
-        dtype=dtype,
-        seed=0,
-        meta=False,
-        new_head=False,
-    )

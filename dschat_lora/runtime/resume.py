@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -12,13 +12,16 @@ from dschat_lora.checkpoint.history import (
     CHECKPOINTS,
     STATE_FILE,
     Choice,
-    Rejected,
     checkpoints_of,
     newest_valid,
     read_state,
     step_of,
 )
-from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
+from dschat_lora.checkpoint.manifest import (
+    MANIFEST,
+    DamagedError,
+    verify,
+)
 from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.config.options import (
     build_config,
@@ -127,16 +130,14 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     wanted = config.run.resume_from_checkpoint
     if wanted is None:
         return replace(config, checkpoint="")
-    run, choice = _choose(wanted, config.run.output_dir, stage)
-    for rejected in choice.rejected:
-        say_once(f"  note         checkpoint rejected: {rejected.reason}")
+    run, choice = _find_checkpoint(wanted, config.run.output_dir, stage)
+    for reason in choice.rejected.values():
+        say_once(f"  note         checkpoint rejected: {reason}")
     if choice.path is None:
-        if wanted == "auto":
-            where = f" in {run}" if run is not None else ""
-            say_once(f"no checkpoint to go on from{where}: a fresh start")
-            return replace(config, checkpoint="")
-        raise ValueError(_nothing_found(wanted, run, choice.rejected))
-    state = _read_strangers_state(choice.path)
+        return _without_checkpoint(config, wanted, run, choice.rejected.values())
+    state = read_state(choice.path)
+    if not isinstance(state.get("options"), dict):  # anybody may have written it
+        raise ValueError(f"{choice.path / STATE_FILE} is not the state of a run")
     made_by = state["identity"].get("stage", stage)
     if made_by != stage:
         raise ValueError(
@@ -150,7 +151,7 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     resolved = replace(
         with_options(merged, {"output_dir": output_dir}),
         checkpoint=str(choice.path.absolute()),
-        rejected=tuple(str(each.path) for each in choice.rejected),
+        rejected=tuple(map(str, choice.rejected)),
     )
     if config.run.overwrite_output_dir and goes_on_in_place(resolved):
         raise ValueError(
@@ -159,18 +160,6 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
         )
     say_once(f"going on from {choice.path}, after step {state['step']:,}")
     return resolved
-
-
-def _read_strangers_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a checkpoint that anybody may have written.
-
-    Raises:
-        ValueError: if something is missing, or of another kind.
-    """
-    state = read_state(checkpoint)
-    if not isinstance(state.get("options"), dict):
-        raise ValueError(f"{checkpoint / STATE_FILE} is not the state of a run")
-    return state
 
 
 def check_identity(checkpoint: Path, now: Mapping[str, Any], *, num_steps: int = 0) -> None:
@@ -239,12 +228,12 @@ def with_options(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
     )
 
 
-def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | None, Choice]:
+def _find_checkpoint(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | None, Choice]:
     """(output directory looked into, its newest valid checkpoint)."""
     if wanted in ("latest", "auto"):
         run = Path(output_dir).expanduser() if output_dir is not None else newest_directory(stage)
         if run is None:
-            return None, Choice(None, ())
+            return None, Choice(None, {})
         check_idle(run)  # or its checkpoints would come and go
         return run, newest_valid(run)
     path = Path(wanted).expanduser()
@@ -260,7 +249,7 @@ def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | Non
                 f"--resume_from_checkpoint {wanted} cannot be used: {error}; use latest to go on "
                 "from the newest sound checkpoint"
             ) from error
-        return run_of(path), Choice(path, ())
+        return run_of(path), Choice(path, {})
     if not checkpoints_of(path):
         raise ValueError(
             f"--resume_from_checkpoint {wanted} must be latest, auto, a checkpoint, or the output "
@@ -269,12 +258,21 @@ def _choose(wanted: str, output_dir: str | None, stage: str) -> tuple[Path | Non
     return path, newest_valid(path)
 
 
-def _nothing_found(wanted: str, run: Path | None, rejected: tuple[Rejected, ...]) -> str:
-    if rejected:
-        reasons = "; ".join(each.reason for each in rejected)
-        return f"--resume_from_checkpoint {wanted}: no checkpoint in {run} is sound: {reasons}"
+def _without_checkpoint(
+    config: ConfigT, wanted: str, run: Path | None, reasons: Collection[str]
+) -> ConfigT:
+    """The config of a fresh start, if ``wanted`` is auto."""
+    if wanted == "auto":
+        where = f" in {run}" if run is not None else ""
+        say_once(f"no checkpoint to go on from{where}: a fresh start")
+        return replace(config, checkpoint="")
+    if reasons:
+        raise ValueError(
+            f"--resume_from_checkpoint {wanted}: no checkpoint in {run} is sound: "
+            + "; ".join(reasons)
+        )
     where = f"{run} holds no checkpoint" if run is not None else "there is no run to go on with"
-    return (
+    raise ValueError(
         f"--resume_from_checkpoint {wanted}: {where}; name the run with --output_dir, or use "
         "auto to start afresh where there is none"
     )
@@ -437,3 +435,8 @@ def _count(values: Mapping[str, Any], name: str) -> int:
 def launched_processes() -> int:
     """Processes of this run, as the launcher says before they meet."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, from the launcher's environment."""
+    return os.environ.get("RANK", "0") == "0"

@@ -17,7 +17,7 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import build_config, command_line, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import failure_detection
-from dschat_lora.engine.collectives import broadcast_string, on_rank_zero
+from dschat_lora.engine.collectives import broadcast_string, check_same, on_rank_zero
 from dschat_lora.engine.distributed import form_grid, init_distributed, rank, shutdown, world_size
 from dschat_lora.report.html import LiveReport
 from dschat_lora.report.log import RunLog
@@ -25,9 +25,8 @@ from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message
 from dschat_lora.report.trackers import Tracker, make_trackers
 from dschat_lora.runtime.caller import NOBODY, Caller
-from dschat_lora.runtime.consistency import check_same_options
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import RUNS_CODE, OutputOptions, goes_on_in_place
+from dschat_lora.runtime.resume import RUNS_CODE, goes_on_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
 
 if TYPE_CHECKING:
@@ -39,6 +38,12 @@ ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 StageT = TypeVar("StageT", bound=StageConfig)
 ResumableT = TypeVar("ResumableT", bound="Resumable")
+
+# Endings of options that hosts may differ in: where they read and write.
+_PLACES = (
+    *("_path", "chat_template", "_dir", "_file", "_config", "_dataset_name", "_checkpoint"),
+    "local_rank",
+)
 
 
 @dataclass(frozen=True)
@@ -127,22 +132,19 @@ def claim_together(
 
     Where none is given it is one of output/, or a ``temporary`` one of this process.
     """
-    ending.directory = claimed = on_rank_zero(
-        lambda: _claimed(config.run, name, earlier=goes_on_in_place(config), temporary=temporary)
-    )
+    given, resumes = config.run.output_dir, config.run.resume_from_checkpoint
+
+    def claim() -> RunDirectory:
+        if given is None and temporary:
+            return RunDirectory.temporary(name)
+        if given is not None and goes_on_in_place(config):
+            return RunDirectory.reopen(given)
+        if resumes == "auto":
+            return RunDirectory.restart(given, name=name)
+        return RunDirectory.claim(given, name=name)
+
+    ending.directory = claimed = on_rank_zero(claim)
     return Path(broadcast_string("" if claimed is None else str(claimed.path)))
-
-
-def _claimed(options: OutputOptions, name: str, *, earlier: bool, temporary: bool) -> RunDirectory:
-    """The directory of a run that goes on in place, begins anew, or simply begins."""
-    given = options.output_dir
-    if given is None and temporary:
-        return RunDirectory.temporary(name)
-    if earlier and given is not None:
-        return RunDirectory.reopen(given)
-    if options.resume_from_checkpoint == "auto":
-        return RunDirectory.restart(given, name=name)
-    return RunDirectory.claim(given, name=name)
 
 
 @contextmanager
@@ -161,7 +163,14 @@ def open_files(
     A dry run has no directory and writes nothing. If ``earlier``, log and record of an earlier run
     stay until it goes on. Call on every rank.
     """
-    check_same_options(config)
+    check_same(
+        lambda: {
+            f"--{name}": str(value)
+            for name, value in flatten(config).items()
+            if not name.endswith(_PLACES)
+        },
+        remedy="start all processes with the same options",
+    )
     active = rank() == 0
     opened = on_rank_zero(
         lambda: RunLog(directory, active=True, trackers=trackers, earlier=earlier)
@@ -207,11 +216,15 @@ def recorded_ending() -> Iterator[Ending]:
         if not isinstance(error, Stopped):
             if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
                 failure_detection.wait_for_lost_peer(error)
-            _record_end(error, run)
+            if run is not None and run.record.is_open:
+                run.record.update({"status": _status(error, run.interrupts.received)})
             mistake = isinstance(error, ValueError) and run is not None
-            if ending.directory is not None and (mistake or is_exit_of_mistake(error)):
+            # By its exit code another process made a mistake, which ends this one, too.
+            mistake = mistake or (isinstance(error, SystemExit) and error.code == 2)
+            if ending.directory is not None and mistake:
                 ending.directory.abandon()
-        _write_report(run)
+        if run is not None and run.report is not None and run.record.is_open and run.log.has_lines:
+            run.report.write(quiet=True)  # another run's page stays
         if isinstance(error, Stopped) or world_size() == 1:
             _leave_group(error)
         if isinstance(error, Stopped) and not error.code:
@@ -224,11 +237,6 @@ def recorded_ending() -> Iterator[Ending]:
             ) from error
         raise
     shutdown()
-
-
-def is_exit_of_mistake(error: BaseException) -> bool:
-    """Whether another process made a mistake, which ends this one, too."""
-    return isinstance(error, SystemExit) and error.code == 2
 
 
 def _leave_group(error: BaseException) -> None:
@@ -263,19 +271,10 @@ def _recovery_message(run: "OpenRun[DataclassInstance]", words: str | None) -> s
     return f"last checkpoint {saved[0].name}; resume with {shlex.join(typed)}"
 
 
-def _record_end(error: BaseException, run: OpenRun[object] | None) -> None:
-    """Write why the run ended, where there is a record."""
-    if isinstance(error, Stopped) or run is None or not run.record.is_open:
-        return
-    status = f"failed: {type(error).__name__}: {error}"
-    if run.interrupts.received and isinstance(error, SystemExit):
-        status = f"interrupted by {name_of(run.interrupts.received)}"
-    elif isinstance(error, KeyboardInterrupt):  # before the first step
-        status = "interrupted by SIGINT"
-    run.record.update({"status": status})
-
-
-def _write_report(run: OpenRun[object] | None) -> None:
-    """Let the page say how a run with something to show ended; another run's page stays."""
-    if run is not None and run.report is not None and run.record.is_open and run.log.has_lines:
-        run.report.write(quiet=True)
+def _status(error: BaseException, signal: int) -> str:
+    """How a run ended by ``error``, after the ``signal`` or none (0), in its record."""
+    if signal and isinstance(error, SystemExit):
+        return f"interrupted by {name_of(signal)}"
+    if isinstance(error, KeyboardInterrupt):  # before the first step
+        return "interrupted by SIGINT"
+    return f"failed: {type(error).__name__}: {error}"

@@ -43,7 +43,11 @@ def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
 def show_spreads(found: Mapping[str, Spread], *, runs: str) -> None:
     """Print a line for each measure; ``runs`` is the title of the single values."""
     rows = [
-        (name, f"{each.median:.4f} +- {each.deviation:.4f}", _shown(each.values))
+        (
+            name,
+            f"{each.median:.4f} +- {each.deviation:.4f}",
+            " ".join(f"{value:.4f}" for value in each.values),
+        )
         for name, each in found.items()
     ]
     for line in table(("measure", "median +- deviation", runs), rows):
@@ -82,7 +86,9 @@ def run_seeds(
     """
     flat = flatten(config)
     given = {option: flat[option] for option in config.given - _OF_A_RUN}
-    home = Path(flat["output_dir"] or _unused(f"{name}-seeds")).expanduser()
+    free = (default_directory(f"{name}-seeds", number) for number in count(1))
+    chosen = flat["output_dir"] or next(path for path in free if not path.exists())
+    home = Path(chosen).expanduser()
     seeds = range(flat["seed"], flat["seed"] + flat["seeds"])
     runs = []
     for seed in seeds:
@@ -97,12 +103,3 @@ def run_seeds(
     report = {"seeds": list(seeds), "measures": {n: asdict(each) for n, each in found.items()}}
     write_whole(home / "seeds.json", json.dumps(report, indent=2) + "\n")
     show_spreads(found, runs=f"seeds {seeds[0]} to {seeds[-1]}")
-
-
-def _shown(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.4f}" for value in values)
-
-
-def _unused(name: str) -> Path:
-    paths = (default_directory(name, number) for number in count(1))
-    return next(path for path in paths if not path.exists())

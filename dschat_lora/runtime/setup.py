@@ -1,10 +1,12 @@
 """Setup that stages of one trained model or several share: data, memory, identity, engines."""
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,15 +16,17 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import ParallelConfig, RunConfig, ScheduleConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.adamw import Update
 from dschat_lora.engine.build import EngineSettings, resolve_dtype
-from dschat_lora.engine.collectives import local_rank_first, raise_together
+from dschat_lora.engine.collectives import check_same, local_rank_first, raise_together
 from dschat_lora.engine.distributed import (
     data_rank,
     device,
     grid,
+    local_rank,
     rank,
     tensor_rank,
     world_size,
@@ -34,24 +38,17 @@ from dschat_lora.lora.layers import full_shape
 from dschat_lora.models.architecture_checks import head_is_linear
 from dschat_lora.models.blocks import can_recompute, check_compiler
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
+from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint, file_fingerprint
 from dschat_lora.models.loading import Tokenizer
+from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
 from dschat_lora.report.terminal import progress
-from dschat_lora.runtime.checks import check_room
-from dschat_lora.runtime.consistency import check_same_data, tokenizer_digest
+from dschat_lora.runtime.directory import check_room
 from dschat_lora.runtime.memory import settle_recomputation
 from dschat_lora.runtime.run import OpenRun
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
-
-
-class HeadedNetwork(Protocol):
-    """A network over a language model."""
-
-    model: Any
-    full_logits: bool  # whether logits are the model's own, computed whole
 
 
 def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
@@ -110,7 +107,15 @@ def read_data(
     prepared = local_rank_first(
         lambda: prepare_data(data, tokenizer, seed=seed, phase=phase, kind=kind)
     )
-    check_same_data(prepared, tokenizer, name)
+    speaks = local_rank() == 0  # processes of one host read the same files
+    check_same(
+        lambda: {
+            f"the {name} to train on": prepared.train.digest if speaks else "",
+            f"the {name} to evaluate on": prepared.eval.digest if speaks else "",
+            "the tokenizer": tokenizer_digest(tokenizer) if speaks else "",
+        },
+        remedy="give all hosts the same files",
+    )
     for line in prepared.audit.lines():
         run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
@@ -232,7 +237,7 @@ def state_identity(
 
 
 def resolve_logits(
-    networks: Sequence[HeadedNetwork],
+    networks: Sequence[Any],
     *,
     vocab_size: int,
     device: torch.device,
@@ -240,7 +245,8 @@ def resolve_logits(
 ) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank.
 
-    All ``networks`` are over one architecture.
+    All ``networks`` are over one architecture: each has a ``model``, and ``full_logits``, which
+    says whether logits are the model's own, computed whole.
     """
     if head_is_linear(networks[0].model, vocab_size=vocab_size, device=device):
         return
@@ -345,3 +351,24 @@ def shard_model(model: nn.Module, settings: EngineSettings) -> None:
         for parameter in trained:
             parameter.data = parameter.data.to(settings.torch_dtype)
     shard_from_rank_zero(model, settings.deepspeed(3, native))
+
+
+def check_same_models(*sources: ModelSource | None) -> None:
+    """Refuse hosts whose models are not rank 0's; call on every rank."""
+
+    def fingerprints() -> dict[str, str]:
+        found = {}
+        for number, source in enumerate(sources):
+            name = "" if len(sources) == 1 else (" of the actor", " of the critic")[number]
+            for part in ("base", "adapter"):
+                path = getattr(source, part, None) if local_rank() == 0 else None
+                found[f"the {part}{name}"] = "" if path is None else file_fingerprint(path)
+        return found
+
+    check_same(fingerprints, remedy="give all hosts the same files")
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """32 hex digits of all that decides which tokens a text becomes."""
+    rules = json.dumps(describe_tokenizer(tokenizer), sort_keys=True)
+    return hashlib.blake2b(rules.encode(), digest_size=16).hexdigest()

@@ -12,6 +12,7 @@ from dschat_lora.config.stages import (
     LOSSES_OF_OPTION,
     SIMPO_BETA,
     AuditConfig,
+    DpoConfig,
     DpoStageConfig,
     ScoreConfig,
     SupervisedConfig,
@@ -31,10 +32,7 @@ from dschat_lora.runtime.checks import (
     check_compile,
     check_data_is_named,
     check_divided,
-    check_file_can_be_made,
     check_lora_options,
-    check_output_dir,
-    check_source_is_kept,
     check_task,
     continued_lora,
     find_of_kind,
@@ -46,6 +44,11 @@ from dschat_lora.runtime.checks import (
     settled_base_bits,
     task_of,
     with_trackers,
+)
+from dschat_lora.runtime.directory import (
+    check_file_can_be_made,
+    check_output_dir,
+    check_source_is_kept,
 )
 from dschat_lora.runtime.resume import launched_processes
 
@@ -72,15 +75,6 @@ class StageRules:
     checks: tuple[Check[Any, ModelSource], ...] = ()  # its own, which come first
 
 
-@dataclass(frozen=True)
-class SupervisedInputs:
-    """Inputs of the checks besides the config: the model found, and the data as typed."""
-
-    rules: StageRules
-    source: ModelSource
-    asked: DataConfig
-
-
 SFT = StageRules("sft")
 REWARD = StageRules(
     "reward",
@@ -101,22 +95,27 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     """
 
     def check(config: ConfigT) -> ConfigT:
+        # In this order: the first that fails is what a user reads.
         source = find_model(config.model.model_name_or_path)
-        inputs = SupervisedInputs(rules, source, config.data)
         config = apply_checks(config, source, rules.checks)
-        return apply_checks(config, inputs, SUPERVISED_CHECKS)
+        asked = config.data.data_path
+        check_adapter_files(source)
+        check_task(source, rules.tasks)
+        config = with_bundled_data(config, rules)
+        config = with_adapter_and_base(config, source)
+        if isinstance(config, DpoStageConfig):
+            config = replace(config, dpo=checked_dpo(config))
+        length = fitting_length(config.data.max_seq_len, source, config.given)
+        config = replace(config, data=replace(config.data, max_seq_len=length))
+        check_budget(config)
+        check_data(config, rules, source)
+        config = with_trackers(with_recomputation(with_deepspeed_json(config)), None)
+        check_output_dir(config, None)
+        check_source_is_kept(config.run, source)
+        announce(config, rules, source, bundled=config.data.data_path != asked)
+        return config
 
     return resolve_stage(config, check, stage=rules.name)
-
-
-def check_score(config: ScoreConfig) -> None:
-    """Refuse what is no reward model, or files that cannot be scored, before torch is imported."""
-    check_reading(config, ("SEQ_CLS",))
-
-
-def check_generate(config: GenerateConfig) -> None:
-    """Refuse what is no language model, or files without prompts."""
-    check_reading(config, ("CAUSAL_LM",))
 
 
 def check_eval(config: EvalConfig) -> bool:
@@ -175,16 +174,10 @@ def check_audit(config: AuditConfig) -> AuditConfig:
     return replace(config, data=data)
 
 
-def check_model(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse a damaged adapter, or a model of another task."""
-    check_adapter_files(inputs.source)
-    check_task(inputs.source, inputs.rules.tasks)
-
-
-def with_bundled_data(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
+def with_bundled_data(config: ConfigT, rules: StageRules) -> ConfigT:
     """With the bundled rows where the user names none that the stage uses."""
     data = config.data
-    if "sft_only_data_path" in inputs.rules.unused:
+    if "sft_only_data_path" in rules.unused:
         data = replace(data, sft_only_data_path=())
     if not (data.data_path or data.sft_only_data_path):
         check_data_is_named(config.given)
@@ -197,73 +190,53 @@ def with_bundled_data(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     return replace(config, data=data)
 
 
-def with_continued_lora(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
-    """With the settings of the adapter that is continued."""
-    return replace(config, lora=continued_lora(config.lora, inputs.source, config.given))
+def with_adapter_and_base(config: ConfigT, source: ModelSource) -> ConfigT:
+    """With what the model's files settle: the adapter that goes on, and the bits of the base.
 
-
-def check_lora(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse two choices of layers, and options of adapters or experts where there are none."""
-    check_lora_options(config.lora, config.given)
-
-
-def with_base_bits(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
-    """With the bits of the base, which its files or the adapter that is continued may settle."""
+    Raises:
+        ValueError: if options contradict them or each other, or --tensor_parallel_size does not
+            fit processes, training or the model.
+    """
+    lora = continued_lora(config.lora, source, config.given)
+    check_lora_options(lora, config.given)
+    size = config.parallel.tensor_parallel_size
     bits = settled_base_bits(
         config.model.base_bits,
-        inputs.source,
-        config.lora,
+        source,
+        lora,
         trains=config.optim.num_train_epochs > 0,
-        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        tensor_parallel_size=size,
     )
-    return replace(config, model=replace(config.model, base_bits=bits))
-
-
-def check_tensor_parallel(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse processes, training or a model that ``--tensor_parallel_size`` does not fit."""
-    size = config.parallel.tensor_parallel_size
+    config = replace(config, lora=lora, model=replace(config.model, base_bits=bits))
     check_processes(size, launched_processes())
-    check_training(config.model, config.lora, size)
-    check_divided(inputs.source, config.parallel)
+    check_training(config.model, lora, size)
+    check_divided(source, config.parallel)
+    return config
 
 
-def check_loss_options(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse options of DPO's stage that the chosen loss has no use for."""
-    if not isinstance(config, DpoStageConfig):
-        return
-    values, loss = flatten(config), config.dpo.loss_type
+def checked_dpo(config: DpoStageConfig) -> DpoConfig:
+    """The options of the loss, with the published beta of SimPO where none is given.
+
+    Raises:
+        ValueError: at an option that the loss has no use for, or if the reference would have to be
+            a second model.
+    """
+    values, dpo = flatten(config), config.dpo
     for name, losses in LOSSES_OF_OPTION.items():
         is_off = values[name] == 0 and not isinstance(values[name], bool)
-        if name in config.given and loss not in losses and not is_off:
+        if name in config.given and dpo.loss_type not in losses and not is_off:
             typed = " ".join(command_line({name: values[name]}))
             allowed = " or ".join([", ".join(losses[:-1])] * (len(losses) > 1) + [losses[-1]])
-            raise ValueError(f"{typed} is for --loss_type {allowed}, not {loss}")
-
-
-def with_default_beta(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
-    """With the published beta of SimPO where the user gives none."""
-    if not isinstance(config, DpoStageConfig) or "beta" in config.given:
-        return config
-    if config.dpo.loss_type != "simpo":
-        return config
-    return replace(config, dpo=replace(config.dpo, beta=SIMPO_BETA))
-
-
-def check_reference(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse a reference of DPO that would have to be a second model."""
-    if not isinstance(config, DpoStageConfig) or config.dpo.precompute_ref_log_probs:
-        return
-    if config.lora.lora_dim == 0 or not config.lora.only_optimize_lora:
+            raise ValueError(f"{typed} is for --loss_type {allowed}, not {dpo.loss_type}")
+    adapter_alone = config.lora.lora_dim > 0 and config.lora.only_optimize_lora
+    if not (dpo.precompute_ref_log_probs or adapter_alone):
         raise ValueError(
             "--no-precompute_ref_log_probs looks through the starting adapter on the frozen base; "
             "with base weights that train use --precompute_ref_log_probs"
         )
-
-
-def with_fitting_length(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
-    """With rows as long as the model has positions for, at most."""
-    length = fitting_length(config.data.max_seq_len, inputs.source, config.given)
-    return replace(config, data=replace(config.data, max_seq_len=length))
+    if dpo.loss_type == "simpo" and "beta" not in config.given:
+        return replace(dpo, beta=SIMPO_BETA)
+    return dpo
 
 
 def fitting_length(
@@ -287,7 +260,7 @@ def fitting_length(
     return min(length, int(limit))
 
 
-def check_budget(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
+def check_budget(config: SupervisedConfig) -> None:
     """Refuse micro-batches of so many tokens that are of so many rows too, or hold no row."""
     tokens, rows = config.batch.tokens_per_device, config.batch.per_device_train_batch_size
     if tokens and "per_device_train_batch_size" in config.given:
@@ -304,17 +277,17 @@ def check_budget(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
         )
 
 
-def check_data(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
+def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource) -> None:
     """Refuse data that cannot be read as the stage reads it, or a chat template that is none."""
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     unpaired = isinstance(config, DpoStageConfig) and config.dpo.is_unpaired
-    check_sources(config.data, "unpaired" if unpaired else inputs.rules.kind)
+    check_sources(config.data, "unpaired" if unpaired else rules.kind)
     if config.optim.num_train_epochs > 0:
-        check_some_prompt_fits(config.data, inputs.source.tokenizer)
+        check_some_prompt_fits(config.data, source.tokenizer)
 
 
-def with_deepspeed_json(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
+def with_deepspeed_json(config: ConfigT) -> ConfigT:
     """With what ``--deepspeed_config`` says where no option was given; not compiled at ZeRO 3."""
     model, batch, optim, parallel = reconcile(
         config.model,
@@ -328,71 +301,34 @@ def with_deepspeed_json(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
     return replace(config, model=model, batch=batch, optim=optim, parallel=parallel)
 
 
-def with_recomputation(config: ConfigT, inputs: SupervisedInputs) -> ConfigT:
+def with_recomputation(config: ConfigT) -> ConfigT:
     """With blocks recomputed whose inputs are to be on the host."""
     name = "gradient_checkpointing"
     switch = recomputing(config.parallel, {name: config.model.gradient_checkpointing})[name]
     return replace(config, model=replace(config.model, gradient_checkpointing=switch))
 
 
-def check_model_is_kept(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Refuse to overwrite the directory that the model comes from."""
-    check_source_is_kept(config.run, inputs.source)
-
-
-def announce(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Log the model and the data on the first line; the first rank alone."""
-    data = config.data
-    bundled = data.data_path != inputs.asked.data_path
+def announce(
+    config: SupervisedConfig, rules: StageRules, source: ModelSource, *, bundled: bool
+) -> None:
+    """Log model and data in the first line, and a note on each option that changes nothing."""
+    data, lora, optim, given = config.data, config.lora, config.optim, config.given
     paths = "the bundled data" if bundled else " ".join(data.data_path)
     more = " ".join(data.sft_only_data_path)
-    say_once(f"model: {model_name(inputs.source)}; data: {paths} {more}".rstrip())
-
-
-def note_without_effect(config: SupervisedConfig, inputs: SupervisedInputs) -> None:
-    """Log a note on each option that was given and changes nothing."""
-    lora, given, unused = config.lora, config.given, inputs.rules.unused
-    notes = [f"--{name} has no effect in this stage" for name in unused if name in given]
+    say_once(f"model: {model_name(source)}; data: {paths} {more}".rstrip())
+    notes = [f"--{name} has no effect in this stage" for name in rules.unused if name in given]
+    # Otherwise the adapters' rate comes from --learning_rate.
+    own_rate = optim.lora_learning_rate is not None or (
+        optim.lora_lr_multiplier is None and optim.default_lora_learning_rate is not None
+    )
     if lora.lora_dim == 0:
         notes += [
             f"--{name} has no effect without --lora_dim" for name in _LORA_ONLY if name in given
         ]
-    elif lora.only_optimize_lora and not _follows_base_rate(config) and "learning_rate" in given:
+    elif lora.only_optimize_lora and own_rate and "learning_rate" in given:
         notes.append("--learning_rate has no effect: adapters alone train, at --lora_learning_rate")
     notes += parallel_without_effect(config.parallel)
     if "eot_token" in given and not config.model.add_eot_token:
         notes.append("--eot_token has no effect without --add_eot_token")
     for note in notes:
         say_once(f"  note         {note}")
-
-
-def _follows_base_rate(config: SupervisedConfig) -> bool:
-    """Whether the adapters' rate comes from ``--learning_rate``."""
-    optim = config.optim
-    if optim.lora_learning_rate is not None:
-        return False
-    return optim.lora_lr_multiplier is not None or optim.default_lora_learning_rate is None
-
-
-# In this order: the first that fails is the one a user reads.
-SUPERVISED_CHECKS: tuple[Check[Any, SupervisedInputs], ...] = (
-    check_model,
-    with_bundled_data,
-    with_continued_lora,
-    check_lora,
-    with_base_bits,
-    check_tensor_parallel,
-    check_loss_options,
-    with_default_beta,
-    check_reference,
-    with_fitting_length,
-    check_budget,
-    check_data,
-    with_deepspeed_json,
-    with_recomputation,
-    with_trackers,
-    check_output_dir,
-    check_model_is_kept,
-    announce,
-    note_without_effect,
-)

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.templates import read_chat_template
-from dschat_lora.runtime.checks import check_can_be_made, find_of_kind, settled_base_bits
+from dschat_lora.runtime.checks import find_of_kind, settled_base_bits
+from dschat_lora.runtime.directory import check_can_be_made
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.serving.config import AnswerConfig, ChatConfig, ServeConfig, find_models
 

@@ -32,12 +32,12 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.advice import explaining_memory
-from dschat_lora.runtime.consistency import check_same_models
 from dschat_lora.runtime.memory import estimate_memory_of, free_memory, memory_plan_of
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
     check_room_for,
+    check_same_models,
     engine_settings,
     engine_words,
     note_all_weights,

@@ -18,11 +18,10 @@ from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Meter, StepCounts, device_peak
 from dschat_lora.report.log import summary_lines
-from dschat_lora.runtime.checkpointer import Checkpointer, Part
+from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
 from dschat_lora.runtime.evaluation import AnswerLog
-from dschat_lora.runtime.export import export_trained, first_ids
+from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.lr_schedule import RateFactor, standard_schedule
-from dschat_lora.runtime.next_steps import say_next_steps
 from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,
@@ -71,7 +70,7 @@ def train(
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     evaluator = SupervisedEvaluator(setup, engine, data.eval, batch_layout, objective)
     meter, progress = make_meter(setup, engine), TrainProgress()
-    parts: dict[str, Part] = {"progress": progress, "evaluation": evaluator.results}
+    parts: dict[str, Stateful] = {"progress": progress, "evaluation": evaluator.results}
     if answers is not None:
         parts["answers"] = answers.answers
     checkpointer = _make_checkpointer(setup, engine, loader, parts, on_checkpoint)
@@ -113,7 +112,7 @@ def _make_checkpointer(
     setup: SupervisedSetup,
     engine: TrainEngine[BackboneModel],
     loader: StepLoader,
-    parts: dict[str, Part],
+    parts: dict[str, Stateful],
     on_checkpoint: Callable[[int], None] | None,
 ) -> Checkpointer:
     return Checkpointer(

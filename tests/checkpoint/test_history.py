@@ -79,9 +79,9 @@ def test_checkpoints_are_listed_newest_first_and_nothing_else_is(tmp_path):
 
 
 def test_newest_valid_checkpoint_is_chosen(tmp_path):
-    assert newest_valid(tmp_path) == Choice(None, ())
+    assert newest_valid(tmp_path) == Choice(None, {})
     add(tmp_path, 10, 20, 30)
-    assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 30), ())
+    assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 30), {})
 
 
 def test_damaged_checkpoints_are_passed_over_and_reported(tmp_path):
@@ -90,9 +90,10 @@ def test_damaged_checkpoints_are_passed_over_and_reported(tmp_path):
     (step_directory(tmp_path, 20) / "manifest.json").unlink()
     choice = newest_valid(tmp_path)
     assert choice.path == step_directory(tmp_path, 10)
-    assert [step_of(each.path) for each in choice.rejected] == [30, 20]
-    assert "step-00000030/state.json has 7 bytes, its manifest says 2" in choice.rejected[0].reason
-    assert choice.rejected[1].reason.endswith("step-00000020/manifest.json is missing")
+    assert [*map(step_of, choice.rejected)] == [30, 20]
+    first, second = choice.rejected.values()
+    assert "step-00000030/state.json has 7 bytes, its manifest says 2" in first
+    assert second.endswith("step-00000020/manifest.json is missing")
     damage(tmp_path, 10)
     assert newest_valid(tmp_path).path is None
     assert len(newest_valid(tmp_path).rejected) == 3
@@ -233,7 +234,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
     assert sorted(os.listdir(tmp_path)) == ["adapter", "checkpoints", "model"]
     assert (tmp_path / "adapter" / "file").read_text() == "adapter"
-    assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 20), ())
+    assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 20), {})
 
 
 def test_directory_caught_between_two_renames_takes_its_name_back(tmp_path):
@@ -244,7 +245,7 @@ def test_directory_caught_between_two_renames_takes_its_name_back(tmp_path):
         fill(tmp_path / f".{name}.old", name)
         fill(tmp_path / f".{name}.tmp")
     clear_unfinished(tmp_path)
-    assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 20), ())
+    assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 20), {})
     assert sorted(os.listdir(tmp_path)) == ["adapter", "checkpoints", "model"]
     assert (tmp_path / "adapter" / "file").read_text() == "adapter"
     assert (tmp_path / "model" / "file").read_text() == "model"

@@ -9,8 +9,7 @@ from tiny_models import random_ids, randomise, tiny_model
 from torch import nn
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, write_adapter
-from dschat_lora.checkpoint.adapter_config import read_adapter_config
-from dschat_lora.checkpoint.checkpoint_adapter import _config
+from dschat_lora.checkpoint.adapter_config import _config_in_state, read_adapter_config
 from dschat_lora.checkpoint.lora_only import write_lora_only
 from dschat_lora.checkpoint.model_card import model_card
 from dschat_lora.config.groups import OWN_SETTINGS, LoraConfig
@@ -155,9 +154,12 @@ def test_the_model_card_names_ranks_and_alphas_and_one_file_without_them_is_refu
 
 def test_a_checkpoint_gives_experts_their_own_numbers_and_what_stands_beside_them_the_others():
     experts, router = "model.layers.0.mlp.experts.down_proj", "model.layers.0.mlp.experts.router"
-    names = [f"{each}.lora_{part}" for each in (experts, router) for part in "AB"]
+    shapes = {
+        **{f"{experts}.lora_A": [8, 2, 16], f"{experts}.lora_B": [8, 16, 2]},
+        **{f"{router}.lora_A": [4, 16], f"{router}.lora_B": [8, 4]},
+    }
     options = {"lora_dim": 4, "lora_alpha": 8.0, "expert_lora_alpha": 6.0}
-    found = _config(options, "", names, {experts: 2, router: 4}, task="CAUSAL_LM")
+    found = _config_in_state(options, "", shapes, task="CAUSAL_LM")
     assert found.rank_pattern == {f"^{experts}": 2}
     assert found.alpha_pattern == {f"^{experts}": 6.0}
     assert found.target_modules == (experts, router)

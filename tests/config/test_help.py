@@ -6,9 +6,8 @@ import sys
 import pytest
 
 import dschat_lora.__main__ as command
-from dschat_lora.config.help import COMPATIBILITY, OTHER, SECTIONS
-from dschat_lora.config.hints import HINTS
 from dschat_lora.config.options import option_fields, option_names, parse_config
+from dschat_lora.config.parser import COMPATIBILITY, HINTS, OTHER, SECTIONS
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.rl.config import RlhfConfig

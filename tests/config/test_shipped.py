@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dschat_lora import __main__ as command
+from dschat_lora.config.bundled import CONFIGS, find_deepspeed_json, find_recipe, recipes
 from dschat_lora.config.options import parse_config
-from dschat_lora.config.recipes import CONFIGS, find_deepspeed_json, find_recipe, recipes
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.engine.ds_config import read_deepspeed_json

@@ -9,7 +9,7 @@ from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
-from dschat_lora.runtime import memory
+from dschat_lora.runtime import advice, memory
 from dschat_lora.runtime.resume import check_identity, options_to_keep, settle
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 from helpers.step1 import checked, parsed
@@ -153,7 +153,7 @@ def test_tokens_are_part_of_what_a_run_is(tmp_path):
 
 def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     asked = []
-    monkeypatch.setattr(memory, "describe", lambda model: None)
+    monkeypatch.setattr(advice, "describe", lambda model: None)
     monkeypatch.setattr(memory, "estimate_memory", lambda model, **options: asked.append(options))
     config = checked("--tokens_per_device", 1300, "--max_seq_len", 512)
     said = {"reuse_distance": 7, "bucket_size": 5}
@@ -162,8 +162,8 @@ def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     )
     adapted = SimpleNamespace(model=None)
     stored = {"gradient_checkpointing": False, "offload_activations": False, "zero_stage": 0}
-    memory.make_estimator(adapted, config, settings)(rows=1, length=512, **stored)
+    advice.make_estimator(adapted, config, settings)(rows=1, length=512, **stored)
     assert (asked[0]["rows"], asked[0]["length"]) == (3, 433)
     assert said.items() <= asked[0].items()
-    memory.make_estimator(adapted, checked(), settings)(rows=16, length=128, **stored)
+    advice.make_estimator(adapted, checked(), settings)(rows=16, length=128, **stored)
     assert (asked[1]["rows"], asked[1]["length"]) == (16, 128)

@@ -9,7 +9,7 @@ import pytest
 from dschat_lora.config.options import parse_config
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime.caller import NOBODY
-from dschat_lora.runtime.next_steps import next_commands, say_next_steps
+from dschat_lora.runtime.export import next_commands, say_next_steps
 
 HOME = Path("out/my run")
 

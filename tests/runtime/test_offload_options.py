@@ -12,7 +12,7 @@ ACTOR, CRITIC = "actor_gradient_checkpointing", "critic_gradient_checkpointing"
 
 
 def one(line):
-    return of_one(parse_config(DpoStageConfig, line.split()), None).model.gradient_checkpointing
+    return of_one(parse_config(DpoStageConfig, line.split())).model.gradient_checkpointing
 
 
 def roles(line):

@@ -17,8 +17,8 @@ from transformers import (
     set_seed,
 )
 
+from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import read_json
-from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.engine import failure_detection, gpu
 from dschat_lora.engine.collectives import check_same, on_rank_zero, raise_together
 from dschat_lora.engine.distributed import (
@@ -48,7 +48,6 @@ from dschat_lora.experiments.glue.trainer import (
 from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import hub_errors
-from dschat_lora.runtime.consistency import tokenizer_digest
 from dschat_lora.runtime.resume import (
     check_identity,
     goes_on_in_place,
@@ -61,6 +60,7 @@ from dschat_lora.runtime.run import (
     recorded_ending,
     resolved_together,
 )
+from dschat_lora.runtime.setup import tokenizer_digest
 
 
 def run_glue(config: GlueConfig) -> None:

@@ -12,21 +12,16 @@ from dschat_lora.checkpoint.adapter_config import (
     read_adapter_config,
     verify_adapter,
 )
+from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import read_json
 from dschat_lora.config.options import flatten
-from dschat_lora.config.recipes import find_deepspeed_json
 from dschat_lora.data.rows import SMALL_FILE
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import find_files, read_split
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import log_once, say_once
-from dschat_lora.runtime.checks import (
-    Check,
-    apply_checks,
-    check_output_dir,
-    check_source_is_kept,
-    resolve_stage,
-)
+from dschat_lora.runtime.checks import Check, apply_checks, resolve_stage
+from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import with_options
 from dschat_lora.runtime.seeds import check_starts_runs
 

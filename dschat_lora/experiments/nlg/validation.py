@@ -26,13 +26,8 @@ from dschat_lora.experiments.nlg.predictions import chosen_predictions, predicti
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
-from dschat_lora.runtime.checks import (
-    Check,
-    check_can_be_made,
-    check_file_can_be_made,
-    check_task,
-    model_fields,
-)
+from dschat_lora.runtime.checks import Check, check_task, model_fields
+from dschat_lora.runtime.directory import check_can_be_made, check_file_can_be_made
 from dschat_lora.runtime.seeds import check_starts_runs
 from dschat_lora.runtime.validation import StageRules, check_supervised
 
