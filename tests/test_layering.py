@@ -420,7 +420,7 @@ def table():
     def named(words):
         return ", ".join(f"`{word}`" for word in words.split() if word != "__init__")
 
-    yield "| floor | room | rooms it may import | libraries | modules that start fast |"
+    yield "| layer | package | packages it may import | libraries | modules that start fast |"
     yield "|---|---|---|---|---|"
     for number, floor in reversed([*enumerate(FLOORS, start=1)]):
         for name, room in floor.items():
