@@ -204,7 +204,7 @@ def _as_numbers(result):
 
 def train_rlhf_undrawn(argv, *, places):
     """:func:`train_rlhf` where tokens cannot be drawn: (number of the draw, row) of rollouts."""
-    choose, draws = sampling.choose, []
+    choose, draws = sampling.sample_tokens, []
 
     def spoilt(logits, uniform, options):
         chosen = choose(logits, uniform, options)
@@ -215,7 +215,7 @@ def train_rlhf_undrawn(argv, *, places):
                     chosen[row] = sampling.NO_TOKEN
         return chosen
 
-    with mock.patch.object(sampling, "choose", spoilt):
+    with mock.patch.object(sampling, "sample_tokens", spoilt):
         return train_rlhf(argv)
 
 

@@ -121,7 +121,7 @@ def refused_verb(home, monkeypatch, capsys):
 
 
 def test_an_answer_that_cannot_be_drawn_is_left_out(verb, monkeypatch):
-    choose, draws = sampling.choose, []
+    choose, draws = sampling.sample_tokens, []
 
     def spoilt(logits, uniform, options):
         chosen = choose(logits, uniform, options)
@@ -134,7 +134,7 @@ def test_an_answer_that_cannot_be_drawn_is_left_out(verb, monkeypatch):
     for more in ((), ("--json",)):
         draws.clear()
         with monkeypatch.context() as patched:
-            patched.setattr(sampling, "choose", spoilt)
+            patched.setattr(sampling, "sample_tokens", spoilt)
             found = verb("generate", "sft", *PROMPTS, "--max_new_tokens", "4", *more).splitlines()
         if more:
             rows = [json.loads(line) for line in found]
