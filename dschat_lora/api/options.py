@@ -21,7 +21,7 @@ from dschat_lora.runtime.stage_main import late
 
 
 class EarlierRun(Protocol):
-    """A run that has ended, such as :class:`dschat_lora.api.runs.Run`."""
+    """A run that has ended, such as :class:`dschat_lora.api.stages.Run`."""
 
     path: Path
 

@@ -20,7 +20,7 @@ from dschat_lora.models.loading import end_ids
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import note
 from dschat_lora.supervised.inference import (
-    Policy,
+    LoadedPolicy,
     RowsConfig,
     last_record,
     load_policy,
@@ -42,10 +42,10 @@ class Answer:
     undrawn: bool  # cut off, as the logits of its last token were not finite
 
 
-class Generator:
+class AnswerGenerator:
     """Answers tokenised prompts in batches of like length, on this machine's device."""
 
-    def __init__(self, policy: Policy, sampling: Sampling, *, batch_size: int) -> None:
+    def __init__(self, policy: LoadedPolicy, sampling: Sampling, *, batch_size: int) -> None:
         self._policy, self._tokenizer = policy, policy.tokenizer
         self._sampling, self._batch_size = sampling, batch_size
         self._ends = end_ids(policy.tokenizer)
@@ -85,7 +85,7 @@ class Generator:
 
 
 def answer_prompts(
-    config: GenerateConfig, policy: Policy, room: int
+    config: GenerateConfig, policy: LoadedPolicy, room: int
 ) -> Iterator[list[tuple[TextRecord, list[Answer] | None]]]:
     """Prompts with their answers, some at a time; None to those of more than ``room`` tokens.
 
@@ -99,7 +99,7 @@ def answer_prompts(
         top_p=config.top_p,
         top_k=config.top_k,
     )
-    generate = Generator(policy, sampling, batch_size=config.per_device_eval_batch_size)
+    generate = AnswerGenerator(policy, sampling, batch_size=config.per_device_eval_batch_size)
     count = 0
     for records in _chunks(config, policy, config.per_device_eval_batch_size):
         prompts = prompt_ids(records, policy, room)
@@ -161,7 +161,7 @@ def answer_texts(config: GenerateConfig) -> list[str]:
     return texts
 
 
-def room_for_prompts(policy: Policy, max_new_tokens: int, max_seq_len: int) -> int:
+def room_for_prompts(policy: LoadedPolicy, max_new_tokens: int, max_seq_len: int) -> int:
     """Tokens that a prompt may have so that an answer fits behind it.
 
     Raises:
@@ -175,7 +175,9 @@ def room_for_prompts(policy: Policy, max_new_tokens: int, max_seq_len: int) -> i
     return limit - max_new_tokens
 
 
-def prompt_ids(records: Sequence[TextRecord], policy: Policy, room: int) -> list[list[int] | None]:
+def prompt_ids(
+    records: Sequence[TextRecord], policy: LoadedPolicy, room: int
+) -> list[list[int] | None]:
     """Token ids of prompts as step 3 has them; None for those of more than ``room`` tokens."""
     rule = TokenRule(int(policy.tokenizer.eos_token_id), room, "drop", False, kind="prompts")
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
@@ -183,7 +185,7 @@ def prompt_ids(records: Sequence[TextRecord], policy: Policy, room: int) -> list
     return [s.input_ids.tolist() if isinstance(s, PromptSample) else None for s in samples]
 
 
-def _chunks(config: GenerateConfig, policy: Policy, size: int) -> Iterator[list[TextRecord]]:
+def _chunks(config: GenerateConfig, policy: LoadedPolicy, size: int) -> Iterator[list[TextRecord]]:
     """Prompts of the line, then of the files."""
     chat, records = make_chat(policy.tokenizer, config.loading.chat_template_kwargs), []
     for record in _records(config, chat):

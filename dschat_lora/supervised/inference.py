@@ -36,7 +36,7 @@ class RowsConfig(Protocol):
 
 
 @dataclass(frozen=True)
-class Policy:
+class LoadedPolicy:
     """A language model on this machine's device, in evaluation mode, with its adapter if any."""
 
     source: ModelSource
@@ -50,7 +50,7 @@ class Policy:
         return limit
 
 
-def load_policy(config: ModelConfig) -> Policy:
+def load_policy(config: ModelConfig) -> LoadedPolicy:
     """The language model that ``--model_name_or_path`` names.
 
     Raises:
@@ -65,7 +65,7 @@ def load_policy(config: ModelConfig) -> Policy:
     )
     if adapted.warning is not None:
         note(f"warning: {adapted.warning}")
-    return Policy(source, adapted.model.eval().to(here), tokenizer)
+    return LoadedPolicy(source, adapted.model.eval().to(here), tokenizer)
 
 
 def read_rows(

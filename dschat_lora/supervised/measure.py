@@ -16,10 +16,15 @@ from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import log_once, to_json
-from dschat_lora.supervised.generate import Generator, prompt_ids, room_for_prompts, row_prompts
+from dschat_lora.supervised.generate import (
+    AnswerGenerator,
+    prompt_ids,
+    room_for_prompts,
+    row_prompts,
+)
 from dschat_lora.supervised.inference import (
+    LoadedPolicy,
     LossMeter,
-    Policy,
     check_measured,
     last_record,
     load_policy,
@@ -131,7 +136,7 @@ def measure_policy(config: EvalConfig, make_judge: MakeJudge | None = None) -> d
     return measure_answers(config, policy) | scored
 
 
-def measure_answers(config: EvalConfig, policy: Policy) -> dict[str, float]:
+def measure_answers(config: EvalConfig, policy: LoadedPolicy) -> dict[str, float]:
     """Perplexity of the answers, and preferences by log-probability."""
     chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     limit = min(each for each in (policy.positions, config.max_seq_len, 2**31) if each)
@@ -171,7 +176,11 @@ def measure_answers(config: EvalConfig, policy: Policy) -> dict[str, float]:
 
 
 def sample_losses(
-    records: Sequence[TextRecord], policy: Policy, meter: LossMeter, limit: int, batch_size: int
+    records: Sequence[TextRecord],
+    policy: LoadedPolicy,
+    meter: LossMeter,
+    limit: int,
+    batch_size: int,
 ) -> list[tuple[float, int] | None]:
     """Loss in nats and supervised tokens of each record; None for those that are too long.
 
@@ -191,14 +200,14 @@ def sample_losses(
     return found
 
 
-def own_scores(config: EvalConfig, policy: Policy, judge: Judge | None) -> dict[str, float]:
+def own_scores(config: EvalConfig, policy: LoadedPolicy, judge: Judge | None) -> dict[str, float]:
     """Scores of the model's own greedy answers by reward model and judge; empty without either."""
     if config.reward_model is None and judge is None:
         return {}
     scorer = None if config.reward_model is None else scorer_of(config, config.reward_model)
     chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
-    generate = Generator(
+    generate = AnswerGenerator(
         policy,
         Sampling(config.max_new_tokens, do_sample=False),
         batch_size=config.per_device_eval_batch_size,
