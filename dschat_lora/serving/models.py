@@ -105,9 +105,9 @@ def _open_base(
         # That of all adapters: the others would be on another base than their own.
         bits = {each.source.base_bits for each in named if each.source.adapter is not None}
         options = replace(options, base_bits=4 if bits == {4} else None)
-    dtype = DTYPES[resolve_dtype(options.dtype)]
+    here, dtype = device(), DTYPES[resolve_dtype(options.dtype)]  # a wrong GPU is said first
     model = load_causal_lm(base, load_config(base, options), options, dtype=dtype, meta=False)
-    model = model.requires_grad_(False).to(device()).eval()
+    model = model.requires_grad_(False).to(here).eval()
     check_cache(model)
     tokenizers = {each.name: load_tokenizer(each.source.tokenizer, options) for each in named}
     adapted = [each for each in named if each.source.adapter is not None]

@@ -116,9 +116,10 @@ def check_choice(run, damaged):
     choice = newest_valid(run)
     assert choice.path == step_directory(run, STEPS[-1 - len(damaged)])
     assert len(choice.rejected) == len(damaged)
-    for each, rejected, step in zip(damaged, choice.rejected, reversed(STEPS), strict=False):
-        assert rejected.path == step_directory(run, step)
-        assert rejected.reason.startswith(f"{each.path} "), (each.kind.__name__, rejected)
+    rejected = choice.rejected.items()
+    for each, (path, reason), step in zip(damaged, rejected, reversed(STEPS), strict=False):
+        assert path == step_directory(run, step)
+        assert reason.startswith(f"{each.path} "), (each.kind.__name__, reason)
 
 
 def check_all_hit(seen, files):
@@ -153,7 +154,7 @@ def test_two_damaged_checkpoints_are_named_and_the_third_taken(run):
     for _ in range(TWO_CHECKPOINTS):
         with Damaged(first, rng) as one, Damaged(second, rng) as two:
             check_choice(run, [one, two])
-    assert newest_valid(run).rejected == ()
+    assert newest_valid(run).rejected == {}
 
 
 def test_damaged_adapter_is_refused_by_name_of_the_file(run):
@@ -202,9 +203,10 @@ def test_a_byte_of_a_real_checkpoint_is_found_and_its_file_named(name, trained):
         choice = newest_valid(Path(trained[name]))
         path.write_bytes(before)
         assert choice.path == path.parent.with_name("step-00000001"), (path, position)
-        assert choice.rejected[0].reason.startswith(f"{path} "), (path, position)
+        (reason, *_) = choice.rejected.values()
+        assert reason.startswith(f"{path} "), (path, position)
     assert len(points) == BYTES // 2
-    assert newest_valid(Path(trained[name])).rejected == ()
+    assert newest_valid(Path(trained[name])).rejected == {}
 
 
 @pytest.mark.stage

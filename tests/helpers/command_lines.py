@@ -281,12 +281,11 @@ def _run(argv, outcome):
         outcome.calls.append((values, named))
         raise _ReachedError
 
-    class Late:
-        def __getattr__(self, name):
-            return reach
+    real = stage_main.LateFunction.load
 
-    def import_late(name):
-        return pipeline if name == pipeline.__name__ else Late()
+    def load(late):
+        module, _, _ = late.path.partition(":")
+        return real(late) if f"dschat_lora.{module}" == pipeline.__name__ else reach
 
     def listen(where, **_):
         where[0].encode("idna")
@@ -298,7 +297,7 @@ def _run(argv, outcome):
         with (
             replaced(
                 (sys, "argv", ["dschat-lora", *argv]),
-                (stage_main, "_import", import_late),
+                (stage_main.LateFunction, "load", load),
                 (command_lines, "launch_stage", reach),
                 (command_lines, "run_seeds", reach),
                 (pipeline, "alone", reach),
