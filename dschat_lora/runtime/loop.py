@@ -151,7 +151,7 @@ class TrainingLoop:
         """
         progress, patience = self._progress, MAX_SKIPS_FP16 if scales_loss else MAX_SKIPS
         skipped = progress.skipped_in_a_row
-        if skipped >= patience or (last and 0 < skipped == progress.step):
+        if skipped >= patience or (last and skipped == progress.step):
             broken = self._checkpointer.broken_weight()
             where = "" if broken is None else f"{broken} holds values that are not finite. "
             times = "once" if skipped == 1 else f"{skipped} times in a row"

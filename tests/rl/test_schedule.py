@@ -44,6 +44,8 @@ def test_an_epoch_answers_every_prompt_once_in_an_order_of_its_own(prompts, each
         for first in (0, order.iterations_per_epoch)
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(prompts))
+    if prompts > 3:  # of fewer, two random orders may well be one
+        assert epochs[0] != epochs[1]
     for iteration in range(5):
         assert order.size(iteration) == len(order(iteration))
 
