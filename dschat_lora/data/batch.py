@@ -126,6 +126,10 @@ class SampleCollator:
         """(B, T) of the batch of rows of these lengths."""
         return len(lengths), round_up(max(lengths), self.multiple_of)
 
+    def positions(self, samples: TokenSet) -> NDArray[np.int64]:
+        """(len(samples),) positions of a row for each sample alone; labels are not read."""
+        return samples.lengths
+
     def counts(self, samples: TokenSet) -> SampleCounts:
         """Counts of each sample; a label that is its first never counts as a target."""
         tokens, targets = samples.lengths, [np.zeros(0, np.int64)]
@@ -194,6 +198,10 @@ class PairCollator:
         elif self.tight:
             height = len(first_fit(lengths, width))
         return height, round_up(width, self.multiple_of)
+
+    def positions(self, pairs: TokenSet) -> NDArray[np.int64]:
+        """(len(pairs),) positions of a row for each pair alone, padding included."""
+        return self.counts(pairs).positions
 
     def counts(self, pairs: TokenSet) -> SampleCounts:
         """Counts of each pair in this layout; nothing predicts the first token of a sequence."""

@@ -21,6 +21,9 @@ class Collator(Protocol):
     def empty(self) -> object:
         """A batch of padding alone: a rank without rows still takes part in the forward pass."""
 
+    def positions(self, samples: TokenSet) -> Integers:
+        """(len(samples),) positions of a row for each sample alone: ``counts``' own."""
+
     def counts(self, samples: TokenSet) -> SampleCounts:
         """Counts of each sample in the rows of these batches."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
@@ -91,6 +92,10 @@ class UnpairedCollator:
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """(B, T) of the batch of rows of these lengths."""
         return len(lengths), round_up(max(lengths), self.multiple_of)
+
+    def positions(self, samples: TokenSet) -> NDArray[np.int64]:
+        """(len(samples),) positions of a row for each sample alone: those of the longer answer."""
+        return self.counts(samples).positions
 
     def counts(self, samples: TokenSet) -> SampleCounts:
         """Counts of the prompts with their own answers; positions are those of the longer one."""

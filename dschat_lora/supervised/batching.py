@@ -156,7 +156,7 @@ def _check_architecture(
 
 def rows_of(setup: SupervisedSetup, samples: TokenSet, batch_layout: BatchLayout) -> PackedRows:
     """Rows of sample numbers, several samples a row if they are to be packed. On every rank."""
-    lengths, packing = batch_layout.collate.counts(samples).positions, batch_layout.packing
+    lengths, packing = batch_layout.collate.positions(samples), batch_layout.packing
     size, seed = setup.config.max_row_tokens, setup.config.run.seed
 
     def make() -> PackedRows:

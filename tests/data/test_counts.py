@@ -135,7 +135,9 @@ def test_a_stored_set_is_counted_as_its_samples_are(case, tmp_path, size):
     kinds = {PairCollator: "pairs", UnpairedCollator: "unpaired", SampleCollator: "samples"}
     kind = kinds[type(collate)]
     write_samples(tmp_path / "set.arrow", data, kind)
-    stored = collate.counts(TokenSet.read(tmp_path / "set.arrow", kind))
+    whole = TokenSet.read(tmp_path / "set.arrow", kind)
+    stored = collate.counts(whole)
+    np.testing.assert_array_equal(collate.positions(whole), stored.positions)
     alone = [replace(collate, multiple_of=1)([[each]]) for each in data[:SIZE]]
     expected = {
         "tokens": [batch.num_tokens for batch in alone],
