@@ -45,23 +45,15 @@ class Retry:
         self, engines: Collection[TrainEngine[nn.Module]] = (), generator: Generator | None = None
     ) -> None:
         self._engines, self._generator = engines, generator
-        self._in_collective = self._failed = False
+        self._in_collective = False
 
     def forward(self) -> Iterator[AbstractContextManager[None]]:
         """One attempt at forward passes or, where it runs out of memory, two."""
-        yield self._attempt("repeats_forward")
-        if self._failed:
-            self._release()
-            yield nullcontext()
+        return self._attempts("repeats_forward")
 
     def step(self) -> Iterator[AbstractContextManager[None]]:
         """The same at all passes of an optimizer step."""
-        yield self._attempt("repeats_backward")
-        if self._failed:
-            self._release()
-            for engine in self._engines:
-                engine.forget_gradients()
-            yield nullcontext()
+        return self._attempts("repeats_backward", forgets=True)
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -70,8 +62,21 @@ class Retry:
         yield
         self._in_collective = False
 
+    def _attempts(
+        self, repeats: str, *, forgets: bool = False
+    ) -> Iterator[AbstractContextManager[None]]:
+        failed: list[bool] = []
+        yield self._noting_failure(repeats, failed)
+        if failed:
+            # The error is gone, and with it the frames that held what the first attempt had made.
+            assert self._generator is not None
+            self._generator.release()
+            for engine in self._engines if forgets else ():
+                engine.forget_gradients()
+            yield nullcontext()
+
     @contextmanager
-    def _attempt(self, repeats: str) -> Iterator[None]:
+    def _noting_failure(self, repeats: str, failed: list[bool]) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError:
@@ -79,13 +84,7 @@ class Retry:
             keeps = generator is not None and generator.keeps and not self._in_collective
             if not keeps or not all(getattr(each, repeats) for each in self._engines):
                 raise
-            self._failed = True
-
-    def _release(self) -> None:
-        # The error is gone, and with it the frames that held what the first attempt had made.
-        self._failed = False
-        assert self._generator is not None
-        self._generator.release()
+            failed.append(True)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dschat_lora.algos.preference import correlation
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.update import StepResult
+from dschat_lora.rl.user_functions import messages_after_prompt
 from dschat_lora.runtime.lr_schedule import rate_metrics
 
 
@@ -163,11 +164,8 @@ def rollout_rows(
             }
         )
         if response.earlier:
-            last = {
-                "role": "assistant",
-                "content": decode(response.last_turn, skip_special_tokens=True),
-            }
-            rows[-1]["messages"] = [*json.loads(response.earlier), last]
+            text = decode(response.last_turn, skip_special_tokens=True)
+            rows[-1]["messages"] = messages_after_prompt(response, text)
     for row, (index, found) in zip(rows, enumerate(by_token), strict=False):
         response = experience.responses[index]
         tokens = list(compress(response.tokens, response.actor_mask or repeat(True)))
