@@ -154,6 +154,11 @@ class RunLog:
             os.fsync(self._file.fileno())
             _check_in_place(self._file)
 
+    def report_event(self, step: int, event: str, message: str, *, label: str = "warning") -> None:
+        """Append an event with a message, and print the message behind ``label``."""
+        self.write("event", step, {"event": event, "message": message})
+        self.say(f"  {label:<12} {message}")
+
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one.
 

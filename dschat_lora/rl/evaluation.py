@@ -58,8 +58,7 @@ class RlhfEvaluator:
         # Of those after training, the latest are kept.
         self._shown.show("after" if step else "before", ((r.prompt, r.tokens) for r in shown))
         for message in self.diagnostics.evaluation(metrics):
-            run.log.write("event", step, {"event": "warning", "message": message})
-            run.log.say(f"  warning      {message}")
+            run.log.report_event(step, "warning", message)
 
     def before_and_after(self) -> dict[str, float]:
         """Rewards of the first and the last evaluation, for record and card."""

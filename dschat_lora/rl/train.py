@@ -74,8 +74,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
             if released and keeps_cache:  # on those too that had room
                 keeps_cache = False
                 generator.release()
-                run.log.say(f"  note         {NOTE}")
-                run.log.write("event", progress.step, {"event": "note", "message": NOTE})
+                run.log.report_event(progress.step, "note", NOTE, label="note")
             loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
     if progress.responses and not progress.step:
         raise ValueError(

@@ -148,7 +148,8 @@ class RlhfTrainer:
             )
         if not results:
             self.timer.take()
-            self._warn(
+            self.setup.run.log.report_event(
+                progress.step,
                 "empty_batch",
                 f"none of the {len(responses)} responses of iteration {progress.iteration} counts: "
                 "no score came for any of them, no token could be drawn, or "
@@ -367,7 +368,7 @@ class RlhfTrainer:
         if iteration % config.run.logging_steps == 0 or iteration == total:
             log.say_metrics(rlhf_line(iteration, total, metrics))
         for message in self.diagnostics.iteration(metrics):
-            self._warn("warning", message)
+            log.report_event(self.progress.step, "warning", message)
         interval = 1 if config.classic.print_answers else config.classic.print_answers_interval
         if interval and (iteration - 1) % interval == 0:
             response, decode = experience.responses[0], self.setup.tokenizer.decode
@@ -375,11 +376,6 @@ class RlhfTrainer:
                 f"  sample       {decode(response.prompt)!r} -> {decode(response.tokens)!r} "
                 f"(score {float(experience.scores[0]):.3g})"
             )
-
-    def _warn(self, event: str, message: str) -> None:
-        log = self.setup.run.log
-        log.write("event", self.progress.step, {"event": event, "message": message})
-        log.say(f"  warning      {message}")
 
 
 def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:

@@ -349,3 +349,14 @@ def test_lines_are_on_the_disk_after_sync(tmp_path, monkeypatch):
         log.write("train", 1, {})
         log.sync()
     assert synced == [(tmp_path / "metrics.jsonl").stat().st_ino]
+
+
+def test_an_event_is_written_and_said_behind_its_label(tmp_path, capsys):
+    with RunLog(tmp_path, active=True) as log:
+        log.report_event(3, "empty_batch", "nothing was learnt")
+        log.report_event(4, "note", "memory was freed", label="note")
+    events = [(x["step"], x["event"], x["message"]) for x in lines_of(tmp_path)]
+    assert events == [(3, "empty_batch", "nothing was learnt"), (4, "note", "memory was freed")]
+    assert capsys.readouterr().out == (
+        "  warning      nothing was learnt\n  note         memory was freed\n"
+    )
