@@ -299,6 +299,17 @@ def recomputing(parallel: ParallelConfig, switches: Mapping[str, Switch]) -> dic
     return found
 
 
+def require_packages(user: str, *names: str, extra: str) -> None:
+    """Refuse to go on without the packages of an extra.
+
+    Raises:
+        ValueError: naming the first that lacks, its ``user``, and how to install it.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"{user} needs {name}: pip install 'dschat_lora[{extra}]'")
+
+
 def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
     """Refuse to compile what gathers its weights as it runs."""
     if load.compile and 3 in zero_stages:

@@ -3,7 +3,6 @@
 import os
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import find_files, read_split
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import log_once, say_once
-from dschat_lora.runtime.checks import Check, apply_checks, resolve_stage
+from dschat_lora.runtime.checks import Check, apply_checks, require_packages, resolve_stage
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import with_options
 from dschat_lora.runtime.seeds import check_starts_runs
@@ -92,9 +91,7 @@ def _adapter_or_file(name: str) -> Path:
 
 def check_packages(config: GlueConfig, source: ModelSource) -> None:
     """Refuse to run without the packages of GLUE."""
-    for package in ("accelerate", "scipy", "sklearn"):
-        if find_spec(package) is None:
-            raise ValueError(f"GLUE needs {package}: pip install 'dschat_lora[glue]'")
+    require_packages("GLUE", "accelerate", "scipy", "sklearn", extra="glue")
 
 
 def check_options_agree(config: GlueConfig, source: ModelSource) -> None:

@@ -5,7 +5,6 @@ Options of microsoft/LoRA's GPT-2 scripts are taken as those of this package.
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
@@ -26,11 +25,12 @@ from dschat_lora.experiments.nlg.predictions import chosen_predictions, predicti
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
-from dschat_lora.runtime.checks import Check, check_task, model_fields
+from dschat_lora.runtime.checks import Check, check_task, model_fields, require_packages
 from dschat_lora.runtime.directory import check_can_be_made, check_file_can_be_made
 from dschat_lora.runtime.seeds import check_starts_runs
 from dschat_lora.runtime.validation import StageRules, check_supervised
 
+_METRICS = ("sacrebleu", "nltk")  # packages
 _TARGETS = {"target_modules", "lora_module_name"}
 # Options that set the rate, except in a cycle.
 _RATES = ("lora_learning_rate", "lora_lr_multiplier", "num_warmup_steps")
@@ -241,7 +241,7 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
     if config.epochs != "last":
         epoch_files(config)
     if config.epochs == "best":
-        check_packages("decode --epochs best")
+        require_packages("decode --epochs best", *_METRICS, extra="nlg")
     data = DataConfig(data_path=config.data_path, eval_data_path=config.eval_data_path)
     check_sources(data, "prompts")
     check_file_can_be_made(config.output_path, "output_path")
@@ -251,7 +251,7 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
 def check_evaluate(config: EvaluateConfig) -> EvaluateConfig:
     """The config, if its predictions can be read and the metrics' packages are there."""
     chosen_predictions(config)
-    check_packages("evaluate")
+    require_packages("evaluate", *_METRICS, extra="nlg")
     if config.output_path is not None:
         check_file_can_be_made(config.output_path, "output_path")
     return config
@@ -266,13 +266,6 @@ def check_format(config: FormatConfig) -> FormatConfig:
     else:
         check_can_be_made(Path(config.output_ref_file).expanduser(), "output_ref_file")
     return config
-
-
-def check_packages(user: str) -> None:
-    """Refuse to go on without the packages of the metrics."""
-    for package in ("sacrebleu", "nltk"):
-        if find_spec(package) is None:
-            raise ValueError(f"{user} needs {package}: pip install 'dschat_lora[nlg]'")
 
 
 def epoch_files(config: DecodeConfig) -> list[Path]:

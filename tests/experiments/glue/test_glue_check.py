@@ -217,7 +217,9 @@ def test_hash_seed_and_workspace_are_set_before_python_starts_anew(monkeypatch):
 
 
 def test_an_extra_that_is_not_installed_is_named_with_its_remedy(checked, monkeypatch):
-    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "sklearn" else name)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "sklearn" else name
+    )
     with pytest.raises(ValueError, match=r"GLUE needs sklearn: pip install 'dschat_lora\[glue\]'"):
         checked()
 
