@@ -56,7 +56,7 @@ def _described(directory: Path, kind: str) -> bytes:
         if path.suffix == ".safetensors":
             entry["tensors"] = {
                 name: {"dtype": tensor["dtype"], "shape": tensor["shape"]}
-                for name, tensor in _tensors(safetensors_header(path)).items()
+                for name, tensor in tensors_of(safetensors_header(path)).items()
             }
         files[path.relative_to(directory).as_posix()] = entry
     content = {"format": _FORMAT, "kind": kind, "files": files}
@@ -136,7 +136,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
             header = parse_json(file.read(length))
         if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
             raise ValueError("its header is no JSON object of tensors")
-        _check_layout(_tensors(header), size - 8 - length)
+        _check_layout(tensors_of(header), size - 8 - length)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -195,7 +195,8 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
-def _tensors(header: Mapping[str, Any]) -> dict[str, Any]:
+def tensors_of(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a safetensors file's header that are tensors, by name."""
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 

@@ -26,7 +26,7 @@ from dschat_lora.report.run_data import RunData, read_run
 from dschat_lora.report.terminal import note
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment
 
 _ASSETS = Path(__file__).parent / "page"
 FILE = "report.html"
@@ -195,20 +195,24 @@ def _render(
     # Without a character that could end or begin an element.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False) if data else ""
     text = text.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&"})
-    return _templates()[template].render(
-        title=title,
-        links=links,
-        policy="; ".join(rules),
-        style=style,
-        scripts=scripts,
-        data=text,
-        **values,
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            title=title,
+            links=links,
+            policy="; ".join(rules),
+            style=style,
+            scripts=scripts,
+            data=text,
+            **values,
+        )
     )
 
 
 @cache
-def _templates() -> "dict[str, Template]":
-    """The templates by name. All values are escaped, but those that a template calls safe."""
+def _environment() -> "Environment":
+    """Of the templates. All values are escaped, but those that a template calls safe."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -223,8 +227,7 @@ def _templates() -> "dict[str, Template]":
     for function in (duration, number, summary_text, visible):
         environment.globals[function.__name__] = function
     environment.globals |= {"sections": sections, "verdict": verdict}
-    names = ("base.html", "report.html", "first_hour.html")
-    return {name: environment.get_template(name) for name in names}
+    return environment
 
 
 @cache

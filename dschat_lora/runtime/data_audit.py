@@ -1,6 +1,7 @@
 """The audit of data by itself: counts, lengths and samples of what a stage would learn."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -80,7 +81,7 @@ class Findings:
         lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
         for sample in self.samples:
             for name, (ids, supervised) in sample.sequences.items():
-                tokens = [self.tokenizer.decode([each]) for each in ids]
+                tokens = _tokens(self.tokenizer, ids)
                 lines += ["", _headline(sample.row, name, supervised)]
                 lines.append(sample_text(tokens, supervised, colour=colour))
         if self.refusal is not None:
@@ -129,13 +130,17 @@ def show_audit(config: AuditConfig) -> bool:
     return found.refusal is None
 
 
+def _tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    return [tokenizer.decode([each]) for each in ids]
+
+
 def _page(found: Findings) -> str:
     table = "\n".join(replace(found, samples=[]).lines())
     parts = [f"<pre>{safe(table)}</pre>"]
     for sample in found.samples:
         for name, (ids, supervised) in sample.sequences.items():
             parts.append(f"<h3>{safe(_headline(sample.row, name, supervised))}</h3>")
-            tokens = [found.tokenizer.decode([each]) for each in ids]
+            tokens = _tokens(found.tokenizer, ids)
             parts.append(sample_html(tokens, supervised))
     return page("Audit of data", "".join(parts))
 

@@ -15,7 +15,7 @@ from dschat_lora.checkpoint.adapter_config import (
     verify_adapter,
 )
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint, read_state
-from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, verify
+from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, tensors_of, verify
 from dschat_lora.config.verbs import InspectConfig
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once, to_json
@@ -155,7 +155,7 @@ def _settings(config: AdapterConfig) -> dict[str, Any]:
 
 
 def _tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
-    tensors = [entry for name, entry in entries.items() if name != "__metadata__"]
+    tensors = tensors_of(entries).values()
     counted = Counter(" x ".join(map(str, each["shape"])) or "scalar" for each in tensors)
     return {
         "tensors": len(tensors),

@@ -92,7 +92,6 @@ class TrainingLoop:
         self._schedule, self._progress, self._log = schedule, progress, log
         self._evaluate, self._evaluated_up_to = evaluate, evaluated_up_to
         self._checkpointer, self._restart_clock = checkpointer, restart_clock
-        self._is_first = True
 
     def begin(self) -> None:
         """Evaluate where that is due before the first iteration."""
@@ -115,9 +114,7 @@ class TrainingLoop:
         Raises:
             ValueError: when steps keep being skipped, or all were, as the gradient is not finite.
         """
-        if self._is_first:
-            failure_detection.after_a_step()
-            self._is_first = False
+        failure_detection.after_a_step()
         progress, checkpointer = self._progress, self._checkpointer
         last = progress.iteration == self._schedule.num_iterations
         if progress.skipped_in_a_row:

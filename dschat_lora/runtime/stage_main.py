@@ -51,16 +51,16 @@ class LateFunction:
         """
         name, _, function = self.path.partition(":")
         module = f"dschat_lora.{name}"
-        if module in sys.modules or not _is_command:
-            return cast(Callable[..., Any], getattr(import_module(module), function))
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return cast(Callable[..., Any], getattr(import_module(module), function))
-        finally:
-            gc.freeze()
-            if was_enabled:
-                gc.enable()
+        if _is_command and module not in sys.modules:
+            was_enabled = gc.isenabled()
+            gc.disable()
+            try:
+                import_module(module)
+            finally:
+                gc.freeze()
+                if was_enabled:
+                    gc.enable()
+        return cast(Callable[..., Any], getattr(import_module(module), function))
 
 
 def late(path: str) -> LateFunction:

@@ -27,6 +27,10 @@ Rows = list[dict[str, Any]]
 Array = NDArray[Any]
 
 
+def _length_limit(tokenizer: PreTrainedTokenizerBase, config: GlueConfig) -> int:
+    return min(config.max_seq_length, tokenizer.model_max_length)
+
+
 def tokenize(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: GlueConfig
 ) -> list[dict[str, Any]]:
@@ -35,8 +39,7 @@ def tokenize(
     Of two texts the longer one is cut. ``--max_seq_length`` counts special tokens too.
     """
     texts = [list(each) for each in zip(*(example.texts for example in examples), strict=True)]
-    limit = min(config.max_seq_length, tokenizer.model_max_length)
-    encoded = tokenizer(*texts, truncation=True, max_length=limit)
+    encoded = tokenizer(*texts, truncation=True, max_length=_length_limit(tokenizer, config))
     rows = []
     for number, example in enumerate(examples):
         row = {name: values[number] for name, values in encoded.items()}
@@ -49,7 +52,7 @@ def tokenize(
 def collator(tokenizer: PreTrainedTokenizerBase, config: GlueConfig) -> DataCollatorWithPadding:
     """What makes a batch of rows: padded to its longest, or to ``--max_seq_length``."""
     if config.pad_to_max_length:
-        limit = min(config.max_seq_length, tokenizer.model_max_length)
+        limit = _length_limit(tokenizer, config)
         return DataCollatorWithPadding(tokenizer, padding="max_length", max_length=limit)
     # Whole tiles of tensor cores.
     multiple = 8 if config.fp16 or config.bf16 else None
