@@ -101,13 +101,13 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
     values = row.values
     label = values["label"] if row.kind == "unpaired preference" else None
     try:
-        if row.kind == "preference":
-            return (_preference(row, chat, kind),)
         if row.kind == "text":
             spans: tuple[Span, ...] = (Span(values["text"], target=True),)
         elif row.layout == TOKEN_IDS:
             texts = token_texts(values, chat.tokenizer)
             spans = _pair(texts["prompt"], texts["completion"])
+        elif row.kind == "preference":
+            return (_preference(row, chat, kind),)
         elif row.kind == "conversation" or not isinstance(values["prompt"], str):
             return _rendered(row, chat.with_columns(values), kind, label)
         elif "completion" in values:
@@ -140,13 +140,17 @@ def _rendered(
         end: End = "none" if found.method == "marks" else "eos"
         if chat.is_ended(spans[-1].text):
             end = "template"
-        more: dict[str, Any] = {
-            "end": end,
-            "goes_on": bool(records),
-            "method": found.method,
-            "label": label,
-        }
-        records.append(TextRecord(row.location, row.kind, spans, **more))
+        records.append(
+            TextRecord(
+                row.location,
+                row.kind,
+                spans,
+                label=label,
+                end=end,
+                method=found.method,
+                goes_on=bool(records),
+            )
+        )
     return tuple(records)
 
 

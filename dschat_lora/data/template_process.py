@@ -155,17 +155,20 @@ def _bounded(wall_seconds: float = 0) -> Iterator[None]:
     What takes too long ends the process, or raises where :func:`render_here` said so; there a
     single operation of Python's own that takes ``wall_seconds`` ends the process.
     """
-    before = most, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if os.path.exists("/proc/self/statm"):  # on Linux
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        most = min([used + MEMORY, *(each for each in before if each >= 0)])  # below 0: no limit
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    on_linux = os.path.exists("/proc/self/statm")
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.setitimer(signal.ITIMER_REAL, wall_seconds)
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        if on_linux:
+            with open("/proc/self/statm", encoding="ascii") as file:
+                used = int(file.read().split()[0]) * resource.getpagesize()
+            # A limit below 0 is none.
+            most = min([used + MEMORY, *(each for each in before if each >= 0)])
+            resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        if on_linux:
+            resource.setrlimit(resource.RLIMIT_AS, before)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

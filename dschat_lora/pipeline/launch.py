@@ -168,7 +168,7 @@ def training_processes(launcher: int) -> list[psutil.Process]:
 
     A rank was started as ``python -u -m dschat_lora --local_rank=N ...``.
     """
-    ranks: dict[int, tuple[psutil.Process, int]] = {}  # by number; each with its parent's
+    ranks, parents = dict[int, psutil.Process](), dict[int, int]()  # by number
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process(launcher).children(recursive=True):
             with suppress(psutil.Error):
@@ -176,5 +176,6 @@ def training_processes(launcher: int) -> list[psutil.Process]:
                     word == PACKAGE and following.startswith("--local_rank=")
                     for word, following in pairwise(process.cmdline())
                 ):
-                    ranks[process.pid] = process, process.ppid()
-    return [process for process, parent in ranks.values() if parent not in ranks]
+                    ranks[process.pid] = process
+                    parents[process.pid] = process.ppid()
+    return [process for pid, process in ranks.items() if parents.get(pid) not in ranks]
