@@ -92,8 +92,15 @@ def collect(
         shared = int(np.isin(prompts[held_out], prompts[train]).sum())
     duplicates = len(seen) - len(np.unique(files.digests[seen]))
     return Collected(
-        *(kind, files, train, times, held_out, files.counts),
-        *(duplicates, int(overlaps.sum()), shared),
+        kind,
+        files,
+        train,
+        times,
+        held_out,
+        files.counts,
+        duplicates=duplicates,
+        overlap=int(overlaps.sum()),
+        shared_prompts=shared,
     )
 
 

@@ -123,10 +123,19 @@ def _build(
     workers = config.preprocessing_num_workers or min(MAX_WORKERS, usable_cores())
     chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
     encoder = make_encoder(tokenizer)
-    own: dict[str, Any] = {"phase": phase, "seed": seed, "kind": kind}
     with progress("reading rows", lambda: count_rows(sources)) as bar:
         on_rows = bar.update if bar is not None else lambda count: None
-        rows = collect(config, sources, chat, parts, workers=workers, on_rows=on_rows, **own)
+        rows = collect(
+            config,
+            sources,
+            chat,
+            parts,
+            workers=workers,
+            on_rows=on_rows,
+            phase=phase,
+            seed=seed,
+            kind=kind,
+        )
     used = {"train": (rows.train, rows.train_repeats), "eval": (rows.eval, np.ones_like(rows.eval))}
     writer = TokenWriter(rows.rows, encoder, token_rule(config, eos_id, kind))
     digests, tallies = {}, []

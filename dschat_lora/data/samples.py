@@ -251,13 +251,26 @@ class TokenSet:
         """32 hex digits of every field of every sample in order, however they are in chunks."""
         if self._digest is not None:
             return self._digest
-        parts: dict[str, Any] = {}
+        found = _Digest()
         for chunk in self._chunks:
-            lengths = np.diff(chunk["input_ids"].offsets)
-            for name, values in {"": lengths, **{n: c.values for n, c in chunk.items()}}.items():
-                part = parts.setdefault(name, hashlib.blake2b(digest_size=16))
-                part.update(np.ascontiguousarray(values).data)
-        whole = b"".join(part.digest() for part in parts.values())
+            found.update(chunk)
+        return found.hexdigest()
+
+
+class _Digest:
+    """Hash of every field of samples, whatever the chunks that they come in."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Any] = {}
+
+    def update(self, chunk: Columns) -> None:
+        lengths = np.diff(chunk["input_ids"].offsets)
+        for name, values in {"": lengths, **{n: c.values for n, c in chunk.items()}}.items():
+            part = self._parts.setdefault(name, hashlib.blake2b(digest_size=16))
+            part.update(np.ascontiguousarray(values).data)
+
+    def hexdigest(self) -> str:
+        whole = b"".join(part.digest() for part in self._parts.values())
         return hashlib.blake2b(whole, digest_size=16).hexdigest()
 
 
@@ -287,16 +300,19 @@ def write_table(
 
 def join(parts: Iterable[Path], path: Path, kind: DataKind) -> str:
     """Write the samples of several files to one, and return the digest of all."""
+    digest = _Digest()
 
     def columns() -> Iterator[list[pa.Array]]:
         for part in parts:
             with pa.memory_map(str(part)) as source:
                 reader = pa.ipc.open_file(source)
                 for number in range(reader.num_record_batches):
-                    yield reader.get_batch(number).columns
+                    arrays = reader.get_batch(number).columns
+                    digest.update(dict(zip(COLUMNS[kind], map(_column, arrays), strict=True)))
+                    yield arrays
 
     _write(path, columns(), COLUMNS[kind])
-    return TokenSet.read(path, kind).digest
+    return digest.hexdigest()
 
 
 def _write(

@@ -91,7 +91,7 @@ class UnpairedCollator:
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """(B, T) of the batch of rows of these lengths."""
-        return len(lengths), round_up(max(lengths), self.multiple_of)
+        return SampleCollator(self.pad_id, self.multiple_of).shape(lengths)
 
     def positions(self, samples: TokenSet) -> NDArray[np.int64]:
         """(len(samples),) positions of a row for each sample alone: those of the longer answer."""

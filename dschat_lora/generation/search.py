@@ -31,7 +31,7 @@ def greedy_decode(
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None:
-        # Of a prompt that leaves no room for an greedy_decode the end is kept.
+        # Of a prompt that leaves no room for an answer the end is kept.
         room = max(1, limit - max_new_tokens)
         prompts = [prompt[-room:] for prompt in prompts]
         max_new_tokens = min(max_new_tokens, limit - 1)

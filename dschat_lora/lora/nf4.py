@@ -216,17 +216,12 @@ class NF4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
-        return nf4_linear(x, self.weight, self._parameters["bias"])
+        output: Tensor = state_of(self.weight).linear(x, self.weight, self._parameters["bias"])
+        return output
 
     def extra_repr(self) -> str:
         """Shape, for ``print(model)``."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-def nf4_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b`` of a quantised weight, in the dtype of ``x``."""
-    output: Tensor = state_of(weight).linear(x, weight, bias)
-    return output
 
 
 class _Product(torch.autograd.Function):

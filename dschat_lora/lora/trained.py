@@ -14,9 +14,10 @@ from dschat_lora.lora.layers import (
     full_shape,
     is_conv1d,
     is_transposed,
+    state_of,
     values_of,
 )
-from dschat_lora.lora.nf4 import NF4Linear, nf4_linear
+from dschat_lora.lora.nf4 import NF4Linear
 
 
 class TrainedBias(nn.Module):
@@ -105,7 +106,7 @@ def float32_module(base: nn.Module) -> nn.Module:
 
 def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:
     if isinstance(base, NF4Linear):
-        return nf4_linear
+        return lambda x, weight, bias: state_of(weight).linear(x, weight, bias)
     if isinstance(base, nn.Linear):
         return F.linear
     if is_conv1d(base):

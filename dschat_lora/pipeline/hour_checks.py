@@ -142,11 +142,16 @@ def _run(work: Path, stage: str, device: Device, dtype: str, *more: str) -> Comm
         "sft": {**lora, "sample_generations": 0, "max_seq_len": 128},
         "reward": {**lora, "model_name_or_path": f"{work}/sft-cpu-fp32"},
         "rlhf": {
-            **{"actor_lora_dim": 8, "critic_lora_dim": 8, "max_steps": 2},
-            **{"actor_model_name_or_path": f"{work}/sft-cpu-fp32", "max_answer_seq_len": 16},
+            "actor_lora_dim": 8,
+            "critic_lora_dim": 8,
+            "max_steps": 2,
+            "actor_model_name_or_path": f"{work}/sft-cpu-fp32",
+            "max_answer_seq_len": 16,
             "critic_model_name_or_path": f"{work}/reward-cpu-fp32",
-            **{"generation_batches": 4, "per_device_training_batch_size": 64},
-            **{"reward_scaling": "none", "print_answers_interval": 0},
+            "generation_batches": 4,
+            "per_device_training_batch_size": 64,
+            "reward_scaling": "none",
+            "print_answers_interval": 0,
         },
     }
     options = by_stage[stage] | {
@@ -159,8 +164,10 @@ def _run(work: Path, stage: str, device: Device, dtype: str, *more: str) -> Comm
 
 def _files(work: Path, name: str, data: Path) -> dict[str, object]:
     return {
-        **{"data_path": str(data), "eval_data_path": f"{work}/eval.jsonl"},
-        **{"data_output_path": f"{work}/cache", "output_dir": f"{work}/{name}"},
+        "data_path": str(data),
+        "eval_data_path": f"{work}/eval.jsonl",
+        "data_output_path": f"{work}/cache",
+        "output_dir": f"{work}/{name}",
     }
 
 
@@ -255,12 +262,19 @@ def _measure(work: Path, stage: str, size: Size, dtype: str, memory_bytes: int, 
     option = "actor_model_name_or_path" if stage == "rlhf" else "model_name_or_path"
     by_stage: dict[str, dict[str, object]] = {
         "sft": {
-            **{"lora_dim": 16, "max_steps": 8, "sample_generations": 0},
-            **{"per_device_train_batch_size": size.rows, "max_seq_len": size.length},
+            "lora_dim": 16,
+            "max_steps": 8,
+            "sample_generations": 0,
+            "per_device_train_batch_size": size.rows,
+            "max_seq_len": size.length,
         },
         "rlhf": {
-            **{"actor_lora_dim": 16, "max_steps": 3, "print_answers_interval": 0},
-            **{"algorithm": "grpo", "num_generations": 8, "reward_function": "builtin:length=100"},
+            "actor_lora_dim": 16,
+            "max_steps": 3,
+            "print_answers_interval": 0,
+            "algorithm": "grpo",
+            "num_generations": 8,
+            "reward_function": "builtin:length=100",
             "per_device_generation_batch_size": RESPONSES,
             # an optimizer step an iteration
             "per_device_training_batch_size": size.rows,

@@ -1,6 +1,6 @@
 """Memory and time of a stage before anything is loaded: models on the meta device, estimated."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -152,42 +152,11 @@ class StagePlan:
             {"model": self.models} if isinstance(self.models, AdaptedModel) else self.models.models
         )
         seen: set[int] = set()
-        roles = {}
+        roles, trained, settings = {}, self.trained, self.settings
         for name, each in models.items():
-            roles[name] = self._role_memory(name, each.model, seen)
+            roles[name] = _role_memory(name, each.model, seen, trained, settings)
             seen |= {id(p) for p in each.model.parameters()}
         return StageMemory(roles, self.phases, self._memory_plan().cache)
-
-    def _role_memory(self, name: str, model: nn.Module, seen: Collection[int]) -> RoleMemory:
-        """Of one model; parameters that are ``seen`` belong to a model before it."""
-        first = next(iter(self.settings.values()))
-        ranks = data_world_size() if first.zero_stage == 3 else 1
-        own = [(n, p) for n, p in model.named_parameters() if id(p) not in seen]
-        adapters, weights = (
-            parameter_bytes(
-                p for n, p in own if any(part in n for part in _ADAPTER_PARTS) == of_adapter
-            )
-            // ranks
-            for of_adapter in (True, False)
-        )
-        host = 0
-        if first.zero_stage == 3 and first.offload:
-            weights, adapters, host = 0, 0, weights + adapters
-        if name not in self.trained:
-            return RoleMemory(weights, adapters, host=host)
-        e = self.trained[name].estimated()
-        if self.settings[name].offload:  # AdamW's mean, square and fp32 copy
-            host += 12 * trained_elements(model) // data_world_size()
-        return RoleMemory(
-            weights,
-            adapters,
-            gradients=e.gradients,
-            moments=e.optimizer,
-            activations=e.activations,
-            logits=e.loss + e.update,
-            gathered=e.gathered,
-            host=host,
-        )
 
     def _memory_plan(self) -> MemoryPlan:
         if self.config not in self.known:
@@ -328,4 +297,42 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
         sum(map(len, responses)) * data_world_size(),
         sum(work.flops.values(), Flops()).hardware / ranks,
         work.decode_bytes / ranks,
+    )
+
+
+def _role_memory(
+    name: str,
+    model: nn.Module,
+    seen: Collection[int],
+    trained: Mapping[str, TrainedModel],
+    settings: Mapping[str, EngineSettings],
+) -> RoleMemory:
+    """Of one model; parameters that are ``seen`` belong to a model before it."""
+    first = next(iter(settings.values()))
+    ranks = data_world_size() if first.zero_stage == 3 else 1
+    own = [(n, p) for n, p in model.named_parameters() if id(p) not in seen]
+    adapters, weights = (
+        parameter_bytes(
+            p for n, p in own if any(part in n for part in _ADAPTER_PARTS) == of_adapter
+        )
+        // ranks
+        for of_adapter in (True, False)
+    )
+    host = 0
+    if first.zero_stage == 3 and first.offload:
+        weights, adapters, host = 0, 0, weights + adapters
+    if name not in trained:
+        return RoleMemory(weights, adapters, host=host)
+    e = trained[name].estimated()
+    if settings[name].offload:  # AdamW's mean, square and fp32 copy
+        host += 12 * trained_elements(model) // data_world_size()
+    return RoleMemory(
+        weights,
+        adapters,
+        gradients=e.gradients,
+        moments=e.optimizer,
+        activations=e.activations,
+        logits=e.loss + e.update,
+        gathered=e.gathered,
+        host=host,
     )

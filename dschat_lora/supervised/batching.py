@@ -12,7 +12,7 @@ from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import Collator, StepLoader
 from dschat_lora.data.packing import PackedRows, TokenBudget, fill, keep_rows, make_rows
-from dschat_lora.data.samples import Samples, TokenSet
+from dschat_lora.data.samples import Samples
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.collectives import local_rank_first
@@ -154,9 +154,14 @@ def _check_architecture(
     return backbone, report
 
 
-def rows_of(setup: SupervisedSetup, samples: TokenSet, batch_layout: BatchLayout) -> PackedRows:
-    """Rows of sample numbers, several samples a row if they are to be packed. On every rank."""
-    lengths, packing = batch_layout.collate.positions(samples), batch_layout.packing
+def rows_of(
+    setup: SupervisedSetup, lengths: NDArray[np.int64], batch_layout: BatchLayout
+) -> PackedRows:
+    """Rows of numbers of samples of these lengths, several a row if they are to be packed.
+
+    Call on every rank.
+    """
+    packing = batch_layout.packing
     size, seed = setup.config.max_row_tokens, setup.config.run.seed
 
     def make() -> PackedRows:
@@ -195,7 +200,7 @@ def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLa
             setup, options, lengths, lambda: budget.groups(counts, seed=config.run.seed)
         )
     else:
-        budget, rows = None, rows_of(setup, setup.data.train, batch_layout)
+        budget, rows = None, rows_of(setup, counts.positions, batch_layout)
     loader = StepLoader(
         samples,
         rows=rows,

@@ -201,8 +201,9 @@ def make_reference(
     )
     # Training pairs are not looked at by a run that only evaluates.
     sets = (data.train, data.eval) if config.optim.num_train_epochs else (data.eval,)
+    positions = batch_layout.collate.positions
     *trained, held_out = (
-        WithReference(pairs, known(pairs, rows=rows_of(setup, pairs, batch_layout)))
+        WithReference(pairs, known(pairs, rows=rows_of(setup, positions(pairs), batch_layout)))
         for pairs in sets
     )
     train = trained[0] if trained else data.train

@@ -40,7 +40,7 @@ class SupervisedEvaluator:
         objective: Objective,
     ) -> None:
         self._engine, self._samples, self._objective = engine, samples, objective
-        self._rows = rows_of(setup, setup.data.eval, batch_layout)
+        self._rows = rows_of(setup, batch_layout.collate.positions(setup.data.eval), batch_layout)
         self._collate, self._config = batch_layout.collate, setup.config
         self._interrupts = setup.run.interrupts
         self.results = EvalResults(setup.run, eval_line)

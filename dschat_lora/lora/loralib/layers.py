@@ -297,7 +297,7 @@ class LoraConv(nn.Module):
 
 
 class ConvLoRA(LoraConv, LoRALayer):
-    """A convolution of any kernel, see :class:`dschat_lora.lora.loralib.layers.LoraConv`.
+    """A convolution of any kernel, see :class:`LoraConv`.
 
     ``conv_module`` makes the base, :attr:`conv`, from the sizes and ``kwargs``.
     """
