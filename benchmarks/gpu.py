@@ -50,7 +50,7 @@ def main() -> int:
     gpu.usable(torch.device("cuda" if on_gpu else "cpu"))
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     from benchmarks.common.report import PartReport
-    from dschat_lora.engine.distributed import init_distributed, shutdown
+    from dschat_lora.engine.process_group import init_distributed, shutdown
 
     if not on_gpu:
         # Tiny shapes gain nothing from threads, which wait for each other on a busy machine.

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.packing import keep_rows, make_rows
+from dschat_lora.data.loader import keep_rows, make_rows
 from dschat_lora.data.prepare import Prepared, prepare
 
 ROWS, SMALL, LENGTH, VOCABULARY = 2_000_000, 1000, 512, 32_000

@@ -31,9 +31,9 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.perf.cards import USABLE
-from dschat_lora.perf.flops import ModelShape, forward_flops, step_flops
 from dschat_lora.perf.memory import MemoryEstimate, cached_token_bytes, estimate_memory
 from dschat_lora.perf.shape import describe
+from dschat_lora.perf.throughput import ModelShape, forward_flops, step_flops
 
 # Peaks, memory rates and links: data sheets of NVIDIA DGX H100 (eight 400 Gb/s adapters) and of
 # A100 80GB SXM (here with one 100 Gb/s Ethernet adapter a host). Shares of the peak: 38 to 43 % in

@@ -21,8 +21,9 @@ from dschat_lora import (
     only_optimize_lora_parameters,
 )
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
-from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown
+from dschat_lora.engine.distributed import device, rank
 from dschat_lora.engine.ds_config import engine_config, read_deepspeed_json
+from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.engine.zero import gather_to_cpu
 
 # DeepSpeed calls collectives by names that torch has since renamed.

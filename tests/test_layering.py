@@ -80,7 +80,7 @@ FLOORS = [
         "rl": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",
             "numpy torch",
-            "algorithms builtin_rewards config diagnostics inputs role_config validation",
+            "algorithms builtin_rewards config inputs role_config validation",
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.common.turns import start, stop
-from dschat_lora.engine.distributed import device, init_distributed, shutdown
+from dschat_lora.engine.distributed import device
+from dschat_lora.engine.process_group import init_distributed, shutdown
 
 
 @dataclass(frozen=True)

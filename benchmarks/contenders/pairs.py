@@ -40,10 +40,10 @@ from benchmarks.contenders.common import (
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout
-from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.packing import make_rows
+from dschat_lora.data.loader import StepLoader, make_rows
 from dschat_lora.data.samples import PairSample, TokenSet, write_samples
-from dschat_lora.engine.distributed import device, init_distributed
+from dschat_lora.engine.distributed import device
+from dschat_lora.engine.process_group import init_distributed
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs

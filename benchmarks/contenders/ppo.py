@@ -40,10 +40,9 @@ from dschat_lora.rl import trainer
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.engines import Engines, build_engines
 from dschat_lora.rl.rollout import PromptOrder
-from dschat_lora.rl.schedule import RlhfProgress
 from dschat_lora.rl.setup import RlhfSetup, set_up
 from dschat_lora.rl.throughput import PHASES, PhaseTimer
-from dschat_lora.rl.trainer import RlhfTrainer
+from dschat_lora.rl.trainer import RlhfProgress, RlhfTrainer
 from dschat_lora.rl.update import Updater
 from dschat_lora.rl.validation import NAME, check_rlhf
 from dschat_lora.runtime.run import OpenRun, open_run

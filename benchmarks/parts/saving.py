@@ -12,13 +12,13 @@ from benchmarks.common.report import PartReport, print_table
 from benchmarks.common.shapes import SHAPES, TINY, Shape, micro_batches, mixed_rows, random_model
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import verify
-from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.state import EngineState
 from dschat_lora.perf.throughput import synchronize
+from dschat_lora.runtime.checkpointer import Saver
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 

@@ -27,10 +27,16 @@ from dschat_lora.data.samples import SequenceSample
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.perf.cards import USABLE
-from dschat_lora.perf.flops import Flops, ModelShape
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import Meter, Metrics, device_peak, measured_peak
+from dschat_lora.perf.throughput import (
+    Flops,
+    Meter,
+    Metrics,
+    ModelShape,
+    device_peak,
+    measured_peak,
+)
 from dschat_lora.supervised.loop import count
 
 Rows = Sequence[Sequence[SequenceSample]]

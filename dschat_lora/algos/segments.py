@@ -1,4 +1,4 @@
-"""Segment masks for packed rows, and sequence spans for variable-length attention."""
+"""Layout of a batch: masks and spans of packed rows, and the copy of tensors to a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from dschat_lora.algos.tensors import to_device
 
 # Tokens of a sample: of the prefix that its branches share, then of each branch. A sample that is
 # one sequence has the first number alone.
@@ -189,3 +187,14 @@ def block_causal_mask(
         visible &= causal.triu(1 - window)
     mask = torch.zeros(same.shape, dtype=dtype, device=segment_ids.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """``tensor`` on ``device``, by way of pinned memory to a GPU.
+
+    From memory that can be paged out CUDA copies only while the host waits, whatever
+    ``non_blocking`` says.
+    """
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

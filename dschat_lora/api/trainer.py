@@ -49,11 +49,13 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.engine.collectives import max_over_ranks, raise_together, sum_over_ranks
 from dschat_lora.engine.distributed import (
     data_rank,
     data_world_size,
     is_destroyed,
+    max_over_ranks,
+    raise_together,
+    sum_over_ranks,
     world_size,
 )
 from dschat_lora.generation.sampling import Sampling

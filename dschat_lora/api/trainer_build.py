@@ -32,18 +32,19 @@ from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.collectives import broadcast_string, max_over_ranks, raise_together
 from dschat_lora.engine.distributed import (
+    broadcast_string,
     data_rank,
     destroy_engines,
     device,
     form_grid,
     grid,
-    init_distributed,
     is_destroyed,
+    max_over_ranks,
+    raise_together,
     rank,
-    shutdown,
 )
+from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache

@@ -7,7 +7,7 @@ from typing import Any
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.api.trainer_build import TrainerParts, decoding
-from dschat_lora.engine.collectives import max_over_ranks
+from dschat_lora.engine.distributed import max_over_ranks
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]

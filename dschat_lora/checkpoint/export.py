@@ -22,8 +22,7 @@ from dschat_lora.checkpoint.score_class import score_class_code
 from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.engine.collectives import on_rank_zero
-from dschat_lora.engine.distributed import device
+from dschat_lora.engine.distributed import device, on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.layers import value_shape
 from dschat_lora.lora.merge import (

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
-from dschat_lora.algos.segments import Sizes, Spans, causal_pairs, make_spans
-from dschat_lora.algos.tensors import to_device
-from dschat_lora.data.packing import SampleCounts, first_fit, round_up
+from dschat_lora.algos.segments import Sizes, Spans, causal_pairs, make_spans, to_device
+from dschat_lora.data.loader import SampleCounts, first_fit, round_up
 from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.algos.segments import Spans, causal_pairs
 from dschat_lora.data.batch import Batch, SampleCollator, batch_to_device
-from dschat_lora.data.packing import SampleCounts, round_up
+from dschat_lora.data.loader import SampleCounts, round_up
 from dschat_lora.data.samples import SequenceSample, TokenSet, UnpairedSample
 
 

@@ -1,83 +1,24 @@
-"""Joining the process group, and the few collectives the package needs."""
+"""Ranks and their groups, collectives of numbers or a text, and what one rank decides for all."""
 
-import gc
+import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from dschat_lora.engine import failure_detection, gpu
-from dschat_lora.engine.rendezvous import complete_environment, settle_port
+from dschat_lora.algos.segments import to_device
+from dschat_lora.engine import gpu
+from dschat_lora.engine.failure_detection import name_of
 
 # Of a collective. That a peer is lost is known long before, by engine/failure_detection.py.
 TIMEOUT = timedelta(hours=2)
-
-
-def init_distributed() -> str | None:
-    """Join the process group of the launcher, or form one of a single process without it.
-
-    A single host whose MASTER_PORT is taken moves to a free port.
-
-    Returns:
-        What a log is to say of this process's GPU, if anything.
-
-    Raises:
-        ValueError: if the processes cannot meet, or a GPU is here that torch cannot use.
-    """
-    complete_environment()
-    import deepspeed  # late: GLUE can do without it
-    from deepspeed.accelerator import get_accelerator
-
-    if os.environ["WORLD_SIZE"] == "1":
-        settle_port()
-    failure_detection.join()
-    note = None
-    if get_accelerator().device_name() == "cuda":
-        note = gpu.allow_expandable_segments(local_rank())
-    if device().type != "cpu":
-        get_accelerator().set_device(local_rank())
-    # Compiled at the first use on CPU, for inference alone. A compile that is killed leaves a
-    # lock on which every later run waits without a word.
-    with _silent_stderr():  # the first use tries what can be compiled
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    hook = sys.excepthook
-    try:
-        deepspeed.init_distributed(timeout=TIMEOUT, verbose=False)
-    except dist.DistNetworkError as error:
-        port = os.environ["MASTER_PORT"]
-        raise ValueError(
-            f"the processes cannot meet at {os.environ['MASTER_ADDR']}:{port}, perhaps because "
-            f"another run took the port; start again, or choose one with: deepspeed "
-            f"--master_port PORT ... ({error})"
-        ) from error
-    if _names_the_rank(hook) or os.environ["WORLD_SIZE"] == "1":
-        sys.excepthook = hook
-    return note
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """A block whose processes write no errors; the kernel of a notebook would show them."""
-    before = os.dup(2)
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-
-
-def _names_the_rank(hook: Any) -> bool:
-    """Whether torch has put ``[rank0]:`` before tracebacks already; it does so in each group."""
-    return getattr(hook, "__module__", None) == dist.distributed_c10d.__name__
 
 
 class Destroyable(Protocol):
@@ -91,35 +32,13 @@ _engines: WeakSet[Destroyable] = WeakSet()
 
 
 def destroy_at_shutdown(engine: Destroyable) -> None:
-    """Have :func:`shutdown` destroy the engine, if it still exists then."""
+    """Have ``process_group.shutdown`` destroy the engine, if it still exists then."""
     _engines.add(engine)
 
 
 def is_destroyed(engine: Destroyable) -> bool:
-    """Whether :func:`shutdown` or :func:`destroy_engines` has destroyed the engine."""
+    """Whether ``process_group.shutdown`` or :func:`destroy_engines` has destroyed the engine."""
     return engine not in _engines
-
-
-def shutdown() -> None:
-    """Leave the process group in order, so that no thread of it outlives it; call on every rank.
-
-    A group ends, and its threads with it, when nothing refers to it: no engine, hook or DDP. Its
-    threads drop the tensors of collectives, for which they need the interpreter; one that is left
-    to do so when the interpreter ends aborts the process.
-    """
-    if not dist.is_initialized():
-        return
-    destroy_engines(list(_engines))
-    gc.collect()  # engines and trainers refer to themselves
-    dist.barrier()  # nobody leaves while another still waits for an answer
-    if _grid is not None:
-        form_grid(1)
-    comm = sys.modules.get("deepspeed.comm.comm")
-    if comm is None or comm.cdb is None:
-        dist.destroy_process_group()
-    else:
-        comm.destroy_process_group()  # and what DeepSpeed remembers of groups
-    failure_detection.leave()
 
 
 def destroy_engines(engines: Sequence[Destroyable]) -> None:
@@ -285,3 +204,190 @@ def choose_attention_kernels() -> None:
     """
     asked = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "0"
     torch.backends.cuda.enable_cudnn_sdp(asked)
+
+
+ResultT = TypeVar("ResultT")
+
+
+def _collective_device() -> torch.device:
+    """Where the tensors of a collective of this process group lie."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device()
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Each number summed over the shares of the data, in fp64; call on every rank."""
+    return sum_tensor_(torch.tensor(values, dtype=torch.float64, device=device())).tolist()
+
+
+def sum_tensor_(tensor: Tensor) -> Tensor:
+    """Overwrite ``tensor`` with its sum over the shares of the data; call on every rank.
+
+    Processes that hold one model between them bring the same, which counts once.
+    """
+    dist.all_reduce(tensor, group=data_group())
+    return tensor
+
+
+def sum_over_processes(values: list[float]) -> list[float]:
+    """Each number summed over all processes, in fp64; call on every rank."""
+    total = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def sum_with_requests(values: Tensor, requests: list[float]) -> Tensor:
+    """``values`` summed over the shares of the data, then each request over all processes.
+
+    Call on every rank.
+    """
+    counted = values if tensor_rank() == 0 else torch.zeros_like(values)
+    own = to_device(torch.tensor(requests, dtype=values.dtype), values.device)
+    total = torch.cat([counted, own])
+    dist.all_reduce(total)
+    return total
+
+
+def gather_over_ranks(values: Tensor) -> Tensor:
+    """The (n, ...) tensors of all shares of the data behind each other, of any n; on every rank."""
+    own = [float(len(values)) * (each == data_rank()) for each in range(data_world_size())]
+    sizes = [int(size) for size in sum_over_ranks(own)]
+    # Collectives move equal shapes.
+    padded = values.new_zeros(max(sizes), *values.shape[1:])
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=data_group())
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest of the processes' numbers; call on every rank."""
+    if not dist.is_initialized():
+        return value
+    largest = torch.tensor(value, dtype=torch.float64, device=_collective_device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def broadcast_(tensor: Tensor) -> Tensor:
+    """Overwrite ``tensor`` with rank 0's; call on every rank."""
+    dist.broadcast(tensor, 0)
+    return tensor
+
+
+def broadcast_string(fact: str) -> str:
+    """Rank 0's ``fact``; call on every rank."""
+    return _broadcast_text(fact, 0) if dist.is_initialized() else fact
+
+
+def gather_texts(text: str) -> list[str]:
+    """Every process's text, by rank; call on every rank."""
+    return [_broadcast_text(text, source) for source in range(world_size())]
+
+
+def _broadcast_text(text: str, source: int) -> str:
+    """The text of the rank ``source``; call on every rank. Bytes, for nobody unpickles a peer's."""
+    content = text.encode()
+    size = torch.tensor([len(content)], device=_collective_device())
+    dist.broadcast(size, source)
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    if rank() == source:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    data = data.to(_collective_device())
+    if len(data):
+        dist.broadcast(data, source)
+    return bytes(data.tolist()).decode()
+
+
+def local_rank_first(function: Callable[[], ResultT]) -> ResultT:
+    """What ``function`` returns, called on each node's first process and then on the others.
+
+    If the first fails, the other processes end quietly, with the exit code of a user's mistake.
+    Call on every rank.
+    """
+    if local_rank() == 0:
+        return _run_and_share_exit(function)
+    _wait_for_exit_code()
+    return function()
+
+
+def on_rank_zero(function: Callable[[], ResultT]) -> ResultT | None:
+    """What ``function`` returns on rank 0, which alone calls it; the others wait, and get None.
+
+    If it fails, the other processes end quietly. Call on every rank.
+    """
+    if rank() == 0:
+        return _run_and_share_exit(function)
+    _wait_for_exit_code()
+    return None
+
+
+def raise_together(function: Callable[[], ResultT]) -> ResultT:
+    """What ``function`` returns on this rank; call on every rank.
+
+    Raises:
+        ValueError: on every rank, if it raised one on any: the first one's.
+        RuntimeError: on the other ranks, if it raised anything else on one.
+    """
+    if world_size() == 1:
+        return function()
+    failure: Exception | None = None
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 - raised again, on every rank
+        failure = error
+    first = -int(max_over_ranks(-float(rank() if failure is not None else world_size())))
+    if first == world_size():
+        return result
+    mine = [str(failure), isinstance(failure, ValueError)]
+    words, is_mistake = json.loads(_broadcast_text(json.dumps(mine), first))
+    if is_mistake:
+        raise ValueError(words) from failure
+    raise failure or RuntimeError(f"rank {first} failed: {words}")
+
+
+def check_same(find: Callable[[], Mapping[str, str]], *, remedy: str) -> None:
+    """Refuse to go on where a process has something else than rank 0; call on every rank.
+
+    Args:
+        find: gives texts by name, the same names everywhere; one that is empty is not compared.
+            Not called where there is one process.
+        remedy: what to do about a difference.
+
+    Raises:
+        ValueError: on every rank, naming the first rank that differs, its host, and what differs.
+    """
+    if world_size() == 1:
+        return
+    facts = find()
+    first: dict[str, str] = json.loads(broadcast_string(json.dumps(facts)))
+
+    def compare() -> None:
+        differing = [name for name, text in facts.items() if text and text != first[name]]
+        if differing:
+            shown = (f"{name} ({facts[name]} here, {first[name]} there)" for name in differing)
+            raise ValueError(
+                f"{name_of(rank())} differs from {name_of(0)} in {', '.join(shown)}; {remedy}"
+            )
+
+    raise_together(compare)
+
+
+def _run_and_share_exit(function: Callable[[], ResultT]) -> ResultT:
+    """Call; :func:`_wait_for_exit_code` elsewhere learns the exit code, 0 if it worked."""
+    code = 2
+    try:
+        result = function()
+        code = 0
+    except OSError:
+        code = 1
+        raise
+    finally:
+        worst = max_over_ranks(float(code))
+    if worst:
+        raise SystemExit(int(worst))
+    return result
+
+
+def _wait_for_exit_code() -> None:
+    if code := int(max_over_ranks(0.0)):
+        raise SystemExit(code)

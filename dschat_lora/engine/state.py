@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.collectives import broadcast_
-from dschat_lora.engine.distributed import data_group, data_rank, rank
+from dschat_lora.engine.distributed import broadcast_, data_group, data_rank, rank
 from dschat_lora.engine.zero import own_shard, tensor_shard, whole_of_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from dschat_lora.algos.tensors import is_finite
-from dschat_lora.engine.collectives import broadcast_, gather_over_ranks
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, grid, rank
+from dschat_lora.engine.distributed import (
+    broadcast_,
+    data_rank,
+    data_world_size,
+    device,
+    gather_over_ranks,
+    grid,
+    rank,
+)
 
 
 class TensorShard(Protocol):

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.algos.tensors import to_device
+from dschat_lora.algos.segments import block_causal_mask, to_device
 from dschat_lora.generation.cuda_graphs import DecodeStep, first_cause, has_failed, run_watching
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses

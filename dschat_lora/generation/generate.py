@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_lora.algos.tensors import to_device
+from dschat_lora.algos.segments import to_device
 from dschat_lora.generation.batch_state import CachedRows, RecomputedRows
 from dschat_lora.generation.cuda_graphs import DecodeStep, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears

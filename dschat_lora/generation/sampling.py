@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.logprobs import token_logprobs
-from dschat_lora.algos.tensors import to_device
+from dschat_lora.algos.segments import to_device
 from dschat_lora.lora.collectives import TensorGroup
 
 NO_TOKEN = -1  # in the place of a token that cannot be drawn

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_lora.algos.segments import block_causal_mask
-from dschat_lora.algos.tensors import to_device
+from dschat_lora.algos.segments import block_causal_mask, to_device
 from dschat_lora.generation.batch_state import next_logits, padded_left
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import RecurrentStates, fast_attention, takes_cache

@@ -18,8 +18,8 @@ from torch import nn
 from dschat_lora.lora.layers import is_quantized, stored_bytes, value_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
 from dschat_lora.perf.architecture import field, text_config, text_tower
-from dschat_lora.perf.flops import BlockShape, LinearShape, ModelShape
 from dschat_lora.perf.shape import chains_of, describe
+from dschat_lora.perf.throughput import BlockShape, LinearShape, ModelShape
 
 # Tensors as wide as the MLP that its activation keeps, besides its own result.
 _KEPT_BY_ACTIVATION = {"relu": 0, "gelu_new": 4, "gelu_fast": 4}

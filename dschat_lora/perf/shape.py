@@ -25,7 +25,7 @@ from dschat_lora.perf.architecture import (
     text_blocks,
     text_config,
 )
-from dschat_lora.perf.flops import BlockShape, LinearShape, ModelShape
+from dschat_lora.perf.throughput import BlockShape, LinearShape, ModelShape
 
 _DROPOUT_OPTIONS = ("dropout", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob")
 _POST_NORMS = ("output.LayerNorm", "post_feedforward_layernorm")  # BERT; Gemma 2, OLMo 2

@@ -20,10 +20,9 @@ from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import Card, tabled_peak
-from dschat_lora.perf.flops import Flops, forward_flops, step_flops
 from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import StepCounts
+from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops
 from dschat_lora.pipeline.stages import as_planned
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.config import RlhfConfig

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.algos.segments import Sizes, Spans
-from dschat_lora.algos.tensors import to_device
+from dschat_lora.algos.segments import Sizes, Spans, to_device
 from dschat_lora.data.batch import PaddedRows, batch_to_device, tree_pairs
-from dschat_lora.data.packing import cut_evenly
+from dschat_lora.data.loader import cut_evenly
 from dschat_lora.perf.throughput import StepCounts
 
 

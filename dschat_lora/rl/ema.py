@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.engine.collectives import broadcast_
-from dschat_lora.engine.distributed import rank
+from dschat_lora.engine.distributed import broadcast_, rank
 from dschat_lora.engine.zero import is_sharded, own_shard, whole_of_parts, whole_of_shards
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.parallel import own_part

@@ -10,11 +10,17 @@ from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import call
 from dschat_lora.data.messages import Message, check_message
 from dschat_lora.data.templates import PROBE
-from dschat_lora.engine.collectives import gather_texts, max_over_ranks, raise_together
-from dschat_lora.engine.distributed import grid, rank, tensor_rank
+from dschat_lora.engine.distributed import (
+    gather_texts,
+    grid,
+    max_over_ranks,
+    raise_together,
+    rank,
+    tensor_rank,
+)
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import Response
-from dschat_lora.rl.user_functions import (
+from dschat_lora.rl.rewards import (
     UserFunction,
     UserFunctionError,
     find_function,

@@ -12,14 +12,13 @@ from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rl.batch import Response, collate
-from dschat_lora.rl.diagnostics import Diagnostics
 from dschat_lora.rl.engines import Engines
 from dschat_lora.rl.experience import check_scores, score_responses
-from dschat_lora.rl.metrics import rewards_by_name, turn_metrics
+from dschat_lora.rl.metrics import Diagnostics, rewards_by_name, turn_metrics
 from dschat_lora.rl.rewards import RewardFunctions
 from dschat_lora.rl.rollout import Generator
 from dschat_lora.rl.setup import RlhfSetup
-from dschat_lora.runtime.evaluation import AnswerLog, EvalResults
+from dschat_lora.runtime.loop import AnswerLog, EvalResults
 
 
 @dataclass

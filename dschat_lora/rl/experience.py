@@ -20,13 +20,12 @@ from dschat_lora.algos.advantages import (
 )
 from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
 from dschat_lora.algos.ppo import importance_weights
-from dschat_lora.algos.tensors import to_device
-from dschat_lora.engine.collectives import gather_over_ranks
+from dschat_lora.algos.segments import to_device
+from dschat_lora.engine.distributed import gather_over_ranks
 from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Response, ResponseBatch, response_mask
 from dschat_lora.rl.engines import Engines
-from dschat_lora.rl.rewards import RewardFunctions, shortened
-from dschat_lora.rl.user_functions import UserFunctionError
+from dschat_lora.rl.rewards import RewardFunctions, UserFunctionError, shortened
 
 
 @dataclass(frozen=True)

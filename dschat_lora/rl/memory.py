@@ -6,8 +6,7 @@ from torch import nn
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.collectives import max_over_ranks
-from dschat_lora.engine.distributed import data_world_size, device, device_type
+from dschat_lora.engine.distributed import data_world_size, device, device_type, max_over_ranks
 from dschat_lora.lora.layers import LoraLinear, is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.cards import USABLE

@@ -1,8 +1,9 @@
-"""Metrics of an iteration, of its responses and of its update, and what the log says of them."""
+"""Metrics of an iteration, its responses and its update, and warnings that follow from them."""
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress, repeat
 from typing import Any
 
@@ -14,9 +15,9 @@ from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
+from dschat_lora.rl.rewards import messages_after_prompt
 from dschat_lora.rl.update import StepResult
-from dschat_lora.rl.user_functions import messages_after_prompt
-from dschat_lora.runtime.lr_schedule import rate_metrics
+from dschat_lora.runtime.loop import rate_metrics
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
@@ -130,7 +131,7 @@ def rollout_rows(
     iteration: int,
     most: int,
 ) -> list[dict[str, Any]]:
-    """The first ``most`` responses for :class:`dschat_lora.report.rollouts.RolloutLog`.
+    """The first ``most`` responses for :class:`dschat_lora.report.log.RolloutLog`.
 
     The advantage is the mean over a response's tokens. What is not known, such as the reward of a
     response that does not count, is None. The first few have advantage, KL and value of each of the
@@ -245,3 +246,231 @@ def sampler_errors(experience: Experience) -> dict[str, float]:
     table = experience.table(response.logprobs for response in experience.responses)
     errors = (table - experience.logprobs).abs()[experience.mask]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
+
+
+WINDOW = 5  # iterations that a diagnosis is made over
+PATIENCE = 20  # iterations before the critic is expected to explain anything
+# Old and new log-probabilities come from one code path and may differ by rounding alone.
+RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
+# The decode loop computes one token at a time, by other kernels: mean error in nats per token.
+SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
+# So many times that no rounding explains.
+SAMPLER_LIMIT = 5
+_METRICS = (
+    *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
+    *(
+        "ratio_error",
+        "score_clip_fraction",
+        "sampler_error",
+        "reward",
+        "dropped",
+        "samples",
+        "undrawn",
+    ),
+)
+
+
+def check_sampler(metrics: Mapping[str, Any], dtype: str) -> None:
+    """Stop a run whose responses are another policy's than the one that learns.
+
+    Raises:
+        ValueError: if the two passes differ by more than rounding could make of them.
+    """
+    limit, found = SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype], metrics.get("sampler_error", 0.0)
+    if found > limit:
+        raise ValueError(
+            f"the decode loop's log-probabilities are {found:.2g} nats per token from those that "
+            f"are trained on, which no rounding in {dtype} explains (more than {limit:g}): this "
+            "model is decoded or trained wrongly here, and the run stops"
+        )
+
+
+@dataclass
+class Diagnostics:
+    """Warns of failures after an iteration or evaluation, of each once until it has passed."""
+
+    dtype: str  # compute type, which bounds rounding errors
+    # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
+    # no greedy choice.
+    samples_tokens: bool
+    first: list[dict[str, float]] = field(default_factory=list)
+    latest: list[dict[str, float]] = field(default_factory=list)
+    iterations: int = 0
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    active: list[str] = field(default_factory=list)  # failures that were warned of
+
+    def iteration(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Warnings after an iteration with these metrics."""
+        row = _numbers(metrics, _METRICS)
+        self.iterations += 1
+        if len(self.first) < WINDOW:
+            self.first.append(row)
+        self.latest = [*self.latest, row][-WINDOW:]
+        found = {
+            "ratio": self._ratio(row),
+            "sampler": self._sampler(row),
+            "dropped": self._dropped(row),
+        }
+        if len(self.latest) == WINDOW:
+            found |= {
+                "kl": self._negative_kl(),
+                "eos": self._eos(),
+                "entropy": self._entropy(),
+                "critic": self._critic(),
+                "equal": self._equal_rewards(),
+                "clip": self._clipped(),
+            }
+        return self._new(found)
+
+    def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Warnings after an evaluation with these metrics."""
+        row = _numbers(metrics, ("reward", "judge", "judge_standard_error"))
+        self.evaluations.append(row)
+        return self._new({"judge": self._judged()})
+
+    def state(self) -> dict[str, Any]:
+        names = ("first", "latest", "iterations", "evaluations")
+        return {name: getattr(self, name) for name in names} | {"said": self.active}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name in ("first", "latest", "evaluations"):
+            # What is not finite went through JSON as text.
+            rows = [{key: float(value) for key, value in row.items()} for row in state[name]]
+            setattr(self, name, rows)
+        self.iterations, self.active = state["iterations"], list(state["said"])
+
+    def _new(self, found: dict[str, str | None]) -> list[str]:
+        """The messages of failures that were not active; ``found`` is by name, None: none."""
+        new = [text for name, text in found.items() if text and name not in self.active]
+        present = [name for name, text in found.items() if text]
+        self.active = [*(name for name in self.active if name not in found), *present]
+        return new
+
+    def _mean(self, rows: list[dict[str, float]], name: str) -> float | None:
+        values = [row[name] for row in rows if name in row]
+        return sum(values) / len(values) if values else None
+
+    def _ratio(self, row: dict[str, float]) -> str | None:
+        limit = RATIO_TOLERANCE[self.dtype]
+        if row.get("ratio_error", 0.0) <= limit:
+            return None
+        return (
+            f"the policy's log-probabilities before its first step differ from those it sampled "
+            f"with by a ratio of {row['ratio_error']:.2g}, more than rounding in {self.dtype} "
+            f"({limit:g}): the two passes do not see the same input"
+        )
+
+    def _sampler(self, row: dict[str, float]) -> str | None:
+        limit = SAMPLER_TOLERANCE[self.dtype]
+        if row.get("sampler_error", 0.0) <= limit:
+            return None
+        return (
+            f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "
+            f"from those that are trained on, more than rounding in {self.dtype} ({limit:g}): "
+            "responses are drawn from another policy than the one that learns"
+        )
+
+    def _negative_kl(self) -> str | None:
+        kl = self._mean(self.latest, "kl")
+        error = self._mean(self.latest, "kl_standard_error")
+        if kl is None or error is None or not self.samples_tokens:
+            return None
+        if kl >= -max(4 * error / WINDOW**0.5, 1e-4):
+            return None
+        return (
+            f"the divergence from the reference is negative ({kl:.3g} nats per response), which no "
+            "sample of the policy gives: log-probabilities and samples come from unlike policies"
+        )
+
+    def _eos(self) -> str | None:
+        before, after = (self._mean(rows, "eos_rate") for rows in (self.first, self.latest))
+        if before is None or after is None or before < 0.2 or after > 0.5 * before:
+            return None
+        return (
+            f"only {after:.0%} of the responses end by themselves, {before:.0%} did at the start: "
+            "the policy forgets to stop; raise --kl_coef or --missing_eos_penalty, or "
+            "--max_answer_seq_len if answers need the room"
+        )
+
+    def _entropy(self) -> str | None:
+        before, after = (self._mean(rows, "entropy") for rows in (self.first, self.latest))
+        if before is None or after is None or before <= 0 or after > 0.1 * before:
+            return None
+        return (
+            f"the entropy has collapsed to {after:.3g} nats per token from {before:.3g}: hardly "
+            "anything new is tried; lower the learning rate, raise --kl_coef or --entropy_coef"
+        )
+
+    def _critic(self) -> str | None:
+        explained = self._mean(self.latest, "explained_variance")
+        if explained is None or self.iterations < PATIENCE or explained > 0.05:
+            return None
+        return (
+            f"the critic explains {explained:.0%} of the returns after {self.iterations} "
+            "iterations, so advantages are noise: raise the critic's learning rate or "
+            "--cliprange_value (in units of reward), or use --algorithm rloo"
+        )
+
+    def _equal_rewards(self) -> str | None:
+        spread = self._mean(self.latest, "reward_std")
+        if spread is None or spread > 0:
+            return None
+        value, before = (self._mean(rows, "reward") for rows in (self.latest, self.first))
+        if value is None or before is None:
+            value = before = math.nan
+        if value > before:
+            why = f"it rose to that from {before:.3g}: the task is solved"
+        elif value < before:
+            why = f"it fell to that from {before:.3g}: nothing passes any more"
+        elif value <= 0:
+            why = "impossible: no response of the actor is worth more"
+        else:
+            why = "so it was from the start: solved if that is the best score, else impossible"
+        return (
+            f"all responses of the last iterations got the same reward, {value:.3g}, and there is "
+            f"nothing to learn from; {why}"
+        )
+
+    def _dropped(self, row: dict[str, float]) -> str | None:
+        dropped, samples = row.get("dropped", 0.0), row.get("samples", 0.0)
+        undrawn = row.get("undrawn", 0.0)
+        if not dropped:
+            return None
+        why = ["a reward function returned None for them"] * (dropped > undrawn)
+        if undrawn:
+            why.append(
+                f"of {undrawn:.0f} a token could not be drawn, as the logits were not finite"
+            )
+        return (
+            f"{dropped:.0f} of {samples:.0f} responses ({dropped / samples:.0%}) do not count: "
+            + " or ".join(why)
+        )
+
+    def _clipped(self) -> str | None:
+        share = self._mean(self.latest, "score_clip_fraction")
+        if share is None or share < 0.3:
+            return None
+        return (
+            f"{share:.0%} of the scores are at --clip_reward_value, where better and worse look "
+            "alike: raise it, or use --reward_scaling initial"
+        )
+
+    def _judged(self) -> str | None:
+        if len(self.evaluations) < 2:
+            return None
+        first, last = self.evaluations[0], self.evaluations[-1]
+        if "judge" not in first or "judge" not in last:
+            return None
+        gain, loss = last["reward"] - first["reward"], first["judge"] - last["judge"]
+        # The standard error of a single judgement is NaN, and no comparison with it holds.
+        if not (gain > 0 and loss > 2 * last.get("judge_standard_error", 0.0)):
+            return None
+        return (
+            f"the reward rose on held-out prompts ({first['reward']:.3g} to {last['reward']:.3g}) "
+            f"while the judge's score fell ({first['judge']:.3g} to {last['judge']:.3g}): the "
+            "policy exploits the reward model; raise --kl_coef, stop earlier, or mend the reward"
+        )
+
+
+def _numbers(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    return {name: float(v) for name in names if (v := metrics.get(name)) is not None}

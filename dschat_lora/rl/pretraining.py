@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.data.batch import Batch, SampleCollator
-from dschat_lora.data.loader import StepLoader, Window
-from dschat_lora.data.packing import make_rows
+from dschat_lora.data.loader import StepLoader, Window, make_rows
 from dschat_lora.data.samples import TokenSet
 from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.perf.throughput import StepCounts

@@ -1,26 +1,302 @@
-"""Scores of responses by functions, and the scaling, clipping and penalties that shape rewards."""
+"""Rewards of responses: by functions of the user and by a reward model; combined and shaped."""
 
+import asyncio
+import concurrent.futures
+import importlib
+import inspect
+import json
 import math
 import reprlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishment
-from dschat_lora.algos.tensors import to_device
-from dschat_lora.engine.collectives import raise_together, sum_over_processes
-from dschat_lora.engine.distributed import rank, world_size
+from dschat_lora.algos.segments import to_device
+from dschat_lora.config.held import held_object, is_held
+from dschat_lora.engine.distributed import raise_together, rank, sum_over_processes, world_size
 from dschat_lora.models.loading import Tokenizer
+from dschat_lora.report.terminal import note
 from dschat_lora.rl.batch import Response
+from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin
 from dschat_lora.rl.config import RewardsConfig
-from dschat_lora.rl.user_functions import (
-    UserFunction,
-    UserFunctionError,
-    find_function,
-)
+from dschat_lora.runtime.checks import working_directory
+
+
+class UserFunctionError(Exception):
+    """A function of the user's failed; the cause is its error. Raised on every rank."""
+
+    what = "a function"
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function that is called by keyword with those arguments that it takes.
+
+    They are those of :func:`calls_of`. A coroutine function is
+    waited for, all calls of a process at once.
+    """
+
+    noun: ClassVar[str] = "entries"  # of the list that it returns
+    entry: ClassVar[str] = "one entry"
+
+    option: str  # that names it
+    name: str  # module:function
+    function: Callable[..., Any]
+    tokenizer: Tokenizer
+    batch: str = "all"  # of a call: "all" responses of this process, or those of a "group"
+    retries: int = 0  # further tries after an error
+    timeout: float = 0.0  # seconds that a try may take; 0: any
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse a function that asks for columns which the data lacks.
+
+        Raises:
+            ValueError: naming both.
+        """
+        column = getattr(self.function, "column", None)  # of a built-in one
+        wanted = required_columns(self.function) if column is None else [column]
+        lacking = [name for name in wanted if name not in columns]
+        if lacking:
+            raise ValueError(
+                f"--{self.option} {self.name} asks for {', '.join(lacking)}; it may take prompts, "
+                "responses (or completions), messages, ended, rows, token_ids, and the columns of "
+                f"the data: {', '.join(sorted(columns)) or 'there are none'}"
+            )
+
+    def call(self, responses: Sequence[Response]) -> list[Any]:
+        """What the function returns for each response, after so many errors at most.
+
+        Raises:
+            ValueError: if it returns no list of as many.
+        """
+        where = f"--{self.option} {self.name}"
+        found: Any = None
+        for tries_left in reversed(range(self.retries + 1)):
+            try:
+                found = self._within_time(responses) if self.timeout else self._returned(responses)
+                break
+            except Exception as error:
+                if tries_left:
+                    note(f"{where} failed and is tried again: {error!r}")
+                elif isinstance(error, ValueError | OSError):
+                    # It would pass for a wrong option or a full disk, and be shown without its
+                    # place.
+                    raise RuntimeError(f"{where} failed") from error
+                else:
+                    raise
+        if hasattr(found, "tolist") and not isinstance(found, Tensor):
+            found = found.tolist()  # an array
+        is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
+        if not is_list or len(found) != len(responses):
+            what = f"{len(found)} {self.noun}" if is_list else f"a {type(found).__name__}"
+            raise ValueError(
+                f"{where} returned {what} for {len(responses)} responses; it must return a list of "
+                f"{self.entry}, for each"
+            )
+        return list(found)
+
+    def _within_time(self, responses: Sequence[Response]) -> Any:
+        future: concurrent.futures.Future[object] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._returned(responses))
+            except Exception as error:  # noqa: BLE001 - raised again by result()
+                future.set_exception(error)
+
+        # A daemon: a call that never returns must not keep the process from ending.
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            return future.result(self.timeout)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            raise RuntimeError(
+                f"--{self.option} {self.name} took more than the {self.timeout:g} seconds of "
+                f"--reward_timeout for {len(responses)} responses"
+            ) from None
+
+    def _returned(self, responses: Sequence[Response]) -> Any:
+        try:
+            with same_gradients():
+                calls = calls_of(self.function, responses, self.tokenizer)
+                found = [self.function(**call) for call in calls]
+                if any(inspect.isawaitable(each) for each in found):
+
+                    async def all_found() -> list[Any]:
+                        return list(await asyncio.gather(*found))
+
+                    # In a thread of its own: a notebook runs a loop in this one.
+                    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                        found = pool.submit(asyncio.run, all_found()).result()
+        except SystemExit as error:  # it would pass for the end of the run
+            raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from error
+        return found if is_singular(self.function) else found[0]
+
+
+def same_gradients() -> torch.set_grad_enabled:
+    """A block after which gradients are taken as before, whatever code in it switched off."""
+    return torch.set_grad_enabled(torch.is_grad_enabled())
+
+
+# Modules that command lines know under another name.
+_MOVED = {"dschat_lora.world": "dschat_lora.assets.toy_world"}
+
+
+def find_function(option: str, name: str) -> Callable[..., Any]:
+    """The function behind ``module:function``; the module is imported, nothing is evaluated.
+
+    Raises:
+        ValueError: if there is no such function, or it takes no responses.
+    """
+    if is_held(name):
+        function = cast(Callable[..., Any], held_object(name, option))
+    else:
+        function = builtin_function(name) if is_builtin(name) else _imported(option, name)
+    parameters = inspect.signature(function).parameters.values()
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not (takes_responses(named_parameters(function)) or is_open):
+        raise ValueError(
+            f"--{option} {name} must take responses, completions or messages (one at a time: "
+            f"response or completion), it takes {inspect.signature(function)}"
+        )
+    return function
+
+
+def _imported(option: str, name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    with working_directory(), same_gradients():
+        try:
+            module = importlib.import_module(_MOVED.get(module_name, module_name))
+        except (ImportError, SyntaxError) as error:
+            raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
+    found: Callable[..., Any] = function
+    return found
+
+
+OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
+TRL = ("prompts", "completions", "completion_ids")
+# Of a function that is called with one response at a time.
+SINGULAR = {
+    "prompts": "prompt",
+    "responses": "response",
+    "completions": "completion",
+    "rows": "row",
+}
+# Columns that are other arguments' matter, as in TRL.
+_NOT_OFFERED = {"prompt", "completion", "messages", "chosen", "rejected"}
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """Parameters of the function but ``*more`` and ``**others``."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind not in _OPEN}
+
+
+def takes_responses(names: Collection[str]) -> bool:
+    """Whether parameters of these names are what a function needs to see responses."""
+    return not {"responses", "completions", "messages", "response", "completion"}.isdisjoint(names)
+
+
+def is_singular(function: Callable[..., object]) -> bool:
+    """Whether the function scores one response at a time, by its parameters' names."""
+    return bool({"response", "completion"} & named_parameters(function).keys())
+
+
+def required_columns(function: Callable[..., object]) -> list[str]:
+    """Parameters without default that only columns of the data can fill."""
+    known = (
+        {*OWN, *TRL}
+        if not is_singular(function)
+        else {SINGULAR.get(name, name) for name in (*OWN, *TRL)}
+    )
+    parameters = named_parameters(function).values()
+    return [p.name for p in parameters if p.default is p.empty and p.name not in known]
+
+
+def calls_of(
+    function: Callable[..., object], responses: Sequence[Response], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Keyword arguments of each call that scores the responses, with what the function takes.
+
+    All in one call, unless the function takes one at a time. A function of TRL's, which takes
+    ``completions`` and no ``responses``, gets prompts and completions as its data has them: text,
+    or lists of messages.
+    """
+    names = named_parameters(function)
+    rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
+    columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
+    turns = [list(each.last_turn) for each in responses]
+    texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
+    prompts = [tokenizer.decode(each.prompt) for each in responses]
+    asked = [_prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
+    said = [messages_after_prompt(*each) for each in zip(responses, texts, strict=True)]
+    ids = [list(each.tokens) for each in responses]
+    by_column = {name: [row.get(name) for row in rows] for name in columns}
+    offered: dict[str, list[Any]] = by_column | {
+        "prompts": prompts,
+        "responses": texts,
+        "completions": texts,
+        "messages": [[*as_messages(p), *m] for p, m in zip(asked, said, strict=True)],
+        "ended": [each.ended for each in responses],
+        "rows": rows,
+        "token_ids": ids,
+        "completion_ids": ids,
+    }
+    if not {"responses", "response"} & names.keys():  # one of TRL's
+        offered["prompts"] = asked
+        offered["completions"] = [
+            text if isinstance(prompt, str) else messages
+            for prompt, text, messages in zip(asked, texts, said, strict=True)
+        ]
+    if is_singular(function):
+        whole = {SINGULAR.get(name, name): values for name, values in offered.items()}
+        calls = [{name: v[i] for name, v in whole.items()} for i in range(len(responses))]
+    else:
+        calls = [offered]
+    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return calls
+    return [{name: v for name, v in call.items() if name in names} for call in calls]
+
+
+def messages_after_prompt(response: Response, text: str) -> list[dict[str, Any]]:
+    """The actor's turns, ``text`` the last of them, and what its environment said between them."""
+    return [*json.loads(response.earlier or b"[]"), {"role": "assistant", "content": text}]
+
+
+def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The prompt as messages; a text is one of a user's."""
+    row = json.loads(response.columns or b"{}")
+    return as_messages(_prompt_of(row, tokenizer.decode(response.prompt)))
+
+
+def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The prompt as messages; a text is one of a user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _prompt_of(row: dict[str, Any], text: str) -> Any:
+    """The prompt as the row has it, text or messages; ``text`` where it has another shape."""
+    if isinstance(row.get("prompt"), str | list):
+        return row["prompt"]
+    messages = row.get("messages")
+    if not isinstance(messages, list):
+        return text
+    # The answers at the end are not read: the model gives its own.
+    count = len(messages)
+    while count and messages[count - 1].get("role") == "assistant":
+        count -= 1
+    return messages[:count]
 
 
 class RewardError(UserFunctionError):

@@ -16,8 +16,13 @@ from torch import Tensor
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.collectives import gather_over_ranks, gather_texts, max_over_ranks
-from dschat_lora.engine.distributed import data_rank, data_world_size
+from dschat_lora.engine.distributed import (
+    data_rank,
+    data_world_size,
+    gather_over_ranks,
+    gather_texts,
+    max_over_ranks,
+)
 from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason

@@ -41,13 +41,13 @@ from dschat_lora.rl.memory import (
 from dschat_lora.rl.rewards import (
     RewardFunction,
     RewardFunctions,
+    UserFunction,
     load_function,
     load_functions,
 )
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.roles import Roles, build_roles
 from dschat_lora.rl.throughput import FlopCounter
-from dschat_lora.rl.user_functions import UserFunction
 from dschat_lora.rl.validation import fit_lengths
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun

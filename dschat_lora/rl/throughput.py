@@ -8,13 +8,19 @@ from dataclasses import astuple, dataclass, field
 import torch
 
 from dschat_lora.algos.segments import causal_pairs
-from dschat_lora.engine.collectives import sum_over_ranks
-from dschat_lora.engine.distributed import world_size
+from dschat_lora.engine.distributed import sum_over_ranks, world_size
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.perf.flops import Flops, deepspeed_chat_flops, forward_flops, step_flops
 from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import StepCounts, peak_memory_bytes, synchronize
+from dschat_lora.perf.throughput import (
+    Flops,
+    StepCounts,
+    deepspeed_chat_flops,
+    forward_flops,
+    peak_memory_bytes,
+    step_flops,
+    synchronize,
+)
 from dschat_lora.rl.batch import Response, ResponseBatch, step_counts
 from dschat_lora.rl.roles import Roles
 

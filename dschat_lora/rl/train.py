@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.engine.collectives import sum_over_processes
+from dschat_lora.engine.distributed import sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.rl.advice import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.engines import Engines, build_engines
 from dschat_lora.rl.evaluation import RlhfEvaluator
+from dschat_lora.rl.rewards import UserFunctionError
 from dschat_lora.rl.rollout import BrokenWeightsError, Generator
-from dschat_lora.rl.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rl.setup import RlhfSetup, set_up
 from dschat_lora.rl.throughput import PHASES
-from dschat_lora.rl.trainer import RlhfTrainer
-from dschat_lora.rl.user_functions import UserFunctionError
+from dschat_lora.rl.trainer import RlhfProgress, RlhfSchedule, RlhfTrainer, make_rlhf_schedule
 from dschat_lora.rl.validation import NAME, check_rlhf
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.checkpointer import Checkpointer, Stateful

@@ -17,9 +17,9 @@ from dschat_lora.algos.ppo import (
     token_weights,
     value_loss,
 )
-from dschat_lora.algos.tensors import to_device
+from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.engine.collectives import max_over_ranks, sum_tensor_
+from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
 from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Minibatch, ResponseBatch

@@ -5,16 +5,21 @@ responses that were generated for it.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from dschat_lora.algos.schedules import constant, linear
+from dschat_lora.config.groups import ScheduleConfig
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import failure_detection
-from dschat_lora.report.log import RunLog
+from dschat_lora.models.loading import Tokenizer
+from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.runtime.checkpointer import Checkpointer
+from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.signals import StopRequested
 
 # Steps in a row whose gradient is not finite, before a run is given up.
@@ -167,3 +172,134 @@ def broken_unless_finite(loss: Tensor, total: Tensor) -> Tensor:
     """
     finite = torch.isfinite(total)
     return loss * torch.where(finite, 1.0, math.nan).to(loss.dtype)
+
+
+# Multiplier of the peak rate at each optimizer step, counted from 0.
+RateFactor = Callable[[int], float]
+# What a polynomial ends at, as a share of the peak.
+POLYNOMIAL_END = 1e-7
+
+
+def rate_factor(name: str, *, num_warmup_steps: int, num_steps: int) -> RateFactor:
+    """The factor of a scheduler of transformers, such as ``cosine``; steps count from 0."""
+    warmup, total = num_warmup_steps, max(1, num_steps)
+
+    def factor(step: int) -> float:
+        if name == "constant":
+            return 1.0
+        if name == "constant_with_warmup":
+            return constant(step, warmup=warmup)
+        if name == "linear" or step < warmup:
+            return linear(step, warmup=warmup, total=total)
+        progress = (step - warmup) / max(1, total - warmup)
+        if name == "polynomial":
+            remaining = max(0.0, 1 - progress)
+            return (1 - POLYNOMIAL_END) * remaining + POLYNOMIAL_END
+        assert name in ("cosine", "cosine_with_restarts"), name
+        # One period of half a wave: there is nothing that restarts.
+        return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+    return factor
+
+
+def rate_metrics(rates: Mapping[str, float]) -> dict[str, float | None]:
+    """The rate of base weights or, where none trains, of the adapters; and the adapters' own."""
+    lora = [rate for name, rate in rates.items() if name.startswith("lora")]
+    base = [rate for name, rate in rates.items() if not name.startswith("lora")]
+    return {"learning_rate": (base or lora)[0], "lora_learning_rate": lora[0] if lora else None}
+
+
+def standard_schedule(optim: ScheduleConfig) -> Callable[[int], RateFactor]:
+    """From the steps of the whole run, what ``--lr_scheduler_type`` makes of the rate."""
+    return lambda num_steps: rate_factor(
+        optim.lr_scheduler_type, num_warmup_steps=optim.num_warmup_steps, num_steps=num_steps
+    )
+
+
+@dataclass
+class EvalResults:
+    """Metrics of each evaluation by optimizer step, saved and restored with the run."""
+
+    run: OpenRun[StageConfig]
+    line: Callable[[int, Mapping[str, Any]], str]  # an evaluation for a person
+    by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __contains__(self, step: int) -> bool:
+        return step in self.by_step
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps made before the latest evaluation."""
+        return max(self.by_step, default=0)
+
+    def add(self, step: int, metrics: dict[str, Any]) -> None:
+        """Keep, log and show the metrics after ``step`` optimizer steps."""
+        self.by_step[step] = metrics
+        self.run.log.write("eval", step, metrics)
+        self.run.log.say_metrics(self.line(step, metrics))
+
+    def before_and_after(self, *names: str) -> dict[str, float]:
+        """These metrics of the first and the last evaluation, for record and card."""
+        if not self.by_step:
+            return {}
+        first, *_, last = [*self.by_step.values()] * 2
+        known = [name for name in names if name in first]
+        before = {f"{name} before": float(first[name]) for name in known}
+        return before | {f"{name} after": float(last[name]) for name in known}
+
+    def state(self) -> dict[str, Any]:
+        return {str(step): jsonable(metrics) for step, metrics in self.by_step.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.by_step = {int(step): metrics for step, metrics in state.items()}
+
+
+@dataclass
+class AnswerLog:
+    """Sample answers and losses of tokens before and after training, kept with the run."""
+
+    run: OpenRun[StageConfig]
+    tokenizer: Tokenizer
+    shown: list[dict[str, str]] = field(default_factory=list)
+    losses: list[dict[str, Any]] = field(default_factory=list)
+
+    def has(self, when: str) -> bool:
+        """Whether there are answers from ``when``."""
+        return any(text["when"] == when for text in self.shown)
+
+    def show(self, when: str, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Print and record (prompt, answer) token ids, in the place of those from ``when``."""
+        decode = self.tokenizer.decode
+        texts = [
+            {"when": when, "prompt": decode(prompt), "answer": decode(answer)}
+            for prompt, answer in answers
+        ]
+        self.shown = [*(text for text in self.shown if text["when"] != when), *texts]
+        for text in texts:
+            self.run.log.say(f"  {when:<7}{text['prompt']!r} -> {text['answer']!r}")
+        self.run.record.update({"answers": self.shown, "token_losses": self.losses})
+
+    def add_losses(
+        self,
+        when: str,
+        name: str,
+        ids: Sequence[int],
+        supervised: Sequence[bool],
+        losses: Sequence[float | None],
+    ) -> None:
+        """Keep the loss of each token of a held-out row; :meth:`show` records it."""
+        row = {
+            "when": when,
+            "name": name,
+            "tokens": [self.tokenizer.decode([each]) for each in ids],
+            "supervised": [int(each) for each in supervised],
+            "loss": [None if each is None else round(each, 4) for each in losses],
+        }
+        self.losses.append(row)
+
+    def state(self) -> dict[str, Any]:
+        return {"shown": self.shown, "losses": self.losses}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.shown = list(state["shown"])
+        self.losses = list(state.get("losses", ()))  # absent before 0.2

@@ -16,8 +16,14 @@ from dschat_lora.checkpoint.history import STATE_FILE
 from dschat_lora.config.groups import Switch, is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.collectives import broadcast_string, max_over_ranks
-from dschat_lora.engine.distributed import data_world_size, device, device_type, rank
+from dschat_lora.engine.distributed import (
+    broadcast_string,
+    data_world_size,
+    device,
+    device_type,
+    max_over_ranks,
+    rank,
+)
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import (

@@ -17,8 +17,15 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import build_config, command_line, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import failure_detection
-from dschat_lora.engine.collectives import broadcast_string, check_same, on_rank_zero
-from dschat_lora.engine.distributed import form_grid, init_distributed, rank, shutdown, world_size
+from dschat_lora.engine.distributed import (
+    broadcast_string,
+    check_same,
+    form_grid,
+    on_rank_zero,
+    rank,
+    world_size,
+)
+from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.report.html import LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment

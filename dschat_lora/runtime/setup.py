@@ -21,12 +21,14 @@ from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.adamw import Update
 from dschat_lora.engine.build import EngineSettings, resolve_dtype
-from dschat_lora.engine.collectives import check_same, local_rank_first, raise_together
 from dschat_lora.engine.distributed import (
+    check_same,
     data_rank,
     device,
     grid,
     local_rank,
+    local_rank_first,
+    raise_together,
     rank,
     tensor_rank,
     world_size,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from dschat_lora.engine.collectives import max_over_ranks
+from dschat_lora.engine.distributed import max_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -10,13 +10,19 @@ from numpy.typing import NDArray
 
 from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
-from dschat_lora.data.loader import Collator, StepLoader
-from dschat_lora.data.packing import PackedRows, TokenBudget, fill, keep_rows, make_rows
+from dschat_lora.data.loader import (
+    Collator,
+    PackedRows,
+    StepLoader,
+    TokenBudget,
+    fill,
+    keep_rows,
+    make_rows,
+)
 from dschat_lora.data.samples import Samples
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.collectives import local_rank_first
-from dschat_lora.engine.distributed import data_rank, data_world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, local_rank_first
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
 from dschat_lora.models.causal_lm import LMHeadModel

@@ -16,19 +16,23 @@ from torch import Tensor
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.cache import load_or_build, read_content
-from dschat_lora.data.loader import Collator, assign_to_ranks, eval_batches
-from dschat_lora.data.packing import PackedRow
+from dschat_lora.data.loader import Collator, PackedRow, assign_to_ranks, eval_batches
 from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.collectives import broadcast_, on_rank_zero, sum_tensor_
-from dschat_lora.engine.distributed import data_rank, data_world_size, rank
+from dschat_lora.engine.distributed import (
+    broadcast_,
+    data_rank,
+    data_world_size,
+    on_rank_zero,
+    rank,
+    sum_tensor_,
+)
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.fingerprint import config_fingerprint
-from dschat_lora.perf.flops import Flops, forward_flops
 from dschat_lora.perf.shape import describe as describe_shape
-from dschat_lora.perf.throughput import StepCounts
+from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops
 from dschat_lora.runtime.setup import cache_directory
 from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.kto import kto_objective

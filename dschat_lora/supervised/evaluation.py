@@ -19,7 +19,7 @@ from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import end_ids
 from dschat_lora.report.log import eval_line
-from dschat_lora.runtime.evaluation import AnswerLog, EvalResults
+from dschat_lora.runtime.loop import AnswerLog, EvalResults
 from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.loop import evaluate
 from dschat_lora.supervised.objectives import Objective, mean_of

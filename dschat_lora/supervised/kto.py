@@ -12,7 +12,7 @@ from dschat_lora.algos.preference import accuracy
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.collectives import sum_tensor_
+from dschat_lora.engine.distributed import sum_tensor_
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.supervised.objectives import (
     SAME_NATS,

@@ -13,15 +13,17 @@ from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import OptimConfig, RunConfig
 from dschat_lora.data.loader import StepLoader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
-from dschat_lora.engine.collectives import gather_over_ranks, sum_over_ranks, sum_with_requests
-from dschat_lora.engine.distributed import data_rank
+from dschat_lora.engine.distributed import (
+    data_rank,
+    gather_over_ranks,
+    sum_over_ranks,
+    sum_with_requests,
+)
 from dschat_lora.lora.layers import FactorCasts
-from dschat_lora.perf.flops import Flops
-from dschat_lora.perf.throughput import Meter, StepCounts
+from dschat_lora.perf.throughput import Flops, Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
 from dschat_lora.runtime.checkpointer import Checkpointer
-from dschat_lora.runtime.loop import Progress, TrainingLoop, broken_unless_finite
-from dschat_lora.runtime.lr_schedule import rate_metrics
+from dschat_lora.runtime.loop import Progress, TrainingLoop, broken_unless_finite, rate_metrics
 from dschat_lora.supervised.objectives import BatchLoss, Means, Objective
 
 ValueT = TypeVar("ValueT", float, Tensor)

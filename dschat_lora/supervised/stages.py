@@ -11,8 +11,7 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
-from dschat_lora.data.loader import Collator
-from dschat_lora.data.packing import SampleCounts
+from dschat_lora.data.loader import Collator, SampleCounts
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.distributed import data_world_size, device
@@ -20,8 +19,8 @@ from dschat_lora.models.build import check_balancing
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
-from dschat_lora.perf.flops import step_flops
 from dschat_lora.perf.shape import describe as describe_shape
+from dschat_lora.perf.throughput import step_flops
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.dry_run import say_options, say_sample, say_time
 from dschat_lora.runtime.run import OpenRun, open_run

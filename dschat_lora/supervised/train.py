@@ -14,14 +14,12 @@ from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.state import EngineState
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.perf.flops import Flops
 from dschat_lora.perf.shape import describe as describe_shape
-from dschat_lora.perf.throughput import Meter, StepCounts, device_peak
+from dschat_lora.perf.throughput import Flops, Meter, StepCounts, device_peak
 from dschat_lora.report.log import summary_lines
 from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
-from dschat_lora.runtime.evaluation import AnswerLog
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
-from dschat_lora.runtime.lr_schedule import RateFactor, standard_schedule
+from dschat_lora.runtime.loop import AnswerLog, RateFactor, standard_schedule
 from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,

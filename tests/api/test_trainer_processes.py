@@ -8,7 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from dschat_lora.api.trainer import Trainer
-from dschat_lora.engine.distributed import shutdown
+from dschat_lora.engine.process_group import shutdown
 from helpers.trainer_runs import PROMPTS, go_on, random_sequences, train
 
 

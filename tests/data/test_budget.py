@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.packing import SampleCounts, TokenBudget
+from dschat_lora.data.loader import SampleCounts, StepLoader, TokenBudget
 from dschat_lora.data.samples import SequenceSample
 
 TOKENS, LONGEST = 400, 100

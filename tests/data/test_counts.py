@@ -7,8 +7,7 @@ import pytest
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.loader import StepLoader
-from dschat_lora.data.packing import TokenBudget, make_rows
+from dschat_lora.data.loader import StepLoader, TokenBudget, make_rows
 from dschat_lora.data.samples import (
     PairSample,
     SequenceSample,

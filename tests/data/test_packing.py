@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dschat_lora.data.packing import PackedRows, fill, first_fit, keep_rows, make_rows
+from dschat_lora.data.loader import PackedRows, fill, first_fit, keep_rows, make_rows
 
 
 def slow_first_fit(lengths, capacity):

@@ -8,8 +8,7 @@ pytestmark = pytest.mark.stage
 
 
 def summed_ranks():
-    from dschat_lora.engine.collectives import sum_over_ranks
-    from dschat_lora.engine.distributed import rank
+    from dschat_lora.engine.distributed import rank, sum_over_ranks
 
     return sum_over_ranks([rank() + 1.0])[0]
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from dschat_lora.engine import collectives
+from dschat_lora.engine import distributed
 
 pytestmark = pytest.mark.stage
 
 
 def outcomes(fails):
     """What each process gets of work on rank 0, and of work that every node does first."""
-    from dschat_lora.engine.collectives import local_rank_first, on_rank_zero, sum_over_ranks
+    from dschat_lora.engine.distributed import local_rank_first, on_rank_zero, sum_over_ranks
 
     def work():
         if fails:
@@ -41,21 +41,21 @@ def test_failure_of_rank_zero_is_told_there_and_ends_the_others_quietly(ranks):
 @pytest.mark.parametrize(("error", "code"), [(OSError("full"), 1.0), (ValueError("wrong"), 2.0)])
 def test_other_ranks_learn_the_exit_code_of_rank_zeros_failure(monkeypatch, error, code):
     told = []
-    monkeypatch.setattr(collectives, "max_over_ranks", lambda value: told.append(value) or value)
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: told.append(value) or value)
 
     def fail():
         raise error
 
     with pytest.raises(type(error)):
-        collectives.on_rank_zero(fail)
-    assert collectives.on_rank_zero(lambda: "done") == "done"
+        distributed.on_rank_zero(fail)
+    assert distributed.on_rank_zero(lambda: "done") == "done"
     assert told == [code, 0.0]
 
 
 def test_first_rank_ends_with_another_one_that_failed(monkeypatch):
-    monkeypatch.setattr(collectives, "max_over_ranks", lambda value: 2.0)
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: 2.0)
     with pytest.raises(SystemExit, match="2"):
-        collectives.local_rank_first(lambda: "done")
+        distributed.local_rank_first(lambda: "done")
 
 
 def test_a_process_alone_hears_its_own_mistake():
@@ -63,4 +63,4 @@ def test_a_process_alone_hears_its_own_mistake():
         raise ValueError("no rows")
 
     with pytest.raises(ValueError, match="no rows"):
-        collectives.raise_together(fail)
+        distributed.raise_together(fail)

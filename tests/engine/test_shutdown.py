@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import shutdown
+from dschat_lora.engine.process_group import shutdown
 from dschat_lora.runtime.setup import shard_model
 from helpers.forkserver import group_threads
 from helpers.launcher import THREADS_LEFT

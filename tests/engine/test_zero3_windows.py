@@ -40,8 +40,7 @@ def loss_of(model, head, shard):
 def engine_run(stage, windows, guarded=True):
     """(norm and loss of each window) by the engine, on this rank's share of the rows."""
     from dschat_lora.engine import build
-    from dschat_lora.engine.collectives import sum_over_ranks
-    from dschat_lora.engine.distributed import rank, world_size
+    from dschat_lora.engine.distributed import rank, sum_over_ranks, world_size
     from dschat_lora.engine.zero import shard_from_rank_zero
     from helpers.runs import engine_settings, release
 

@@ -17,12 +17,12 @@ shim.load(sys.argv[1])
 
 import torch  # noqa: E402
 
-from dschat_lora.engine import collectives, distributed, failure_detection  # noqa: E402
+from dschat_lora.engine import distributed, failure_detection  # noqa: E402
 
 # Imagined ranks bring nothing; their numbers would come by way of the device, which has none.
 for _name in ("sum_over_ranks", "sum_over_processes", "max_over_ranks"):
-    setattr(collectives, _name, lambda values: values)
-collectives.broadcast_string = lambda text: text
+    setattr(distributed, _name, lambda values: values)
+distributed.broadcast_string = lambda text: text
 failure_detection.join = lambda: None
 
 
@@ -35,7 +35,7 @@ def _gather_as_many(values):
     return torch.cat(parts)
 
 
-collectives.gather_over_ranks = _gather_as_many
+distributed.gather_over_ranks = _gather_as_many
 
 
 def main():

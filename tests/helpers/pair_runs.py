@@ -10,8 +10,7 @@ import torch
 from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
-from dschat_lora.data.loader import StepLoader, eval_batches
-from dschat_lora.data.packing import make_rows
+from dschat_lora.data.loader import StepLoader, eval_batches, make_rows
 from dschat_lora.data.samples import PairSample, TokenSet, UnpairedSample, write_samples
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import DTYPES, TrainEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dschat_lora.engine.distributed import init_distributed, shutdown
+from dschat_lora.engine.process_group import init_distributed, shutdown
 
 
 def main():

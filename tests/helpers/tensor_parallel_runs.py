@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.config.groups import ModelConfig
-from dschat_lora.engine.collectives import broadcast_string
-from dschat_lora.engine.distributed import data_world_size, rank
+from dschat_lora.engine.distributed import broadcast_string, data_world_size, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters, apply_lora

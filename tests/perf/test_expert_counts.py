@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.perf.flops import forward_flops, step_flops
 from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.shape import describe
+from dschat_lora.perf.throughput import forward_flops, step_flops
 
 ROWS, LENGTH = 2, 24
 SIZE = {

@@ -22,13 +22,13 @@ from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
 from dschat_lora.algos.logprobs import linear_cross_entropy
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.perf.flops import (
+from dschat_lora.perf.shape import describe
+from dschat_lora.perf.throughput import (
     Flops,
     deepspeed_chat_flops,
     forward_flops,
     step_flops,
 )
-from dschat_lora.perf.shape import describe
 
 ROWS, LENGTH = 2, 24
 POSITIONS, PAIRS = ROWS * LENGTH, ROWS * LENGTH**2

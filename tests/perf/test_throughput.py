@@ -5,9 +5,15 @@ import pytest
 import torch
 from perf_models import add_lora, opt
 
-from dschat_lora.perf.flops import Flops, deepspeed_chat_flops, step_flops
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import Meter, StepCounts, peak_memory_bytes
+from dschat_lora.perf.throughput import (
+    Flops,
+    Meter,
+    StepCounts,
+    deepspeed_chat_flops,
+    peak_memory_bytes,
+    step_flops,
+)
 
 CPU = torch.device("cpu")
 # Two rows of 8 and one of 16: 2 * 8 + 16 = 32 positions, 2 * 64 + 256 = 384 pairs.

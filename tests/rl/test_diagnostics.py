@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dschat_lora.report.log import jsonable
-from dschat_lora.rl.diagnostics import PATIENCE, WINDOW, Diagnostics, check_sampler
+from dschat_lora.rl.metrics import PATIENCE, WINDOW, Diagnostics, check_sampler
 
 HEALTHY = {
     "kl": 0.4,

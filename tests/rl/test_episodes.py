@@ -22,8 +22,8 @@ from dschat_lora.rl.environment import (
     load_environment,
 )
 from dschat_lora.rl.experience import Experience, advantages_and_returns
+from dschat_lora.rl.rewards import calls_of
 from dschat_lora.rl.train import _failures_saved
-from dschat_lora.rl.user_functions import calls_of
 from helpers.roles import Words
 
 CPU, T, F = torch.device("cpu"), True, False

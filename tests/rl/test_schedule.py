@@ -8,7 +8,7 @@ import pytest
 
 from dschat_lora.report.log import jsonable
 from dschat_lora.rl.rollout import PromptOrder
-from dschat_lora.rl.schedule import RlhfProgress, RlhfSchedule
+from dschat_lora.rl.trainer import RlhfProgress, RlhfSchedule
 
 PLANS = list(
     itertools.product(

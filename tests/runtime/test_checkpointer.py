@@ -15,7 +15,7 @@ import torch
 from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.engine import collectives
+from dschat_lora.engine import distributed
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
 from dschat_lora.runtime import checkpointer as keeper_module
@@ -37,7 +37,7 @@ STOP, DUE, FAILED = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]
 def one_process(monkeypatch, tmp_path):
     """Collectives of a single process that has joined no group."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(collectives, "max_over_ranks", lambda value: value)
+    monkeypatch.setattr(distributed, "max_over_ranks", lambda value: value)
     monkeypatch.setattr(keeper_module, "max_over_ranks", lambda value: value)
     monkeypatch.setattr(keeper_module, "broadcast_string", lambda fact: fact)
 
@@ -523,7 +523,6 @@ def test_fresh_run_has_nothing_to_restore(stubbed):
 
 
 def test_state_of_several_shards_is_read_back(earlier, monkeypatch):
-    from dschat_lora.checkpoint import saver
 
     class Large(Engine):
         def facts(self):
@@ -537,7 +536,7 @@ def test_state_of_several_shards_is_read_back(earlier, monkeypatch):
             assert facts == {"many": 9}
             self.read = [float(read(f"weight:{index}")[0]) for index in range(9)]
 
-    monkeypatch.setattr(saver, "SHARD_BYTES", 32)
+    monkeypatch.setattr(keeper_module, "SHARD_BYTES", 32)
     with made(engine=Large()) as checkpointer:
         checkpointer.save(8)
         checkpointer._saver.wait()

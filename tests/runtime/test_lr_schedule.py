@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from dschat_lora.runtime.lr_schedule import rate_factor
+from dschat_lora.runtime.loop import rate_factor
 
 NAMES = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial"),

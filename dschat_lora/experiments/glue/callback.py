@@ -19,8 +19,12 @@ from dschat_lora.checkpoint.history import STATE_FILE, read_state, rotate
 from dschat_lora.checkpoint.manifest import DamagedError, verify, write_manifest
 from dschat_lora.checkpoint.staging import sync_all, write_whole
 from dschat_lora.engine import failure_detection
-from dschat_lora.engine.collectives import broadcast_string, max_over_ranks, on_rank_zero
-from dschat_lora.engine.distributed import world_size
+from dschat_lora.engine.distributed import (
+    broadcast_string,
+    max_over_ranks,
+    on_rank_zero,
+    world_size,
+)
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.report.directory import read_object
 from dschat_lora.runtime.checkpointer import (

@@ -20,12 +20,14 @@ from transformers import (
 from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import read_json
 from dschat_lora.engine import failure_detection, gpu
-from dschat_lora.engine.collectives import check_same, on_rank_zero, raise_together
 from dschat_lora.engine.distributed import (
+    check_same,
     choose_attention_kernels,
-    init_distributed,
+    on_rank_zero,
+    raise_together,
     world_size,
 )
+from dschat_lora.engine.process_group import init_distributed
 from dschat_lora.experiments.glue.callback import MetricsCallback, check_pickles
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit, read_splits

@@ -21,8 +21,15 @@ from dschat_lora.data.rows import RowOptions, parse_row, require_usable
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import ended
 from dschat_lora.engine.build import DTYPES, resolve_dtype
-from dschat_lora.engine.collectives import gather_over_ranks, on_rank_zero, raise_together
-from dschat_lora.engine.distributed import device, init_distributed, rank, shutdown, world_size
+from dschat_lora.engine.distributed import (
+    device,
+    gather_over_ranks,
+    on_rank_zero,
+    raise_together,
+    rank,
+    world_size,
+)
+from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.experiments.nlg.config import DecodeConfig
 from dschat_lora.experiments.nlg.validation import epoch_files, weights_file
 from dschat_lora.generation.search import BeamSearch, beam_search

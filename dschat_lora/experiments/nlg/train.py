@@ -8,7 +8,7 @@ import torch
 from dschat_lora.checkpoint.gpt2_checkpoint import read_gpt2_checkpoint
 from dschat_lora.checkpoint.lora_only import write_lora_only
 from dschat_lora.checkpoint.tensors import writing
-from dschat_lora.engine.collectives import on_rank_zero
+from dschat_lora.engine.distributed import on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.experiments.nlg.validation import (

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dschat_lora.checkpoint import saver as saver_module
 from dschat_lora.checkpoint.history import checkpoints_of, step_directory
 from dschat_lora.checkpoint.manifest import verify
-from dschat_lora.checkpoint.saver import Saver
 from dschat_lora.checkpoint.tensors import TensorFiles, save_tensors
+from dschat_lora.runtime import checkpointer as saver_module
+from dschat_lora.runtime.checkpointer import Saver
 
 
 @pytest.fixture
