@@ -85,8 +85,14 @@ def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:
         own[to] = other[of]
         return own
 
-    names = scores.by_name
+    names, size = scores.by_name, len(scores.total)
+    columns = {}
+    for name in {**scores.columns, **found.columns}:
+        columns[name] = list(scores.columns.get(name, [None] * size))
+        columns[name][to] = found.columns.get(name, [None] * len(found.total))[of]
     return Scores(
         put(scores.total, found.total),
         {name: put(names[name], found.by_name[name]) for name in names},
+        scores.metrics,
+        columns,
     )

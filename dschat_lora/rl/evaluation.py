@@ -1,6 +1,7 @@
 """Evaluation on held-out prompts: the actor's answers, greedy and sampled, and their rewards."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from dschat_lora.rl.batch import Response, collate
 from dschat_lora.rl.engines import Engines
 from dschat_lora.rl.experience import check_scores, score_responses
 from dschat_lora.rl.metrics import Diagnostics, rewards_by_name, turn_metrics
-from dschat_lora.rl.rewards import RewardFunctions
+from dschat_lora.rl.rewards import RewardFunctions, TrainerState
 from dschat_lora.rl.rollout import Generator
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.runtime.loop import AnswerLog, EvalResults
@@ -32,6 +33,7 @@ class RlhfEvaluator:
     engines: Engines
     generator: Generator
     diagnostics: Diagnostics
+    state_of_run: Callable[[], TrainerState] = TrainerState
 
     def __post_init__(self) -> None:
         run, held_out = self.setup.run, self.setup.prompts.eval
@@ -103,6 +105,7 @@ class RlhfEvaluator:
             [collate(responses, mine[start : start + size], int(pad_id)) for start in starts],
             scorer=setup.scorer,
             with_old=True,
+            state=self.state_of_run(),
         )
         check_scores(experience, setup.tokenizer.decode)
         counts = experience.counts

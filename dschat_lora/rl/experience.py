@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from dschat_lora.engine.distributed import gather_over_ranks
 from dschat_lora.rl.algorithms import PpoConfig
 from dschat_lora.rl.batch import Response, ResponseBatch, response_mask
 from dschat_lora.rl.engines import Engines
-from dschat_lora.rl.rewards import RewardFunctions, UserFunctionError, shortened
+from dschat_lora.rl.rewards import RewardFunctions, TrainerState, UserFunctionError, shortened
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Experience:
     logprobs: Tensor | None  # (N, R) old ones of the actor; None: not computed yet
     values: Tensor | None  # (N, R) old ones of the critic; None: not computed yet, or no critic
     rewards: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) by what scored, unweighted
+    logged_metrics: Mapping[str, float] = field(default_factory=dict)  # by reward functions
+    logged_columns: Mapping[str, list[Any]] = field(default_factory=dict)  # N entries each, too
 
     @property
     def counts(self) -> Tensor:
@@ -97,6 +100,8 @@ class Scores:
 
     total: Tensor  # (N,); NaN: the response does not count
     by_name: Mapping[str, Tensor]  # (N,) of each function, and of the reward model beside them
+    metrics: Mapping[str, float] = field(default_factory=dict)  # that functions logged
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)  # N entries, logged as well
 
 
 def score_responses(
@@ -107,6 +112,7 @@ def score_responses(
     scorer: RewardFunctions | None,
     with_old: bool,
     known: Scores | None = None,
+    state: TrainerState | None = None,
 ) -> Experience:
     """The experience of all ranks' responses; call on every rank, with as many batches on each.
 
@@ -119,7 +125,7 @@ def score_responses(
     table = _outputs(engines, batches, mask.shape[1], with_old=with_old, with_scores=known is None)
     scores, tables = table[:, 0], list(torch.split(table[:, 1:], mask.shape[1], dim=1))
     if known is None:
-        known = _added(engines, responses, scorer, scores)
+        known = _added(engines, responses, scorer, scores, state)
     return Experience(
         responses,
         mask & ~known.total.isnan()[:, None],
@@ -128,6 +134,8 @@ def score_responses(
         logprobs=tables.pop(0) if with_old else None,
         values=tables.pop(0) if tables else None,
         rewards=known.by_name,
+        logged_metrics=known.metrics,
+        logged_columns=known.columns,
     )
 
 
@@ -168,6 +176,7 @@ def scores_alone(
     batches: Sequence[ResponseBatch],
     *,
     scorer: RewardFunctions | None,
+    state: TrainerState | None = None,
 ) -> Scores:
     """The scores of :func:`score_responses` without the rest; call on every rank."""
     engines.eval()
@@ -177,20 +186,26 @@ def scores_alone(
         rows = torch.cat([engines.scores(batch.to(device)) for batch in batches])
         numbers = [n for batch in batches for n in batch.numbers]
         scores = _gather_rows(numbers, rows[:, None])[:, 0]
-    return _added(engines, responses, scorer, scores)
+    return _added(engines, responses, scorer, scores, state)
 
 
 def _added(
-    engines: Engines, responses: Sequence[Response], scorer: RewardFunctions | None, model: Tensor
+    engines: Engines,
+    responses: Sequence[Response],
+    scorer: RewardFunctions | None,
+    model: Tensor,
+    state: TrainerState | None,
 ) -> Scores:
     """The scores of functions and of the reward model, and their sum; NaN where one is undrawn."""
-    undrawn = torch.tensor([each.undrawn for each in responses])
-    model = model.masked_fill(to_device(undrawn, model.device), torch.nan)
+    undrawn = to_device(torch.tensor([each.undrawn for each in responses]), model.device)
+    model = model.masked_fill(undrawn, torch.nan)
     if scorer is None:
         return Scores(model, {})
-    rewards = scorer(responses, model.device)
-    total = scorer.total(rewards, model)
-    return Scores(total, rewards | ({} if engines.reward is None else {"reward_model": model}))
+    rewards = scorer(responses, model.device, state)
+    total = scorer.total(rewards, None if engines.reward is None else model)
+    total = total.masked_fill(undrawn, torch.nan)
+    by_name = rewards | ({} if engines.reward is None else {"reward_model": model})
+    return Scores(total, by_name, *(scorer.log.take(responses) if scorer.logs else ()))
 
 
 @torch.no_grad()

@@ -167,6 +167,8 @@ def rollout_rows(
         if response.earlier:
             text = decode(response.last_turn, skip_special_tokens=True)
             rows[-1]["messages"] = messages_after_prompt(response, text)
+        if logged := experience.logged_columns:
+            rows[-1]["extra"] = {name: entries[len(rows) - 1] for name, entries in logged.items()}
     for row, (index, found) in zip(rows, enumerate(by_token), strict=False):
         response = experience.responses[index]
         tokens = list(compress(response.tokens, response.actor_mask or repeat(True)))
@@ -211,13 +213,14 @@ def _on_host(
 
 
 def rewards_by_name(experience: Experience) -> dict[str, float]:
-    """Mean and standard deviation of what each function scored, over responses that count."""
+    """Mean and deviation of what each function scored, and the metrics that functions logged."""
     found = {}
     for name, scores in experience.rewards.items():
-        counted = scores[experience.counts].double()
-        found[f"reward/{name}"] = float(counted.mean())
-        found[f"reward/{name}_std"] = float(counted.std(correction=0))
-    return found
+        counted = scores[experience.counts & ~scores.isnan()].double()
+        if len(counted):
+            found[f"reward/{name}"] = float(counted.mean())
+            found[f"reward/{name}_std"] = float(counted.std(correction=0))
+    return found | {f"logged/{name}": value for name, value in experience.logged_metrics.items()}
 
 
 def _equal_prompts(experience: Experience) -> dict[str, int]:

@@ -9,7 +9,8 @@ import math
 import reprlib
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,7 +19,13 @@ from torch import Tensor
 from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishment
 from dschat_lora.algos.segments import to_device
 from dschat_lora.config.held import held_object, is_held
-from dschat_lora.engine.distributed import raise_together, rank, sum_over_processes, world_size
+from dschat_lora.engine.distributed import (
+    gather_texts,
+    raise_together,
+    rank,
+    sum_over_processes,
+    world_size,
+)
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.batch import Response
@@ -34,11 +41,87 @@ class UserFunctionError(Exception):
 
 
 @dataclass(frozen=True)
+class TrainerState:
+    """How far a run is, for functions that ask for ``trainer_state``.
+
+    Names are those of ``transformers.TrainerState``, which takes seconds to import.
+    """
+
+    global_step: int = 0  # optimizer steps done
+    max_steps: int = 0  # of the run
+    epoch: float = 0.0  # passes over the prompts, as a fraction
+    num_train_epochs: int = 0
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+
+
+@dataclass
+class RewardLog:
+    """What reward functions log beside their scores, by the arguments of TRL's functions."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, dict[int, Any]] = field(default_factory=dict)  # by identity of the response
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Keep a number, whose mean over calls and ranks is a metric of the iteration."""
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def log_extra(self, responses: Sequence[Response], column: str, values: Sequence[Any]) -> None:
+        """Keep one value for each response, for its line among the rollouts.
+
+        Raises:
+            ValueError: if there are not as many.
+        """
+        if len(values) != len(responses):
+            raise ValueError(
+                f"log_extra({column!r}, ...) got {len(values)} values for {len(responses)} "
+                "responses; give a list of one for each"
+            )
+        kept = self.columns.setdefault(str(column), {})
+        kept |= {id(each): value for each, value in zip(responses, values, strict=True)}
+
+    def add(self, other: "RewardLog") -> None:
+        """Keep what another log holds as well."""
+        for name, values in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+        for column, by_response in other.columns.items():
+            self.columns.setdefault(column, {}).update(by_response)
+
+    def take(self, responses: Sequence[Response]) -> tuple[dict[str, float], dict[str, list[Any]]]:
+        """Metrics by name, and columns with an entry for each response, of all ranks; begins anew.
+
+        Call on every rank with the same responses. An entry that nobody logged is None.
+        """
+        numbers = {id(each): number for number, each in enumerate(responses)}
+        columns = {
+            column: {numbers[key]: value for key, value in kept.items() if key in numbers}
+            for column, kept in self.columns.items()
+        }
+        text = json.dumps([self.metrics, columns], default=_plain)
+        self.metrics, self.columns = {}, {}
+        values: dict[str, list[float]] = {}
+        found: dict[str, list[Any]] = {}
+        for metrics, shares in map(json.loads, gather_texts(text)):
+            for name, own in metrics.items():
+                values.setdefault(name, []).extend(own)
+            for column, share in shares.items():
+                entries = found.setdefault(column, [None] * len(responses))
+                for number, value in share.items():
+                    entries[int(number)] = value
+        return {name: sum(own) / len(own) for name, own in sorted(values.items())}, found
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON lacks, as a list of numbers if it is an array, else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+@dataclass(frozen=True)
 class UserFunction:
     """A function that is called by keyword with those arguments that it takes.
 
-    They are those of :func:`calls_of`. A coroutine function is
-    waited for, all calls of a process at once.
+    They are those of :func:`calls_of`. A coroutine function is waited for, all calls of a process
+    at once.
     """
 
     noun: ClassVar[str] = "entries"  # of the list that it returns
@@ -51,6 +134,7 @@ class UserFunction:
     batch: str = "all"  # of a call: "all" responses of this process, or those of a "group"
     retries: int = 0  # further tries after an error
     timeout: float = 0.0  # seconds that a try may take; 0: any
+    log: RewardLog = field(default_factory=RewardLog, compare=False)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse a function that asks for columns which the data lacks.
@@ -64,11 +148,12 @@ class UserFunction:
         if lacking:
             raise ValueError(
                 f"--{self.option} {self.name} asks for {', '.join(lacking)}; it may take prompts, "
-                "responses (or completions), messages, ended, rows, token_ids, and the columns of "
-                f"the data: {', '.join(sorted(columns)) or 'there are none'}"
+                "responses (or completions), messages, ended, rows, token_ids, trainer_state, "
+                "log_extra, log_metric, and the columns of the data: "
+                f"{', '.join(sorted(columns)) or 'there are none'}"
             )
 
-    def call(self, responses: Sequence[Response]) -> list[Any]:
+    def call(self, responses: Sequence[Response], state: TrainerState | None = None) -> list[Any]:
         """What the function returns for each response, after so many errors at most.
 
         Raises:
@@ -77,8 +162,11 @@ class UserFunction:
         where = f"--{self.option} {self.name}"
         found: Any = None
         for tries_left in reversed(range(self.retries + 1)):
+            log = RewardLog()  # what a try logs that fails is not kept
+            returned = partial(self._returned, responses, state, log)
             try:
-                found = self._within_time(responses) if self.timeout else self._returned(responses)
+                found = self._within_time(returned, len(responses)) if self.timeout else returned()
+                self.log.add(log)
                 break
             except Exception as error:
                 if tries_left:
@@ -100,12 +188,12 @@ class UserFunction:
             )
         return list(found)
 
-    def _within_time(self, responses: Sequence[Response]) -> Any:
+    def _within_time(self, returned: Callable[[], Any], count: int) -> Any:
         future: concurrent.futures.Future[object] = concurrent.futures.Future()
 
         def run() -> None:
             try:
-                future.set_result(self._returned(responses))
+                future.set_result(returned())
             except Exception as error:  # noqa: BLE001 - raised again by result()
                 future.set_exception(error)
 
@@ -118,13 +206,15 @@ class UserFunction:
                 raise
             raise RuntimeError(
                 f"--{self.option} {self.name} took more than the {self.timeout:g} seconds of "
-                f"--reward_timeout for {len(responses)} responses"
+                f"--reward_timeout for {count} responses"
             ) from None
 
-    def _returned(self, responses: Sequence[Response]) -> Any:
+    def _returned(
+        self, responses: Sequence[Response], state: TrainerState | None, log: RewardLog
+    ) -> Any:
         try:
             with same_gradients():
-                calls = calls_of(self.function, responses, self.tokenizer)
+                calls = calls_of(self.function, responses, self.tokenizer, state, log)
                 found = [self.function(**call) for call in calls]
                 if any(inspect.isawaitable(each) for each in found):
 
@@ -158,9 +248,7 @@ def find_function(option: str, name: str) -> Callable[..., Any]:
         function = cast(Callable[..., Any], held_object(name, option))
     else:
         function = builtin_function(name) if is_builtin(name) else _imported(option, name)
-    parameters = inspect.signature(function).parameters.values()
-    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if not (takes_responses(named_parameters(function)) or is_open):
+    if not (takes_responses(named_parameters(function)) or takes_all(function)):
         raise ValueError(
             f"--{option} {name} must take responses, completions or messages (one at a time: "
             f"response or completion), it takes {inspect.signature(function)}"
@@ -183,7 +271,7 @@ def _imported(option: str, name: str) -> Callable[..., Any]:
 
 
 OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
-TRL = ("prompts", "completions", "completion_ids")
+TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # Of a function that is called with one response at a time.
 SINGULAR = {
     "prompts": "prompt",
@@ -200,6 +288,12 @@ def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Param
     """Parameters of the function but ``*more`` and ``**others``."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind not in _OPEN}
+
+
+def takes_all(function: Callable[..., object]) -> bool:
+    """Whether the function has ``**others``, and so takes every argument."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def takes_responses(names: Collection[str]) -> bool:
@@ -224,7 +318,11 @@ def required_columns(function: Callable[..., object]) -> list[str]:
 
 
 def calls_of(
-    function: Callable[..., object], responses: Sequence[Response], tokenizer: Tokenizer
+    function: Callable[..., object],
+    responses: Sequence[Response],
+    tokenizer: Tokenizer,
+    state: TrainerState | None = None,
+    log: RewardLog | None = None,
 ) -> list[dict[str, Any]]:
     """Keyword arguments of each call that scores the responses, with what the function takes.
 
@@ -261,10 +359,14 @@ def calls_of(
     if is_singular(function):
         whole = {SINGULAR.get(name, name): values for name, values in offered.items()}
         calls = [{name: v[i] for name, v in whole.items()} for i in range(len(responses))]
+        parts = [[each] for each in responses]
     else:
-        calls = [offered]
-    kinds = [p.kind for p in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD in kinds:
+        calls, parts = [offered], [list(responses)]
+    state, log = state or TrainerState(), log or RewardLog()
+    of_run = {"trainer_state": state, "log_metric": log.log_metric}
+    for call, part in zip(calls, parts, strict=True):
+        call |= of_run | {"log_extra": partial(log.log_extra, part)}
+    if takes_all(function):
         return calls
     return [{name: v for name, v in call.items() if name in names} for call in calls]
 
@@ -320,7 +422,9 @@ class RewardFunction(UserFunction):
         """Its name in metrics."""
         return self.name.partition(":")[2].partition("=")[0]
 
-    def __call__(self, responses: Sequence[Response], device: torch.device) -> Tensor:
+    def __call__(
+        self, responses: Sequence[Response], device: torch.device, state: TrainerState | None = None
+    ) -> Tensor:
         """(N,) fp32 scores on every rank, NaN for None; each rank scores some. On every rank.
 
         No response is scored twice, whatever the ranks hold: a function may answer differently.
@@ -333,7 +437,7 @@ class RewardFunction(UserFunction):
         mine = [n for n, place in enumerate(places) if place % world_size() == rank()]
         own = [responses[n] for n in mine]
         # One rank's failure is everybody's: the first rank says what it was.
-        values = raise_together(lambda: self._scores(own, by_group=by_group))
+        values = raise_together(lambda: self._scores(own, by_group=by_group, state=state))
         scores = [0.0] * len(responses)
         for number, value in zip(mine, values, strict=True):
             scores[number] = value
@@ -345,15 +449,17 @@ class RewardFunction(UserFunction):
         Raises:
             ValueError: if the function returns something else.
         """
-        return self._scores(list(responses), by_group=False)
+        return self._scores(list(responses), by_group=False, state=None)
 
-    def _scores(self, responses: list[Response], *, by_group: bool) -> list[float]:
+    def _scores(
+        self, responses: list[Response], *, by_group: bool, state: TrainerState | None
+    ) -> list[float]:
         groups = dict.fromkeys(each.group if by_group else 0 for each in responses)
         scores: dict[int, float] = {}
         for group in groups:
             chosen = [n for n, r in enumerate(responses) if not by_group or r.group == group]
             part = [responses[n] for n in chosen]
-            found = self.call(part)
+            found = self.call(part, state)
             values = (self._number(*pair) for pair in zip(found, part, strict=True))
             scores |= dict(zip(chosen, values, strict=True))
         return [scores[n] for n in range(len(responses))]
@@ -386,24 +492,47 @@ class RewardFunctions:
     functions: tuple[RewardFunction, ...]
     weights: tuple[float, ...]
     model_weight: float = 1.0  # of the reward model, where there is one
+    log: RewardLog = field(default_factory=RewardLog)  # of all functions
 
-    def __call__(self, responses: Sequence[Response], device: torch.device) -> dict[str, Tensor]:
+    @property
+    def logs(self) -> bool:
+        """Whether a function may log anything, by its parameters."""
+        return any(
+            takes_all(each.function)
+            or not {"log_extra", "log_metric"}.isdisjoint(named_parameters(each.function))
+            for each in self.functions
+        )
+
+    def __call__(
+        self, responses: Sequence[Response], device: torch.device, state: TrainerState | None = None
+    ) -> dict[str, Tensor]:
         """(N,) scores on every rank by the function's name, not weighted; call on every rank.
 
         Raises:
             RewardError: if a function fails or returns something else than scores.
         """
         try:
-            return {label: each(responses, device) for label, each in self.by_label().items()}
+            return {
+                label: each(responses, device, state) for label, each in self.by_label().items()
+            }
         except Exception as error:
             raise RewardError from error
 
-    def total(self, rewards: "dict[str, Tensor]", model: Tensor) -> Tensor:
-        """(N,) weighted sum of the functions' scores and the reward ``model``'s; NaN with NaN."""
-        scores = self.model_weight * model
-        for weight, label in zip(self.weights, self.by_label(), strict=True):
-            scores = scores + weight * rewards[label]
-        return scores
+    def total(self, rewards: "dict[str, Tensor]", model: Tensor | None) -> Tensor:
+        """(N,) weighted sum of the functions' scores and the reward ``model``'s, if there is one.
+
+        A function's NaN is left out; the sum is NaN where nothing else came.
+        """
+        weights = dict(zip(self.by_label(), self.weights, strict=True))
+        total = torch.zeros_like(next(iter(rewards.values())))
+        scored = torch.zeros_like(total, dtype=torch.bool)
+        if model is not None:
+            total, scored = self.model_weight * model, ~scored
+        for label, weight in weights.items():
+            missing = rewards[label].isnan()
+            total = total + torch.where(missing, 0, weight * rewards[label])
+            scored = scored | ~missing
+        return total.masked_fill(~scored, torch.nan)
 
     def by_label(self) -> dict[str, RewardFunction]:
         """The functions by name, those of one name numbered from the second on."""
@@ -422,6 +551,7 @@ def load_functions(config: RewardsConfig, tokenizer: Tokenizer) -> RewardFunctio
     Raises:
         ValueError: if one cannot be used.
     """
+    log = RewardLog()
     functions = tuple(
         load_function(
             "reward_function",
@@ -430,6 +560,7 @@ def load_functions(config: RewardsConfig, tokenizer: Tokenizer) -> RewardFunctio
             batch=config.reward_batch,
             retries=config.reward_retries,
             timeout=config.reward_timeout,
+            log=log,
         )
         for name in config.reward_function
     )
@@ -438,6 +569,7 @@ def load_functions(config: RewardsConfig, tokenizer: Tokenizer) -> RewardFunctio
         functions,
         weights[: len(functions)],
         weights[len(functions)] if len(weights) > len(functions) else 1.0,
+        log,
     )
 
 
@@ -449,6 +581,7 @@ def load_function(
     batch: str = "all",
     retries: int = 0,
     timeout: float = 0.0,
+    log: RewardLog | None = None,
 ) -> RewardFunction:
     """The function behind ``module:function``; the module is imported, nothing is evaluated.
 
@@ -456,7 +589,8 @@ def load_function(
         ValueError: if there is no such function, or it takes no responses.
     """
     function = find_function(option, name)
-    return RewardFunction(option, name, function, tokenizer, batch, retries, timeout)
+    log = log or RewardLog()
+    return RewardFunction(option, name, function, tokenizer, batch, retries, timeout, log)
 
 
 # Scores that the scale of --reward_scaling initial is taken from, at least. The standard error of

@@ -50,7 +50,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
     _announce(schedule, run.log.say)
-    evaluator = RlhfEvaluator(setup, engines, generator, trainer.diagnostics)
+    evaluator = RlhfEvaluator(setup, engines, generator, trainer.diagnostics, trainer.state)
     checkpointer = _make_checkpointer(trainer, evaluator)
     checkpointer.restore(num_steps=schedule.num_steps)
     if progress.kl_start != config.ppo.kl_coef:  # another one from here on

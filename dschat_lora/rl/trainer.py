@@ -13,7 +13,7 @@ from torch import Tensor
 from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, local_rank, rank
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.throughput import device_peak
 from dschat_lora.report.log import rlhf_line
@@ -48,6 +48,7 @@ from dschat_lora.rl.metrics import (
 )
 from dschat_lora.rl.pretraining import make_pretraining
 from dschat_lora.rl.rewards import (
+    TrainerState,
     clipped_rewards,
     punish_overlong,
     rescale_values,
@@ -103,6 +104,17 @@ class RlhfTrainer:
         warms_up = self.progress.iteration < self.config.ppo.critic_warmup_iterations
         return ("critic",) if warms_up and self.config.has_critic else ("actor", "critic")
 
+    def state(self) -> TrainerState:
+        """How far the run is, for reward functions."""
+        return TrainerState(
+            global_step=self.progress.step,
+            max_steps=self.schedule.num_steps,
+            epoch=self.progress.iteration / max(1, self.schedule.iterations_per_epoch),
+            num_train_epochs=self.config.optim.num_train_epochs,
+            is_world_process_zero=rank() == 0,
+            is_local_process_zero=local_rank() == 0,
+        )
+
     def iterate(self) -> bool:
         """Generate, score, update and report; whether the last optimizer step was skipped."""
         config, progress = self.config, self.progress
@@ -128,6 +140,7 @@ class RlhfTrainer:
                 scorer=self.setup.scorer,
                 with_old=extra_forward,
                 known=None if resampled is None else resampled.scores,
+                state=self.state(),
             )
             check_scores(experience, self.setup.tokenizer.decode)
             rewards, clip_fraction = self._shape_rewards(experience)
@@ -209,7 +222,9 @@ class RlhfTrainer:
             with self.timer.phase("scoring"):
                 (whole,) = self._minibatches(found, rows_per_step=len(found), passes=1)
                 batches = list(map(self._collator(found), whole.micro_batches))
-                return scores_alone(self.engines, found, batches, scorer=self.setup.scorer)
+                return scores_alone(
+                    self.engines, found, batches, scorer=self.setup.scorer, state=self.state()
+                )
 
         first = set(self.schedule.order(iteration))
         key = ("further prompts", self.config.run.seed, iteration)

@@ -293,23 +293,27 @@ class Bonus:
     """Stands for reward functions: given numbers are added to the reward model's scores."""
 
     def __init__(self, bonus):
-        self.bonus = bonus
+        self.bonus, self.logs = bonus, False
 
-    def __call__(self, responses, device):
+    def __call__(self, responses, device, state=None):
         return {"bonus": self.bonus}
 
     def total(self, rewards, model):
-        return model + rewards["bonus"]
+        return rewards["bonus"] if model is None else model + rewards["bonus"]
 
 
 def score_by_length(count):
     """Scores of a function that counts words, and the responses this rank asked it about."""
     asked = []
 
-    def score(prompts, responses):
-        asked.extend(len(each.split()) for each in responses)
-        return [len(each.split()) for each in responses]
+    def score(prompts, responses, log_extra, log_metric):
+        lengths = [len(each.split()) for each in responses]
+        asked.extend(lengths)
+        log_extra("length", lengths)
+        log_metric("calls", sum(lengths))
+        return lengths
 
     responses = [Response((5,), (4,) * (n + 1), True, n) for n in range(count)]
     function = RewardFunction("reward_function", "mine:score", score, Words())
-    return {"scores": function(responses, torch.device("cpu")).tolist(), "own": asked}
+    scores = function(responses, torch.device("cpu")).tolist()
+    return {"scores": scores, "own": asked, "logged": function.log.take(responses)}

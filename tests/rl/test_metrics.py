@@ -1,6 +1,7 @@
 """Figures of an iteration that no other test works out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,9 @@ def test_responses_are_kept_with_the_numbers_of_each_of_the_actors_tokens():
         {},
     ]
     assert len(rollout_rows(experience, targets, decode, iteration=3, most=1)) == 1
+    logged = replace(experience, logged_columns={"golden": ["a", "b", "c"]})
+    extra = [row["extra"] for row in rollout_rows(logged, targets, decode, iteration=3, most=2)]
+    assert extra == [{"golden": "a"}, {"golden": "b"}]
     assert rollout_rows(experience, None, decode, iteration=3, most=1)[0]["advantage"] is None
 
 

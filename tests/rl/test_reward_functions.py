@@ -172,7 +172,20 @@ def test_scores_are_weighted_and_added_to_the_reward_models():
     assert list(rewards) == ["right", "short", "right_2"]
     assert rewards["short"][0].item() == 10.0
     total = functions.total(rewards, torch.tensor([1.0, 1.0, 2.0]))
-    assert total[[0, 2]].tolist() == [2.0 + 5.0 - 5.0 + 3.0, 6.0 + 15.0 - 5.0 + 6.0]
+    assert total.tolist() == [2.0 + 5.0 - 5.0 + 3.0, 4.0 - 5.0 + 3.0, 6.0 + 15.0 - 5.0 + 6.0]
+    assert functions.total(rewards, None).tolist() == [2.0, -1.0, 16.0]
+
+
+def test_a_response_that_no_function_scores_does_not_count():
+    functions = RewardFunctions(
+        (
+            made(lambda responses: [1, None, None], "a:f"),
+            made(lambda responses: [2, None, 3], "b:g"),
+        ),
+        (1.0, 1.0),
+    )
+    total = functions.total(functions(RESPONSES, CPU), None)
+    assert total[[0, 2]].tolist() == [3.0, 3.0]
     assert total[1].isnan()
 
 

@@ -58,7 +58,8 @@ def test_a_function_gets_nothing_it_does_not_ask_for():
 
     def greedy(**everything):
         own = {"prompts", "responses", "messages", "ended", "rows", "token_ids"}
-        assert set(everything) == own | {"completions", "completion_ids", "answer"}
+        trls = {"completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+        assert set(everything) == own | trls | {"answer"}
         return (0.5,) * 3
 
     assert scored(score).tolist() == [0.0] * 3
@@ -131,6 +132,9 @@ def test_processes_share_the_responses_and_all_know_every_score(ranks, count):
     assert [each["scores"] for each in reports] == [[float(n + 1) for n in range(count)]] * 2
     assert reports[0]["own"] == [n + 1 for n in range(0, count, 2)]
     assert reports[1]["own"] == [n + 1 for n in range(1, count, 2)]
+    mean = sum(range(count + 1)) / min(count, 2)  # a call of each process that has responses
+    logged = [{"calls": mean}, {"length": [n + 1 for n in range(count)]}]
+    assert [list(each["logged"]) for each in reports] == [logged] * 2
 
 
 # ---------------------------------------------------------------------------- loading

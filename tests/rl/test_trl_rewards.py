@@ -1,0 +1,174 @@
+"""Reward functions of TRL's documentation: the same rewards, advantages and logs as in TRL."""
+
+import asyncio
+import json
+import random
+import re
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dschat_lora.algos.advantages import grpo_advantages
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.rewards import RewardFunction, RewardFunctions, RewardLog, TrainerState
+
+trl = pytest.importorskip("trl")
+
+CPU = torch.device("cpu")
+STATE = TrainerState(global_step=30, max_steps=100, epoch=0.3, num_train_epochs=1)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Letters:
+    """A tokenizer of which token n is the n-th character of Unicode; below 3 are special ones."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(i) for i in ids if i > 2)
+
+
+def by_ids(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def by_characters(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def by_format(completions, **kwargs):
+    texts = [messages[0]["content"] for messages in completions]
+    return [1.0 if re.match(r"^<a>.*?</a>", text) else 0.0 for text in texts]
+
+
+def by_column(completions, ground_truth, **kwargs):
+    found = [re.search(r"\\boxed\{(.*?)\}", text) for text in completions]
+    return [float(m is not None and m[1] == t) for m, t in zip(found, ground_truth, strict=True)]
+
+
+def of_maths(prompts, completions, task, **kwargs):
+    scores = [1.0 if "4" in text else -1.0 for text in completions]
+    return [s if t == "maths" else None for s, t in zip(scores, task, strict=True)]
+
+
+def of_code(prompts, completions, task, **kwargs):
+    scores = [1.0 if "def" in text else -1.0 for text in completions]
+    return [s if t == "code" else None for s, t in zip(scores, task, strict=True)]
+
+
+async def later(prompts, completions, **kwargs):
+    await asyncio.sleep(0.001)
+    return [0.5 if text else 0.0 for text in completions]
+
+
+def by_progress(completions, trainer_state, **kwargs):
+    share = trainer_state.global_step / trainer_state.max_steps
+    return [share * len(text) for text in completions]
+
+
+def logging(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
+    scores = by_column(completions, ground_truth)
+    log_extra("golden", list(ground_truth))
+    log_extra("half", [s / 2 for s in scores])
+    log_metric("accuracy", sum(scores) / len(scores))
+    return scores
+
+
+def text(prompt, **columns):
+    return {"prompt": prompt, **columns}
+
+
+def chat(prompt):
+    return {"prompt": [{"role": "user", "content": prompt}]}
+
+
+SKY = [text("The sky is"), text("The sun is")]
+SUMS = [text("2 + 2?", ground_truth="4"), text("3 + 3?", ground_truth="6")]
+TASKS = [text("2 + 2?", task="maths"), text("add", task="code"), text("A tale", task="none")]
+ANSWERS = ["", "4", "def f", "<a>yes</a>", r"\boxed{4}", r"\boxed{6}", "blue and deep", "4 def"]
+
+COPIES = len(ANSWERS)
+
+CASES = {
+    "ids": ([by_ids], [1.0], SKY),
+    "characters": ([by_characters], [1.0], SKY),
+    "format of messages": ([by_format], [1.0], [chat("a?"), chat("b?")]),
+    "a column": ([by_column], [1.0], SUMS),
+    "several tasks": ([of_maths, of_code], [1.0, 1.0], TASKS),
+    "several tasks and one for all": ([of_maths, by_ids, of_code], [1.0, 0.25, 2.0], TASKS),
+    "coroutines beside functions": ([later, by_characters], [1.0, 0.1], SKY),
+    "the state of the trainer": ([by_progress], [1.0], SKY),
+    "logs": ([logging], [1.0], SUMS),
+}
+
+
+def case(rows):
+    """TRL's inputs, and the same as responses, ``COPIES`` to each row."""
+    inputs, responses = [], []
+    for group, row in enumerate(rows):
+        for answer in random.Random(group).sample(ANSWERS, COPIES):
+            inputs.append((row, answer))
+            ids = tuple(map(ord, answer))
+            responses.append(
+                Response((9,), ids, True, group, json.dumps(row).encode(), (0.0,) * len(ids))
+            )
+    return inputs, responses
+
+
+def trls(functions, weights, inputs):
+    """Advantages, metrics and extra columns by TRL's own code."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    trainer = trl.GRPOTrainer.__new__(trl.GRPOTrainer)
+    trainer.accelerator = SimpleNamespace(device=CPU, is_main_process=True)
+    trainer.args = SimpleNamespace(report_to=[])
+    trainer.state = SimpleNamespace(**vars(STATE))
+    trainer.environments, trainer.async_loop = None, loop
+    trainer.reward_funcs = functions
+    trainer.reward_func_names = [f.__name__ for f in functions]
+    trainer.reward_processing_classes = [None] * len(functions)
+    trainer._pending_extra_logs, trainer._pending_metrics = defaultdict(list), defaultdict(list)
+    rows = [row for row, _ in inputs]
+    prompts = [row["prompt"] for row in rows]
+    completions = [
+        answer if isinstance(row["prompt"], str) else [{"role": "assistant", "content": answer}]
+        for row, answer in inputs
+    ]
+    ids = [list(map(ord, answer)) for _, answer in inputs]
+    found = trainer._calculate_rewards(rows, prompts, completions, ids)
+    loop.call_soon_threadsafe(loop.stop)
+    # As _generate_and_score_completions goes on, with scale_rewards "group".
+    unscored = found.isnan().all(dim=1)
+    rewards = (found * torch.tensor(weights)).nansum(dim=1).masked_fill(unscored, torch.nan)
+    grouped = rewards.view(-1, COPIES)
+    spread = trl.trainer.utils.nanstd(grouped, dim=1, keepdim=True)
+    advantages = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (spread + 1e-4)
+    return (
+        advantages.flatten().nan_to_num(0.0),
+        {name: sum(v) / len(v) for name, v in trainer._pending_metrics.items()},
+        dict(trainer._pending_extra_logs),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_advantages_and_logs_are_those_of_trl(name):
+    functions, weights, rows = CASES[name]
+    inputs, responses = case(rows)
+    expected, metrics, columns = trls(functions, weights, inputs)
+    log = RewardLog()
+    mine = tuple(
+        RewardFunction("reward_function", f"mine:{f.__name__}", f, Letters(), log=log)
+        for f in functions
+    )
+    scorer = RewardFunctions(mine, tuple(weights), log=log)
+    assert scorer.logs
+    total = scorer.total(scorer(responses, CPU, STATE), None)
+    groups = torch.tensor([each.group for each in responses])
+    alone = len(groups) + torch.arange(len(groups))
+    found = grpo_advantages(total.nan_to_num(0.0), torch.where(total.isnan(), alone, groups))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert (found != 0).any()
+    assert scorer.log.take(responses) == (metrics, columns)
+    assert scorer.log.take(responses) == ({}, {})
