@@ -18,7 +18,7 @@ from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
 from dschat_lora.pipeline.stages import STAGES, planned_card
 from dschat_lora.report.markup import safe
-from dschat_lora.rl.builtin_rewards import is_builtin
+from dschat_lora.rl.builtin_rewards import is_builtin, is_remote
 from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.runtime.checks import check_function
 from dschat_lora.runtime.stage_main import late
@@ -100,7 +100,7 @@ def eval_parts(config: EvalConfig) -> tuple[bool, Any]:
     if name is None:
         return check_eval(config), None
     RewardsConfig(judge_function=name)  # refuses what names no function
-    if not is_builtin(name):
+    if not (is_builtin(name) or is_remote(name)):
         check_function("judge_function", name)
     return check_eval(config), partial(late("pipeline.judge:make_judge"), name)
 

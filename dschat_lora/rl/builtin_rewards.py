@@ -5,8 +5,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.request import Request, urlopen
 
 PREFIX = "builtin:"
+# That a server may take, as in OpenRLHF.
+REMOTE_SECONDS = 180.0
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 
 
@@ -44,6 +47,43 @@ def builtin_function(name: str) -> BuiltinReward:
         return BUILTINS[kind](argument)
     except (ValueError, re.error) as error:
         raise ValueError(f"--reward_function {name}: {error}") from error
+
+
+def is_remote(name: str) -> bool:
+    """Whether ``name`` is the address of a server that scores."""
+    return name.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class RemoteReward:
+    """Scores by an HTTP server, asked as OpenRLHF asks a remote reward model.
+
+    Texts are posted as JSON; the answer is a JSON object with as many ``rewards``.
+    """
+
+    url: str
+    takes_lists = True
+
+    def __call__(
+        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]
+    ) -> dict[str, Any]:
+        """What the server returns.
+
+        Raises:
+            RuntimeError: if it cannot be reached, or returns no JSON object.
+        """
+        asked = {"query": queries, "prompts": prompts, "labels": labels}
+        request = Request(
+            self.url, json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urlopen(request, timeout=REMOTE_SECONDS) as answer:
+                found = json.load(answer)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"{self.url} gave no scores: {error}") from error
+        if not isinstance(found, dict):
+            raise RuntimeError(f"{self.url} returned a {type(found).__name__}, and no JSON object")
+        return found
 
 
 def exact_match(argument: str) -> BuiltinReward:

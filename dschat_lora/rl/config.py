@@ -10,7 +10,7 @@ from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, requi
 from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig
-from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin
+from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin, is_remote
 from dschat_lora.rl.role_config import RoleConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -21,8 +21,10 @@ def _check_name(option: str, name: str) -> None:
     if option != "environment" and is_builtin(name):
         builtin_function(name)
         return
-    usable = _FUNCTION.fullmatch(name) is not None
-    require(usable, option, name, "module:function such as my_rewards:is_right")
+    usable = _FUNCTION.fullmatch(name) or (option != "environment" and is_remote(name))
+    allowed = "module:function such as my_rewards:is_right"
+    allowed += "" if option == "environment" else ", or the address of a server that scores"
+    require(bool(usable), option, name, allowed)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class RewardsConfig:
     reward_function: tuple[str, ...] = option(
         (),
         help="module:function that scores responses, one or several, instead of the reward model "
-        "or added to it; builtin:NAME for one that comes along",
+        "or added to it, with the arguments of TRL, verl or OpenRLHF; builtin:NAME for one that "
+        "comes along; the http:// address of a server that is asked as OpenRLHF asks one",
     )
     reward_weights: tuple[float, ...] = option(
         (),

@@ -29,7 +29,7 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.batch import Response
-from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin
+from dschat_lora.rl.builtin_rewards import RemoteReward, builtin_function, is_builtin, is_remote
 from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.runtime.checks import working_directory
 
@@ -215,7 +215,7 @@ class UserFunction:
         try:
             with same_gradients():
                 calls = calls_of(self.function, responses, self.tokenizer, state, log)
-                found = [self.function(**call) for call in calls]
+                found: list[Any] = [self.function(**call) for call in calls]
                 if any(inspect.isawaitable(each) for each in found):
 
                     async def all_found() -> list[Any]:
@@ -226,7 +226,16 @@ class UserFunction:
                         found = pool.submit(asyncio.run, all_found()).result()
         except SystemExit as error:  # it would pass for the end of the run
             raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from error
-        return found if is_singular(self.function) else found[0]
+        if not one_at_a_time(self.function):
+            return self.value_of(found[0], responses, log)
+        return [
+            self.value_of(value, [response], log)
+            for value, response in zip(found, responses, strict=True)
+        ]
+
+    def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
+        """What counts of a call's result."""
+        return found
 
 
 def same_gradients() -> torch.set_grad_enabled:
@@ -244,10 +253,15 @@ def find_function(option: str, name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is no such function, or it takes no responses.
     """
+    function: Callable[..., Any]
     if is_held(name):
         function = cast(Callable[..., Any], held_object(name, option))
+    elif is_builtin(name):
+        function = builtin_function(name)
+    elif is_remote(name):
+        function = RemoteReward(name)
     else:
-        function = builtin_function(name) if is_builtin(name) else _imported(option, name)
+        function = _imported(option, name)
     if not (takes_responses(named_parameters(function)) or takes_all(function)):
         raise ValueError(
             f"--{option} {name} must take responses, completions or messages (one at a time: "
@@ -279,6 +293,9 @@ SINGULAR = {
     "completions": "completion",
     "rows": "row",
 }
+# Functions of verl get what these columns hold, or None.
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+OPENRLHF = ("queries", "prompts", "labels")
 # Columns that are other arguments' matter, as in TRL.
 _NOT_OFFERED = {"prompt", "completion", "messages", "chosen", "rejected"}
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -298,23 +315,33 @@ def takes_all(function: Callable[..., object]) -> bool:
 
 def takes_responses(names: Collection[str]) -> bool:
     """Whether parameters of these names are what a function needs to see responses."""
-    return not {"responses", "completions", "messages", "response", "completion"}.isdisjoint(names)
+    told = {"responses", "completions", "messages", "response", "completion"}
+    return not (told | {"solution_str", "queries"}).isdisjoint(names)
 
 
 def is_singular(function: Callable[..., object]) -> bool:
-    """Whether the function scores one response at a time, by its parameters' names."""
-    return bool({"response", "completion"} & named_parameters(function).keys())
+    """Whether the function takes values of one response, by its parameters' names."""
+    return bool({"response", "completion", "solution_str"} & named_parameters(function).keys())
+
+
+def one_at_a_time(function: Callable[..., object]) -> bool:
+    """Whether a call scores one response; OpenRLHF's get lists of one, as from OpenRLHF itself."""
+    takes_lists = getattr(function, "takes_lists", False)  # a server, which OpenRLHF asks at once
+    names = named_parameters(function)
+    return is_singular(function) or ("queries" in names and not takes_lists)
 
 
 def required_columns(function: Callable[..., object]) -> list[str]:
     """Parameters without default that only columns of the data can fill."""
-    known = (
-        {*OWN, *TRL}
-        if not is_singular(function)
-        else {SINGULAR.get(name, name) for name in (*OWN, *TRL)}
-    )
-    parameters = named_parameters(function).values()
-    return [p.name for p in parameters if p.default is p.empty and p.name not in known]
+    parameters, known = named_parameters(function), {*OWN, *TRL}
+    if is_singular(function):
+        known = {SINGULAR.get(name, name) for name in known}
+    if "solution_str" in parameters:
+        known |= {*VERL}
+    if "queries" in parameters:
+        known |= {*OPENRLHF}
+    needed = (p.name for p in parameters.values() if p.default is p.empty)
+    return [name for name in needed if name not in known]
 
 
 def calls_of(
@@ -356,10 +383,27 @@ def calls_of(
             text if isinstance(prompt, str) else messages
             for prompt, text, messages in zip(asked, texts, said, strict=True)
         ]
+    if "solution_str" in names:  # one of verl's
+        offered |= {
+            "solution_str": texts,
+            "data_source": [row.get("data_source") for row in rows],
+            "ground_truth": list(map(_ground_truth, rows)),
+            "extra_info": [row.get("extra_info") for row in rows],
+        }
+    if "queries" in names:  # one of OpenRLHF's
+        answers = [tokenizer.decode(list(each.tokens)) for each in responses]
+        offered |= {
+            "queries": [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)],
+            "prompts": prompts,
+            "labels": [row.get("label", row.get("answer", "")) for row in rows],
+        }
     if is_singular(function):
         whole = {SINGULAR.get(name, name): values for name, values in offered.items()}
         calls = [{name: v[i] for name, v in whole.items()} for i in range(len(responses))]
         parts = [[each] for each in responses]
+    elif one_at_a_time(function):
+        parts = [[each] for each in responses]
+        calls = [{name: v[i : i + 1] for name, v in offered.items()} for i in range(len(responses))]
     else:
         calls, parts = [offered], [list(responses)]
     state, log = state or TrainerState(), log or RewardLog()
@@ -369,6 +413,12 @@ def calls_of(
     if takes_all(function):
         return calls
     return [{name: v for name, v in call.items() if name in names} for call in calls]
+
+
+def _ground_truth(row: dict[str, Any]) -> Any:
+    """Where verl's data has it, or in a column of that name."""
+    by_rule = row.get("reward_model")
+    return by_rule.get("ground_truth") if isinstance(by_rule, dict) else row.get("ground_truth")
 
 
 def messages_after_prompt(response: Response, text: str) -> list[dict[str, Any]]:
@@ -420,7 +470,37 @@ class RewardFunction(UserFunction):
     @property
     def label(self) -> str:
         """Its name in metrics."""
+        if is_remote(self.name):
+            return self.name.rstrip("/").rpartition("/")[2]
         return self.name.partition(":")[2].partition("=")[0]
+
+    def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
+        """The scores; of a dict, as verl's and OpenRLHF's functions return it, the rest is logged.
+
+        Raises:
+            ValueError: if a dict has no scores.
+        """
+        if isinstance(found, dict):
+            scores = found.get("score", found.get("rewards"))
+            if scores is None:
+                raise ValueError(
+                    f"--{self.option} {self.name} returned a dict of "
+                    f"{', '.join(map(repr, found)) or 'nothing'}; its scores must stand under "
+                    "'score' (verl) or 'rewards' (OpenRLHF)"
+                )
+            own = ("score", "rewards", "scores", "extra_logs")
+            more = {name: value for name, value in found.items() if name not in own}
+            for name, value in {**more, **(found.get("extra_logs") or {})}.items():
+                if isinstance(value, int | float):
+                    log.log_metric(name, value)
+                elif isinstance(value, list | tuple | Tensor) and len(value) == len(responses):
+                    log.log_extra(responses, name, list(value))
+                else:
+                    log.log_extra(responses, name, [value] * len(responses))
+            found = scores
+        # OpenRLHF's functions return lists of one.
+        lists = "queries" in named_parameters(self.function) and one_at_a_time(self.function)
+        return found[0] if lists and hasattr(found, "__len__") and len(found) == 1 else found
 
     def __call__(
         self, responses: Sequence[Response], device: torch.device, state: TrainerState | None = None
@@ -499,7 +579,9 @@ class RewardFunctions:
         """Whether a function may log anything, by its parameters."""
         return any(
             takes_all(each.function)
-            or not {"log_extra", "log_metric"}.isdisjoint(named_parameters(each.function))
+            or not {"log_extra", "log_metric", "solution_str", "queries"}.isdisjoint(
+                named_parameters(each.function)
+            )
             for each in self.functions
         )
 

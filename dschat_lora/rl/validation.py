@@ -12,7 +12,7 @@ from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.option_checks import check_processes, check_training
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
-from dschat_lora.rl.builtin_rewards import is_builtin
+from dschat_lora.rl.builtin_rewards import is_builtin, is_remote
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.inputs import (
     RlhfInputs,
@@ -98,7 +98,7 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     judges = () if rewards.judge_function is None else (rewards.judge_function,)
     for option, names in (("reward_function", rewards.reward_function), ("judge_function", judges)):
         for name in names:
-            if not is_builtin(name):
+            if not (is_builtin(name) or is_remote(name)):
                 check_function(option, name)
     if config.batch.environment is not None:
         check_function("environment", config.batch.environment)

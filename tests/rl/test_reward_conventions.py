@@ -1,0 +1,142 @@
+"""Reward functions written for verl and OpenRLHF, and servers that score, by their signatures."""
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+import torch
+
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.config import RewardsConfig
+from dschat_lora.rl.rewards import RewardError, RewardFunction, RewardFunctions, load_functions
+from helpers.roles import Words
+
+CPU = torch.device("cpu")
+ROWS = [
+    {
+        "prompt": "2+2",
+        "data_source": "gsm8k",
+        "reward_model": {"ground_truth": "7 8"},
+        "label": "4",
+    },
+    {"prompt": "3+3", "ground_truth": "9", "extra_info": {"level": 2}, "answer": "6"},
+]
+RESPONSES = [
+    Response((5, 6), (7, 8, 2), True, 0, json.dumps(ROWS[0]).encode()),
+    Response((3,), (4, 5), False, 1, json.dumps(ROWS[1]).encode()),
+]
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def made(function):
+    return RewardFunction("reward_function", "mine:score", function, Words())
+
+
+def test_verls_function_gets_its_four_arguments_and_may_return_a_dict():
+    asked = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        asked.append((data_source, solution_str, ground_truth, extra_info))
+        right = solution_str == ground_truth
+        return {"score": 2.0 * right, "acc": right, "pred": solution_str}
+
+    function = made(compute_score)
+    function.check_columns(())
+    assert function(RESPONSES, CPU).tolist() == [2.0, 0.0]
+    assert asked == [("gsm8k", "7 8", "7 8", None), (None, "4 5", "9", {"level": 2})]
+    assert function.log.take(RESPONSES) == ({"acc": 0.5}, {"pred": ["7 8", "4 5"]})
+    assert RewardFunctions((function,), (1.0,)).logs
+    plain = made(lambda data_source, solution_str, ground_truth, extra_info: len(solution_str))
+    assert plain(RESPONSES, CPU).tolist() == [3.0, 3.0]
+
+
+def test_openrlhfs_function_gets_lists_of_one_and_returns_a_dict_of_tensors():
+    asked = []
+
+    def reward_func(queries, prompts, labels, **kwargs):
+        asked.append((queries, prompts, labels))
+        reward = torch.tensor([float(len(query)) for query in queries])
+        return {"rewards": reward, "scores": reward, "extra_logs": {"size": reward.mean().item()}}
+
+    function = made(reward_func)
+    function.check_columns(())
+    assert function(RESPONSES, CPU).tolist() == [8.0, 4.0]
+    assert asked == [(["5 67 8 2"], ["5 6"], ["4"]), (["34 5"], ["3"], ["6"])]
+    assert function.log.take(RESPONSES) == ({"size": 6.0}, {})
+    assert made(lambda queries, prompts, labels: [1.5])(RESPONSES, CPU).tolist() == [1.5, 1.5]
+
+
+def test_a_dict_without_scores_is_refused_by_name():
+    functions = RewardFunctions((made(lambda solution_str: {"reward": 1.0}),), (1.0,))
+    with pytest.raises(RewardError) as caught:
+        functions(RESPONSES, CPU)
+    causes = [caught.value.__cause__, caught.value.__cause__.__cause__]
+    assert any("a dict of 'reward'; its scores must stand under" in str(each) for each in causes)
+
+
+@pytest.fixture
+def server():
+    """``server(answer)``: the address of one that answers so, and what it is asked."""
+    asked, running = [], []
+
+    def of(answer):
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                asked.append((self.headers["Content-Type"], json.loads(body)))
+                text = answer(asked[-1][1]).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *words):
+                pass
+
+        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        Thread(target=running[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{running[-1].server_port}/get_reward", asked
+
+    yield of
+    for each in running:
+        each.shutdown()
+        each.server_close()
+
+
+def test_a_server_is_asked_once_for_all_responses(server):
+    def answer(data):
+        return json.dumps(
+            {"rewards": [float(len(q)) for q in data["query"]], "extra_logs": {"n": 2}}
+        )
+
+    url, asked = server(answer)
+    functions = load_functions(RewardsConfig(reward_function=(url,)), Words())
+    assert functions(RESPONSES, CPU)["get_reward"].tolist() == [8.0, 4.0]
+    body = {"query": ["5 67 8 2", "34 5"], "prompts": ["5 6", "3"], "labels": ["4", "6"]}
+    assert asked == [("application/json", body)]
+    assert functions.log.take(RESPONSES) == ({"n": 2.0}, {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("[1, 2]", "returned a list, and no JSON object"),
+        ("<html>", "gave no scores"),
+        ("{}", "dict"),
+    ],
+)
+def test_a_server_that_gives_no_scores_is_named(server, answer, words):
+    url, _ = server(lambda data: answer)
+    functions = load_functions(RewardsConfig(reward_function=(url,)), Words())
+    with pytest.raises(RewardError) as caught:
+        functions(RESPONSES, CPU)
+    texts = [str(caught.value.__cause__), str(caught.value.__cause__.__cause__)]
+    assert any(url in text and words in text for text in texts)
+
+
+def test_an_address_scores_and_answers_no_turns():
+    RewardsConfig(reward_function=("https://host/score",))
+    with pytest.raises(ValueError, match="or the address of a server that scores"):
+        RewardsConfig(reward_function=("ftp://host/score",))
