@@ -34,6 +34,7 @@ class Response:
     earlier: bytes = b""  # messages before the last turn, as JSON; empty: there is but one turn
     sampler_logprobs: tuple[float, ...] = ()  # in the distribution they were drawn from
     undrawn: bool = False  # the last token could not be drawn; the response does not count
+    environment_reward: float | None = None  # that a stateful environment gave the episode
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)

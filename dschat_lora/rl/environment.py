@@ -1,7 +1,7 @@
 """Episodes of several turns: the actor and an environment answer each other."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import call
 from dschat_lora.data.messages import Message, check_message
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.templates import PROBE
 from dschat_lora.engine.distributed import (
     gather_texts,
@@ -23,12 +24,9 @@ from dschat_lora.rl.batch import Response
 from dschat_lora.rl.rewards import (
     UserFunction,
     UserFunctionError,
-    find_function,
     messages_after_prompt,
     prompt_messages,
 )
-
-OPTION = "environment"
 
 
 class EnvironmentFailedError(UserFunctionError):
@@ -47,17 +45,18 @@ class Environment(UserFunction):
 
     noun, entry = "replies", "one message, several in a list, or None to end the episode"
 
-    def replies(self, responses: Sequence[Response]) -> list[list[Message]]:
+    def replies(self, responses: Sequence[Response], places: Sequence[int]) -> list[list[Message]]:
         """The messages that follow each of this rank's responses, none where its episode ends.
 
-        Call on every rank. Processes that hold one model between them ask once.
+        ``places`` are the numbers of the responses among all of the rollout. Call on every rank.
+        Processes that hold one model between them ask once.
 
         Raises:
             EnvironmentFailedError: if the function fails or returns something else.
         """
         own = responses if tensor_rank() == 0 else ()
         try:
-            replies = raise_together(lambda: self._replies(own))
+            replies = raise_together(lambda: self._replies(own, places[: len(own)]))
         except Exception as error:
             raise EnvironmentFailedError from error
         if grid() is None:
@@ -66,10 +65,24 @@ class Environment(UserFunction):
         found: list[list[Message]] = json.loads(texts[rank() - tensor_rank()])
         return found
 
-    def _replies(self, responses: Sequence[Response]) -> list[list[Message]]:
+    def _replies(self, responses: Sequence[Response], places: Sequence[int]) -> list[list[Message]]:
         if not responses:
             return []
         return [self._messages(reply) for reply in self.call(responses)]
+
+    def begin(
+        self,
+        prompts: Sequence[PromptSample],
+        mine: Iterable[int],
+        num_generations: int,
+        key: tuple[int | str, ...],
+    ) -> list[PromptSample]:
+        """The prompts of episodes that are to begin; a function changes none."""
+        return list(prompts)
+
+    def rewards(self, places: Sequence[int]) -> list[float | None]:
+        """Rewards of episodes that are over; a function gives none."""
+        return [None] * len(places)
 
     def _messages(self, reply: Any) -> list[Message]:
         """The messages of what the function returned for one response."""
@@ -88,18 +101,6 @@ class Environment(UserFunction):
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{where} returned what JSON cannot hold: {error}") from error
         return found
-
-
-def load_environment(
-    name: str, tokenizer: Tokenizer, *, retries: int = 0, timeout: float = 0.0
-) -> Environment:
-    """The environment behind ``module:function``.
-
-    Raises:
-        ValueError: if there is no such function, or it takes no responses.
-    """
-    function = find_function(OPTION, name)
-    return Environment(OPTION, name, function, tokenizer, retries=retries, timeout=timeout)
 
 
 _QUESTION: Message = {"role": "user", "content": "?"}
@@ -193,16 +194,20 @@ class Episodes:
         next_turn: NextTurn,
         *,
         max_tokens: int,
+        places: Sequence[int],
     ) -> list[Response]:
         """The episodes that begin with this rank's first turns; call on every rank.
 
         ``next_turn`` returns responses with the actor's next turn; it is called equally often on
-        every rank. An episode has at most ``max_tokens`` after its prompt.
+        every rank. An episode has at most ``max_tokens`` after its prompt. ``places`` are the
+        numbers of the responses among all of the rollout.
         """
         episodes = list(responses)
         asking = [n for n, response in enumerate(episodes) if response.ended]
         for turn in range(1, self.max_turns + 1):
-            replies = self.environment.replies([episodes[n] for n in asking])
+            replies = self.environment.replies(
+                [episodes[n] for n in asking], [places[n] for n in asking]
+            )
             answered = [(n, reply) for n, reply in zip(asking, replies, strict=True) if reply]
             pairs = [(episodes[n], reply) for n, reply in answered]
             longer = raise_together(partial(self._with_replies, pairs))
@@ -218,7 +223,11 @@ class Episodes:
             for number, response in zip(read, next_turns, strict=True):
                 episodes[number] = response
             asking = [number for number in read if episodes[number].ended]
-        return episodes
+        rewards = self.environment.rewards(places)
+        return [
+            replace(each, environment_reward=reward)
+            for each, reward in zip(episodes, rewards, strict=True)
+        ]
 
     def _with_replies(self, pairs: Sequence[tuple[Response, Sequence[Message]]]) -> list[Response]:
         return [self._with_reply(*pair) for pair in pairs]

@@ -202,6 +202,10 @@ def _added(
     if scorer is None:
         return Scores(model, {})
     rewards = scorer(responses, model.device, state)
+    if scorer.environment is not None:
+        given = [each.environment_reward for each in responses]
+        given = [math.nan if reward is None else reward for reward in given]
+        rewards[scorer.environment] = to_device(torch.tensor(given), model.device)
     total = scorer.total(rewards, None if engines.reward is None else model)
     total = total.masked_fill(undrawn, torch.nan)
     by_name = rewards | ({} if engines.reward is None else {"reward_model": model})

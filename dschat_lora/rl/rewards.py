@@ -8,7 +8,7 @@ import json
 import math
 import reprlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -153,7 +153,12 @@ class UserFunction:
                 f"{', '.join(sorted(columns)) or 'there are none'}"
             )
 
-    def call(self, responses: Sequence[Response], state: TrainerState | None = None) -> list[Any]:
+    def call(
+        self,
+        responses: Sequence[Response],
+        state: TrainerState | None = None,
+        environments: Sequence[Any] | None = None,
+    ) -> list[Any]:
         """What the function returns for each response, after so many errors at most.
 
         Raises:
@@ -163,7 +168,7 @@ class UserFunction:
         found: Any = None
         for tries_left in reversed(range(self.retries + 1)):
             log = RewardLog()  # what a try logs that fails is not kept
-            returned = partial(self._returned, responses, state, log)
+            returned = partial(self._returned, responses, state, log, environments)
             try:
                 found = self._within_time(returned, len(responses)) if self.timeout else returned()
                 self.log.add(log)
@@ -210,11 +215,15 @@ class UserFunction:
             ) from None
 
     def _returned(
-        self, responses: Sequence[Response], state: TrainerState | None, log: RewardLog
+        self,
+        responses: Sequence[Response],
+        state: TrainerState | None,
+        log: RewardLog,
+        environments: Sequence[Any] | None,
     ) -> Any:
         try:
             with same_gradients():
-                calls = calls_of(self.function, responses, self.tokenizer, state, log)
+                calls = calls_of(self.function, responses, self.tokenizer, state, log, environments)
                 found: list[Any] = [self.function(**call) for call in calls]
                 if any(inspect.isawaitable(each) for each in found):
 
@@ -253,21 +262,35 @@ def find_function(option: str, name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is no such function, or it takes no responses.
     """
-    function: Callable[..., Any]
+    function = find_object(option, name)
+    check_takes_responses(option, name, function)
+    return function
+
+
+def find_object(option: str, name: str) -> Callable[..., Any]:
+    """What ``module:name``, ``builtin:name``, an address or an object of Python stands for.
+
+    Raises:
+        ValueError: if there is nothing of that name that can be called.
+    """
     if is_held(name):
-        function = cast(Callable[..., Any], held_object(name, option))
-    elif is_builtin(name):
-        function = builtin_function(name)
-    elif is_remote(name):
-        function = RemoteReward(name)
-    else:
-        function = _imported(option, name)
+        return cast(Callable[..., Any], held_object(name, option))
+    if is_builtin(name):
+        return builtin_function(name)
+    return RemoteReward(name) if is_remote(name) else _imported(option, name)
+
+
+def check_takes_responses(option: str, name: str, function: Callable[..., object]) -> None:
+    """Refuse a function that takes no responses.
+
+    Raises:
+        ValueError: naming what it takes.
+    """
     if not (takes_responses(named_parameters(function)) or takes_all(function)):
         raise ValueError(
             f"--{option} {name} must take responses, completions or messages (one at a time: "
             f"response or completion), it takes {inspect.signature(function)}"
         )
-    return function
 
 
 def _imported(option: str, name: str) -> Callable[..., Any]:
@@ -291,6 +314,7 @@ SINGULAR = {
     "prompts": "prompt",
     "responses": "response",
     "completions": "completion",
+    "environments": "environment",
     "rows": "row",
 }
 # Functions of verl get what these columns hold, or None.
@@ -350,6 +374,7 @@ def calls_of(
     tokenizer: Tokenizer,
     state: TrainerState | None = None,
     log: RewardLog | None = None,
+    environments: Sequence[Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Keyword arguments of each call that scores the responses, with what the function takes.
 
@@ -363,7 +388,7 @@ def calls_of(
     turns = [list(each.last_turn) for each in responses]
     texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
     prompts = [tokenizer.decode(each.prompt) for each in responses]
-    asked = [_prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
+    asked = [prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
     said = [messages_after_prompt(*each) for each in zip(responses, texts, strict=True)]
     ids = [list(each.tokens) for each in responses]
     by_column = {name: [row.get(name) for row in rows] for name in columns}
@@ -383,6 +408,8 @@ def calls_of(
             text if isinstance(prompt, str) else messages
             for prompt, text, messages in zip(asked, texts, said, strict=True)
         ]
+    if environments is not None:
+        offered["environments"] = list(environments)
     if "solution_str" in names:  # one of verl's
         offered |= {
             "solution_str": texts,
@@ -429,7 +456,7 @@ def messages_after_prompt(response: Response, text: str) -> list[dict[str, Any]]
 def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The prompt as messages; a text is one of a user's."""
     row = json.loads(response.columns or b"{}")
-    return as_messages(_prompt_of(row, tokenizer.decode(response.prompt)))
+    return as_messages(prompt_of(row, tokenizer.decode(response.prompt)))
 
 
 def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -437,7 +464,7 @@ def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _prompt_of(row: dict[str, Any], text: str) -> Any:
+def prompt_of(row: dict[str, Any], text: str) -> Any:
     """The prompt as the row has it, text or messages; ``text`` where it has another shape."""
     if isinstance(row.get("prompt"), str | list):
         return row["prompt"]
@@ -475,19 +502,9 @@ class RewardFunction(UserFunction):
         return self.name.partition(":")[2].partition("=")[0]
 
     def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
-        """The scores; of a dict, as verl's and OpenRLHF's functions return it, the rest is logged.
-
-        Raises:
-            ValueError: if a dict has no scores.
-        """
-        if isinstance(found, dict):
-            scores = found.get("score", found.get("rewards"))
-            if scores is None:
-                raise ValueError(
-                    f"--{self.option} {self.name} returned a dict of "
-                    f"{', '.join(map(repr, found)) or 'nothing'}; its scores must stand under "
-                    "'score' (verl) or 'rewards' (OpenRLHF)"
-                )
+        """The scores; of a dict, as from verl's and OpenRLHF's functions, the rest is logged."""
+        scores = found.get("score", found.get("rewards")) if isinstance(found, dict) else None
+        if scores is not None:
             own = ("score", "rewards", "scores", "extra_logs")
             more = {name: value for name, value in found.items() if name not in own}
             for name, value in {**more, **(found.get("extra_logs") or {})}.items():
@@ -503,11 +520,16 @@ class RewardFunction(UserFunction):
         return found[0] if lists and hasattr(found, "__len__") and len(found) == 1 else found
 
     def __call__(
-        self, responses: Sequence[Response], device: torch.device, state: TrainerState | None = None
+        self,
+        responses: Sequence[Response],
+        device: torch.device,
+        state: TrainerState | None = None,
+        objects: Mapping[int, Any] | None = None,
     ) -> Tensor:
         """(N,) fp32 scores on every rank, NaN for None; each rank scores some. On every rank.
 
         No response is scored twice, whatever the ranks hold: a function may answer differently.
+        With ``objects`` of a stateful environment each rank scores the responses whose it holds.
 
         Raises:
             ValueError: if the function returns something else.
@@ -515,9 +537,14 @@ class RewardFunction(UserFunction):
         by_group = self.batch == "group"
         places = [each.group if by_group else n for n, each in enumerate(responses)]
         mine = [n for n, place in enumerate(places) if place % world_size() == rank()]
+        if objects is not None:
+            mine = [n for n in range(len(responses)) if n in objects]
         own = [responses[n] for n in mine]
         # One rank's failure is everybody's: the first rank says what it was.
-        values = raise_together(lambda: self._scores(own, by_group=by_group, state=state))
+        made = None if objects is None else [objects[n][0] for n in mine]
+        values = raise_together(
+            lambda: self._scores(own, by_group=by_group, state=state, objects=made)
+        )
         scores = [0.0] * len(responses)
         for number, value in zip(mine, values, strict=True):
             scores[number] = value
@@ -532,14 +559,19 @@ class RewardFunction(UserFunction):
         return self._scores(list(responses), by_group=False, state=None)
 
     def _scores(
-        self, responses: list[Response], *, by_group: bool, state: TrainerState | None
+        self,
+        responses: list[Response],
+        *,
+        by_group: bool,
+        state: TrainerState | None,
+        objects: Sequence[Any] | None = None,
     ) -> list[float]:
         groups = dict.fromkeys(each.group if by_group else 0 for each in responses)
         scores: dict[int, float] = {}
         for group in groups:
             chosen = [n for n, r in enumerate(responses) if not by_group or r.group == group]
             part = [responses[n] for n in chosen]
-            found = self.call(part, state)
+            found = self.call(part, state, objects and [objects[n] for n in chosen])
             values = (self._number(*pair) for pair in zip(found, part, strict=True))
             scores |= dict(zip(chosen, values, strict=True))
         return [scores[n] for n in range(len(responses))]
@@ -573,6 +605,8 @@ class RewardFunctions:
     weights: tuple[float, ...]
     model_weight: float = 1.0  # of the reward model, where there is one
     log: RewardLog = field(default_factory=RewardLog)  # of all functions
+    environment: str | None = None  # the name of the reward that an environment gives, if any
+    objects: Mapping[int, Any] | None = None  # a stateful environment's, by number of the response
 
     @property
     def logs(self) -> bool:
@@ -595,7 +629,8 @@ class RewardFunctions:
         """
         try:
             return {
-                label: each(responses, device, state) for label, each in self.by_label().items()
+                label: each(responses, device, state, self.objects)
+                for label, each in self.by_label().items()
             }
         except Exception as error:
             raise RewardError from error
@@ -606,6 +641,8 @@ class RewardFunctions:
         A function's NaN is left out; the sum is NaN where nothing else came.
         """
         weights = dict(zip(self.by_label(), self.weights, strict=True))
+        if self.environment is not None:
+            weights[self.environment] = 1.0
         total = torch.zeros_like(next(iter(rewards.values())))
         scored = torch.zeros_like(total, dtype=torch.bool)
         if model is not None:

@@ -255,6 +255,9 @@ class Generator:
         # Prompts of like length are decoded together, and ranks have equal work.
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
         mine = order[data_rank() :: data_world_size()]
+        if self._episodes is not None:
+            begin = self._episodes.environment.begin
+            prompts = begin(prompts, mine, num_generations, key)
         at_a_time = max(1, self._batch_size // num_generations)
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
@@ -270,14 +273,15 @@ class Generator:
             for chunk in range(chunks):
                 numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
                 copies = [(n, k) for n in numbers for k in range(num_generations)]
+                places = [n * num_generations + k for n, k in copies]
                 responses = turns.first([(n, prompts[n]) for n in numbers], num_generations)
                 if self._episodes is not None:
                     responses = self._episodes.play(
                         responses,
                         partial(turns.next, copies, list(range(len(copies)))),
                         max_tokens=sampling.max_new_tokens,
+                        places=places,
                     )
-                places = (n * num_generations + k for n, k in copies)
                 found |= dict(zip(places, responses, strict=True))
         blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
         blank = [each for each in blank for _ in range(num_generations)]
@@ -326,13 +330,19 @@ class Generator:
             table[index, 4 + width :].view(2, width)[:, :kept] = drawn
         whole = gather_over_ranks(table.to(self._engine.device)).cpu()
         whole = whole[whole[:, 0].argsort()]
-        earlier: dict[str, str] = {}
+        earlier, rewards = dict[str, str](), dict[str, float]()
         if self._episodes is not None:
             texts = {str(n): each.earlier.decode() for n, each in own.items() if each.earlier}
-            for text in gather_texts(json.dumps(texts)):
-                earlier |= json.loads(text)
+            given = {str(n): each.environment_reward for n, each in own.items()}
+            given = {n: reward for n, reward in given.items() if reward is not None}
+            for text in gather_texts(json.dumps([texts, given])):
+                of_rank = json.loads(text)
+                earlier, rewards = earlier | of_rank[0], rewards | of_rank[1]
         return [
-            _from_row(row, each, width, earlier.get(str(number), ""))
+            replace(
+                _from_row(row, each, width, earlier.get(str(number), "")),
+                environment_reward=rewards.get(str(number)),
+            )
             for number, (row, each) in enumerate(zip(whole, blank, strict=True))
         ]
 

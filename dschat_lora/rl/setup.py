@@ -24,7 +24,7 @@ from dschat_lora.models.loading import Tokenizer, attention_note, load_config, l
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.advice import explaining_memory
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.environment import Episodes, TurnTokens, load_environment
+from dschat_lora.rl.environment import Episodes, TurnTokens
 from dschat_lora.rl.inputs import (
     Sources,
     find_sources,
@@ -47,6 +47,7 @@ from dschat_lora.rl.rewards import (
 )
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.roles import Roles, build_roles
+from dschat_lora.rl.stateful_environment import StatefulEnvironment, load_environment
 from dschat_lora.rl.throughput import FlopCounter
 from dschat_lora.rl.validation import fit_lengths
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
@@ -109,16 +110,12 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     group = tensor_group(config.parallel)
     _check_layers(config, sources, group)
     tokenizer = _load_tokenizer(config, sources)
-    scorer = load_functions(config.rewards, tokenizer) if config.rewards.reward_function else None
+    episodes = _episodes(config, tokenizer)
+    scorer = _scorer(config, tokenizer, episodes)
     name = config.rewards.judge_function
     judge = None if name is None else load_function("judge_function", name, tokenizer)
-    episodes = _episodes(config, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
-    functions: list[UserFunction] = [*(scorer.functions if scorer else ())]
-    functions += [] if judge is None else [judge]
-    functions += [] if episodes is None else [episodes.environment]
-    for each in functions:
-        each.check_columns(json.loads(prompts.train[0].columns or b"{}"))
+    _check_columns(prompts, scorer, judge, episodes)
     text = _read_text(config, tokenizer, run)
     settings = role_settings(config)
     free = free_memory()
@@ -170,13 +167,57 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
     name, rewards = config.batch.environment, config.rewards
     if name is None:
         return None
-    return Episodes(
-        load_environment(
-            name, tokenizer, retries=rewards.reward_retries, timeout=rewards.reward_timeout
-        ),
-        TurnTokens(make_chat(tokenizer, config.data.data.chat_template_kwargs), tokenizer),
-        config.batch.max_turns,
+    chat = make_chat(tokenizer, config.data.data.chat_template_kwargs)
+    environment = load_environment(
+        name,
+        tokenizer,
+        chat=chat,
+        max_prompt_tokens=config.data.max_prompt_seq_len,
+        retries=rewards.reward_retries,
+        timeout=rewards.reward_timeout,
     )
+    return Episodes(environment, TurnTokens(chat, tokenizer), config.batch.max_turns)
+
+
+def _check_columns(
+    prompts: Prepared,
+    scorer: RewardFunctions | None,
+    judge: RewardFunction | None,
+    episodes: Episodes | None,
+) -> None:
+    """Refuse functions that ask for columns which the prompts lack."""
+    columns = {*json.loads(prompts.train[0].columns or b"{}")}
+    if scorer is not None and scorer.objects is not None:
+        columns |= {"environments", "environment"}
+    functions: list[UserFunction] = [*(scorer.functions if scorer else ())]
+    functions += [] if judge is None else [judge]
+    functions += [] if episodes is None else [episodes.environment]
+    for each in functions:
+        each.check_columns(columns)
+
+
+def _scorer(
+    config: RlhfConfig, tokenizer: Tokenizer, episodes: Episodes | None
+) -> RewardFunctions | None:
+    """The reward functions, with the reward of a stateful environment; None if there are none.
+
+    Raises:
+        ValueError: if nothing scores.
+    """
+    environment = None if episodes is None else episodes.environment
+    if isinstance(environment, StatefulEnvironment):
+        scorer = load_functions(config.rewards, tokenizer)
+        found = replace(scorer, environment=environment.label(), objects=environment.objects)
+        if found.environment is not None or found.functions:
+            return found
+    elif config.rewards.reward_function:
+        return load_functions(config.rewards, tokenizer)
+    if config.critic.model_name_or_path is None:
+        raise ValueError(
+            f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
+            "or step), and neither --reward_function nor --critic_model_name_or_path does"
+        )
+    return None
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:

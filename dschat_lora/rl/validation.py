@@ -89,7 +89,8 @@ def _scores(config: RlhfConfig) -> bool:
 
 def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
-    if not _scores(config):
+    # An environment's class scores if it has get_reward, which shows when it is imported.
+    if not (_scores(config) or config.batch.environment):
         raise ValueError(
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
             "--reward_function a function that scores: nothing tells what a response is worth"

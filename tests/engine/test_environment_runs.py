@@ -23,6 +23,8 @@ KINDS = {
     "silent": "--environment helpers.rlhf_course:end_at_once --max_turns 2",
     "turns": "--environment helpers.rlhf_course:ask_again --max_turns 3",
     "resumed": "--environment helpers.rlhf_course:ask_again --max_turns 3",
+    "objects": "--environment helpers.rlhf_course:AskAgain --max_turns 3",
+    "resumed objects": "--environment helpers.rlhf_course:AskAgain --max_turns 3",
 }
 
 
@@ -46,8 +48,9 @@ def runs(ranks, tmp_path_factory):
         out = home / kind
         argv = [*ARGV, *options.split(), "--output_dir", out]
         argv += [each for name, path in paths.items() for each in (f"--{name}", path)]
-        if kind == "resumed":
-            argv += ["--resume_from_checkpoint", home / "turns" / "checkpoints" / "step-00000002"]
+        if kind.startswith("resumed"):
+            earlier = home / ("turns" if kind == "resumed" else "objects")
+            argv += ["--resume_from_checkpoint", earlier / "checkpoints" / "step-00000002"]
         (report,) = ranks(1).run("helpers.rlhf_course:train_rlhf", argv=list(map(str, argv)))
         lines = [without_times(line) for line in json.loads(report["lines"])]
         found[kind] = SimpleNamespace(lines=lines, rows=read_rollouts(out), out=out)
@@ -99,8 +102,24 @@ def test_rollouts_keep_the_messages_of_all_turns(runs):
         assert all(part in row["response"] for part in read.split(":") if part)
 
 
-def test_a_run_with_an_environment_goes_on_bit_for_bit(runs):
-    whole, resumed = runs["turns"], runs["resumed"]
+def test_objects_of_a_class_play_the_same_episodes_digit_for_digit(runs):
+    def plain(line):
+        return {name: value for name, value in line.items() if "AskAgain" not in name}
+
+    objects, function = runs["objects"], runs["turns"]
+    assert list(map(plain, objects.lines)) == function.lines
+    assert {line.get("reward/AskAgain", 0.0) for line in objects.lines} == {0.0}
+    for row in objects.rows:
+        assert row["rewards"].pop("AskAgain") in (0.0, None)
+    assert objects.rows == function.rows
+    assert weights_of(objects.out) == weights_of(function.out)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("turns", "resumed"), ("objects", "resumed objects")]
+)
+def test_a_run_with_an_environment_goes_on_bit_for_bit(runs, first, second):
+    whole, resumed = runs[first], runs[second]
     later = [line for line in whole.lines if line["step"] > 2]
     assert later
     assert [line for line in resumed.lines if line["step"] > 2] == later

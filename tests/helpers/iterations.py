@@ -293,7 +293,7 @@ class Bonus:
     """Stands for reward functions: given numbers are added to the reward model's scores."""
 
     def __init__(self, bonus):
-        self.bonus, self.logs = bonus, False
+        self.bonus, self.logs, self.environment = bonus, False, None
 
     def __call__(self, responses, device, state=None):
         return {"bonus": self.bonus}

@@ -116,6 +116,23 @@ def ask_again(responses, rows):
     return replies
 
 
+class AskAgain:
+    """As :func:`ask_again`, by an object of each episode, which counts its turns."""
+
+    def reset(self, row):
+        self.row, self.turns = row, 0
+
+    async def step(self, message):
+        self.turns += 1
+        (reply,) = ask_again([message["content"]], [self.row])
+        return reply
+
+
+def turns_of(environments, completions):
+    """A reward function that reads the objects of episodes."""
+    return [float(each.turns) for each in environments]
+
+
 def end_at_once(responses):
     """An environment that has nothing to say."""
     return [None for _ in responses]

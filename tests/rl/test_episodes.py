@@ -19,10 +19,10 @@ from dschat_lora.rl.environment import (
     EnvironmentFailedError,
     Episodes,
     TurnTokens,
-    load_environment,
 )
 from dschat_lora.rl.experience import Experience, advantages_and_returns
 from dschat_lora.rl.rewards import calls_of
+from dschat_lora.rl.stateful_environment import load_environment
 from dschat_lora.rl.train import _failures_saved
 from helpers.roles import Words
 
@@ -201,7 +201,8 @@ def play(function, turns, *, max_turns=4, max_tokens=20):
     first = [turn_of(Response((9, n), (), F, n), each[0]) for n, each in enumerate(turns)]
     say = lambda response, reply: [int(c) for m in reply for c in m["content"]]  # noqa: E731
     episodes = Episodes(environment(function), say, max_turns)
-    return episodes.play(first, next_turn, max_tokens=max_tokens), told
+    found = episodes.play(first, next_turn, max_tokens=max_tokens, places=range(len(first)))
+    return found, told
 
 
 def test_turns_follow_each_other_until_the_environment_ends_the_episode():
@@ -299,7 +300,7 @@ def test_an_environment_that_raises_is_tried_again_and_keeps_its_error():
         raise KeyError("the sandbox is gone")
 
     with pytest.raises(EnvironmentFailedError) as caught:
-        environment(reply, retries=2).replies([Response((9,), (5, 2), T, 0)])
+        environment(reply, retries=2).replies([Response((9,), (5, 2), T, 0)], [0])
     assert isinstance(caught.value.__cause__, KeyError)
     assert len(calls) == 3
 
@@ -318,7 +319,9 @@ def test_a_failed_environment_saves_the_last_whole_iteration_and_shows_its_own_e
 
 def test_an_environment_must_take_responses():
     with pytest.raises(ValueError, match="--environment .* must take responses, completions or"):
-        load_environment(f"{__name__}:_no_messages", Words())
+        load_environment(
+            f"{__name__}:_no_messages", Words(), chat=Chat(Words(), "2"), max_prompt_tokens=9
+        )
 
 
 # ---------------------------------------------------------------------------- tokens of a turn

@@ -1,0 +1,136 @@
+"""Tool calls in the text of an answer, in the forms that chat templates teach models."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from json import JSONDecodeError, JSONDecoder
+from typing import Any, NamedTuple
+
+
+class ToolCall(NamedTuple):
+    """A function that a model asks for."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def tool_schema(function: Callable[..., object]) -> dict[str, Any]:
+    """The JSON schema of a function with type hints and a docstring in Google's style.
+
+    Raises:
+        ValueError: if they do not say what it takes.
+    """
+    from transformers.utils import get_json_schema  # heavy
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        raise ValueError(str(error)) from error
+    return schema
+
+
+# Hermes, Qwen 2.5 and 3, and many that are trained on them.
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+# Qwen3-Coder, within the tags of Hermes or alone.
+_CODER = re.compile(r"<function=([\w.-]+)>(.*?)(?:</function>|$)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# Mistral: a list of calls, or since version 11 a name and its arguments each time.
+_MISTRAL = "[TOOL_CALLS]"
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+# gpt-oss: the recipient stands before or within the channel.
+_HARMONY = re.compile(
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.([\w.-]+)"
+    r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*<\|message\|>(.*?)(?:<\|call\|>|$)",
+    re.DOTALL,
+)
+# Llama 3 writes nothing but the call, some after this token.
+_PYTHON_TAG = "<|python_tag|>"
+_END = re.compile(r"(?:<\|[\w]+\|>|</s>)\s*$")
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """The text beside its tool calls, and the calls.
+
+    ``text`` is that of a whole turn, special tokens included: some forms begin with one. The forms
+    are those of Hermes and Qwen, Qwen3-Coder, Mistral, gpt-oss and Llama 3. What begins like a
+    call and is none stays text.
+    """
+    if _MISTRAL in text:
+        before, _, rest = text.partition(_MISTRAL)
+        calls = list(_of_mistral(rest.replace(_MISTRAL, " ")))
+        return (before.strip(), calls) if calls else (text, [])
+    for pattern, read in ((_HARMONY, _of_harmony), (_HERMES, _of_hermes), (_CODER, _of_coder)):
+        found = [(match, read(*match.groups())) for match in pattern.finditer(text)]
+        calls = [call for _, call in found if call is not None]
+        if calls:
+            return pattern.sub("", text).strip(), calls
+    bare = text.strip().removeprefix(_PYTHON_TAG).strip()
+    while (end := _END.search(bare)) is not None:
+        bare = bare[: end.start()].rstrip()
+    try:
+        call = _called(json.loads(bare)) if bare.startswith("{") else None
+    except (ValueError, RecursionError):
+        call = None
+    return ("", [call]) if call is not None else (text, [])
+
+
+def _called(value: Any) -> ToolCall | None:
+    """The call that an object states, under the names of OpenAI, Hermes or Llama."""
+    if not isinstance(value, dict):
+        return None
+    value = value["function"] if isinstance(value.get("function"), dict) else value
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(name, arguments)
+
+
+def _of_harmony(name: str, body: str) -> ToolCall | None:
+    try:
+        return _called({"name": name, "arguments": json.loads(body)})
+    except (ValueError, RecursionError):
+        return None
+
+
+def _of_hermes(body: str) -> ToolCall | None:
+    if coder := _CODER.match(body):
+        return _of_coder(*coder.groups())
+    try:
+        return _called(JSONDecoder().raw_decode(body)[0])
+    except (ValueError, RecursionError):
+        return None
+
+
+def _of_coder(name: str, body: str) -> ToolCall | None:
+    """Values are JSON where they can be read as such, else text."""
+    arguments: dict[str, Any] = {}
+    for parameter, value in _PARAMETER.findall(body):
+        try:
+            arguments[parameter] = json.loads(value)
+        except (ValueError, RecursionError):
+            arguments[parameter] = value
+    return ToolCall(name, arguments)
+
+
+def _of_mistral(text: str) -> Iterator[ToolCall]:
+    text, decode = text.strip(), JSONDecoder().raw_decode
+    if text.startswith("["):
+        try:
+            listed = decode(text)[0]
+        except (JSONDecodeError, RecursionError):
+            return
+        calls = map(_called, listed)
+        yield from (call for call in calls if call is not None)
+        return
+    start = 0
+    while named := _NAMED.match(text, start):
+        try:
+            arguments, start = decode(text, named.end())
+        except (JSONDecodeError, RecursionError):
+            return
+        yield ToolCall(named[1], arguments)

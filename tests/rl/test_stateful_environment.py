@@ -1,0 +1,336 @@
+"""Environments that are objects of a class: tools, rewards, rows and what is refused."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from data.chat_tokenizers import build_chat_tokenizer
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.samples import PromptSample
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.environment import EnvironmentFailedError, Episodes, TurnTokens
+from dschat_lora.rl.rewards import RewardFunction, RewardFunctions
+from dschat_lora.rl.stateful_environment import StatefulEnvironment, load_environment
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Increment:
+    """As TRL documents an environment: it draws its task, and its methods are tools."""
+
+    def reset(self, **kwargs):
+        self.counter, self.target = 0, random.randint(1, 6)
+        return f"Increment the counter by {self.target}."
+
+    def get_reward(self):
+        return float(self.counter == self.target)
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+    async def decrement(self, step: int) -> int:
+        """
+        Decrement the internal counter.
+
+        Args:
+            step: Value to subtract from the counter.
+        """
+        self.counter -= step
+        return self.counter
+
+    def _hidden(self):
+        raise AssertionError
+
+
+class Given(Increment):
+    """The same with the task of its row."""
+
+    def reset(self, target, **kwargs):
+        self.counter, self.target, self.more = 0, target, sorted(kwargs)
+
+
+class Quiz:
+    """A dialogue: two questions, a reward for each right answer."""
+
+    def reset(self, row):
+        self.asked = 0
+        return [{"role": "user", "content": row["question"]}]
+
+    def step(self, message):
+        self.asked += 1
+        reward = float("yes" in message["content"])
+        return ("And now?", reward) if self.asked == 1 else (None, reward)
+
+
+TOKENIZER = build_chat_tokenizer("qwen3_instruct_2507")
+CHAT = Chat(TOKENIZER, TOKENIZER.eos_token)
+END = "<|im_end|>"
+
+
+def tokens(text):
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def made(found, **options):
+    option = {"chat": CHAT, "max_prompt_tokens": 4000} | options
+    environment = StatefulEnvironment("environment", "mine:Env", found, TOKENIZER, **option)
+    environment.make_first()
+    return environment
+
+
+def prompts_of(rows):
+    blank = {"prompt": [{"role": "user", "content": ""}]}
+    samples = [json.dumps({**blank, **row}).encode() for row in rows]
+    return [PromptSample(np.array([7], dtype=np.int32), columns) for columns in samples]
+
+
+def play(environment, rows, turns, copies=1, max_tokens=4000):
+    """Episodes of scripted turns: ``turns[row]``, alike for all copies."""
+    prompts = environment.begin(prompts_of(rows), range(len(rows)), copies, ("seed", 3))
+    first = [
+        Response(tuple(p.input_ids.tolist()), tokens(turns[n][0]), True, n, p.columns)
+        for n, p in enumerate(prompts)
+        for _ in range(copies)
+    ]
+
+    def next_turn(places, read, turn):
+        found = []
+        for place, response in zip(places, read, strict=True):
+            said = tokens(turns[place // copies][turn - 1])
+            mask = (*response.actor_mask, *(True for _ in said))
+            grown = {"tokens": (*response.tokens, *said), "actor_mask": mask, "ended": True}
+            found.append(Response(**{**vars(response), **grown}))
+        return found
+
+    episodes = Episodes(environment, TurnTokens(CHAT, TOKENIZER), 4)
+    places = range(len(first))
+    return prompts, episodes.play(first, next_turn, max_tokens=max_tokens, places=places)
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def read(response):
+    """What the environment said, as text."""
+    mask = response.actor_mask or (True,) * len(response.tokens)
+    said = [t for t, own in zip(response.tokens, mask, strict=True) if not own]
+    return TOKENIZER.decode(said)
+
+
+def test_methods_are_tools_and_the_object_scores_its_episode():
+    environment = made(Given)
+    turns = [
+        [
+            call("increment", step=2) + call("decrement", step=1) + END,
+            call("increment", step=2) + END,
+        ],
+        [call("increment", step=9) + END, "done" + END],
+        ["I do nothing" + END],
+    ]
+    turns[0].append("done" + END)
+    rows = [{"target": 3}, {"target": 3, "hint": "x"}, {"target": 0}]
+    prompts, found = play(environment, rows, turns)
+    assert [each.environment_reward for each in found] == [1.0, 0.0, 1.0]
+    told = [[m for m in json.loads(r.earlier or b"[]") if m["role"] == "tool"] for r in found]
+    assert [[(m["name"], m["content"]) for m in each] for each in told] == [
+        [("increment", "2"), ("decrement", "1"), ("increment", "3")],
+        [("increment", "9")],
+        [],
+    ]
+    assert read(found[1]).count("<tool_response>\n9\n</tool_response>") == 1
+    text = TOKENIZER.decode(prompts[0].input_ids)
+    assert '"name": "increment"' in text
+    assert '"description": "Value to add to the counter."' in text
+    assert "_hidden" not in text
+    assert "get_reward" not in text
+    assert environment.objects[1][0].more == ["hint", "prompt"]
+
+
+def test_copies_of_a_prompt_begin_alike_and_prompts_do_not():
+    environment = made(Increment)
+    state, array_state = random.getstate(), np.random.get_state()[1].tolist()
+    rows = [{} for _ in range(12)]
+    prompts, _ = play(environment, rows, [["no" + END]] * 12, copies=3)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == (state, array_state)
+    targets = [environment.objects[n][0].target for n in range(36)]
+    assert all(len(set(targets[n : n + 3])) == 1 for n in range(0, 36, 3))
+    assert len(set(targets)) > 2
+    for n, prompt in enumerate(prompts):
+        row = json.loads(prompt.columns)
+        content = f"Increment the counter by {targets[3 * n]}."
+        assert row["prompt"] == [{"role": "user", "content": content}]
+        assert content in TOKENIZER.decode(prompt.input_ids)
+    again = made(Increment)
+    assert [p.columns for p in play(again, rows, [["no" + END]] * 12)[0]] == [
+        p.columns for p in prompts
+    ]
+
+
+def test_objects_are_used_again():
+    numbers = []
+
+    class Counted(Given):
+        def __init__(self):
+            numbers.append(self)
+
+    environment = made(Counted)
+    for _ in range(3):
+        play(environment, [{"target": 1}] * 2, [["no" + END]] * 2, copies=2)
+    assert len(numbers) == 4
+
+
+def test_a_step_answers_each_turn_and_gives_rewards():
+    environment = made(Quiz)
+    rows = [{"question": "Is it?"}, {"question": "Was it?"}]
+    turns = [["yes" + END, "yes, yes" + END], ["no" + END, "yes" + END]]
+    prompts, found = play(environment, rows, turns)
+    assert [each.environment_reward for each in found] == [2.0, 1.0]
+    assert [m["content"] for m in json.loads(prompts[0].columns)["prompt"]] == ["", "Is it?"]
+    assert all("And now?" in read(each) for each in found)
+    assert environment.label() == "Quiz"
+
+
+def test_an_unknown_tool_and_a_failed_one_are_told_to_the_actor():
+    environment = made(Given)
+    turns = [[call("fly") + call("increment", by=2) + END, "oh" + END]]
+    _, (found,) = play(environment, [{"target": 0}], turns)
+    assert "there is no tool fly; there are decrement, increment" in read(found)
+    assert "unexpected keyword argument" in read(found)
+    assert found.environment_reward == 1.0
+
+
+def test_rows_choose_among_several_environments():
+    environment = made({"count": Given, "quiz": Quiz})
+    rows = [{"environment": "quiz", "question": "?"}, {"environment": "count", "target": 4}]
+    turns = [["yes" + END, "no" + END], [call("increment", step=4) + END, "done" + END]]
+    prompts, found = play(environment, rows, turns)
+    assert [each.environment_reward for each in found] == [1.0, 1.0]
+    assert ["increment" in TOKENIZER.decode(p.input_ids) for p in prompts] == [False, True]
+    with pytest.raises(EnvironmentFailedError) as caught:
+        environment.begin(prompts_of([{"environment": "x"}]), [0], 1, (1,))
+    assert "environment is 'x'; there are 'count', 'quiz'" in str(caught.value.__cause__)
+
+
+def test_reward_functions_see_the_objects_and_rewards_are_added():
+    environment = made(Given)
+    turns = [[call("increment", step=3) + END, "done" + END], ["no" + END]]
+    _, found = play(environment, [{"target": 3}, {"target": 3}], turns)
+
+    def counters(completions, environments, **kwargs):
+        return [float(each.counter) for each in environments]
+
+    function = RewardFunction("reward_function", "mine:counters", counters, TOKENIZER)
+    scorer = RewardFunctions(
+        (function,), (0.5,), environment=environment.label(), objects=environment.objects
+    )
+    function.check_columns({"target", "environments"})
+    rewards = scorer(found, torch.device("cpu"))
+    rewards["Given"] = torch.tensor([each.environment_reward for each in found])
+    assert scorer.total(rewards, None).tolist() == [1.0 + 0.5 * 3, 0.0]
+
+
+def test_a_text_without_an_addition_keeps_its_tokens():
+    class Plain:
+        def reset(self):
+            return self.said
+
+        def step(self, message):
+            return None
+
+    Plain.said = None
+    row = {"prompt": "Once upon"}
+    sample = PromptSample(np.array([3, 4], dtype=np.int32), json.dumps(row).encode())
+    (found,) = made(Plain).begin([sample], [0], 2, (1,))
+    assert (found.input_ids.tolist(), json.loads(found.columns)) == ([3, 4], row)
+    Plain.said = " a time"
+    (found,) = made(Plain).begin([sample], [0], 2, (1,))
+    expected = make_encoder(TOKENIZER).encode(["Once upon a time"])[0]
+    assert found.input_ids.tolist() == expected
+    assert json.loads(found.columns)["prompt"] == "Once upon a time"
+
+
+class Different(Increment):
+    def reset(self, **kwargs):
+        self.__class__.number = getattr(self, "number", 0) + 1
+        return str(self.number)
+
+
+class Nan(Given):
+    def get_reward(self):
+        return float("nan")
+
+
+class Triple(Quiz):
+    def step(self, message):
+        return None, 1.0, True
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Different, "reset returned '1' and '2' for copies of one prompt"),
+        (Nan, "an environment gave the reward nan; a reward is a finite number"),
+        (Triple, "step returned a tuple of 3; return a reply, or a reply and the reward"),
+    ],
+)
+def test_an_environment_that_does_wrong_is_named(found, words):
+    with pytest.raises(EnvironmentFailedError) as caught:
+        play(made(found), [{"target": 1, "question": "?"}], [["no" + END]], copies=2)
+    assert str(caught.value.__cause__).startswith("--environment mine:Env")
+    assert words in str(caught.value.__cause__)
+
+
+def test_a_prompt_that_grows_too_long_is_refused():
+    with pytest.raises(EnvironmentFailedError) as caught:
+        made(Given, max_prompt_tokens=50).begin(prompts_of([{"target": 1}]), [0], 1, (1,))
+    assert "--max_prompt_seq_len is 50" in str(caught.value.__cause__)
+
+
+class Nothing:
+    def reset(self):
+        pass
+
+
+class Untyped(Nothing):
+    def add(self, number):
+        return number
+
+
+def make_nothing():
+    return Nothing()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Nothing", "Nothing has neither a method step.message., which answers the actor, nor"),
+        ("make_nothing", "Nothing has neither a method step"),
+        ("Untyped", "the method add is no tool: .*give it type hints and a docstring"),
+        ("END", "has no function END"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused(name, words):
+    with pytest.raises(ValueError, match=words):
+        load_environment(f"{__name__}:{name}", TOKENIZER, chat=CHAT, max_prompt_tokens=9)
+
+
+def test_columns_that_reset_needs_are_asked_for():
+    with pytest.raises(ValueError, match="reset asks for target; the data has the columns answer"):
+        made(Given).check_columns({"answer"})
+    made(Given).check_columns({"target"})
+    made(Quiz).check_columns(())
