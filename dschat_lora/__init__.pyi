@@ -618,7 +618,7 @@ def rlhf(
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
-    environment: Callable[..., Any] | str | None = None,
+    environment: Callable[..., Any] | Mapping[str, Callable[[], Any]] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -789,7 +789,8 @@ def rlhf(
             ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
             reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
             has a weight.
-        environment: function that answers the actor's turns; see ``--environment``.
+        environment: function that answers the actor's turns, or a class whose objects do, each
+            through an episode, or a dict of classes by the rows' column ``environment``.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.

@@ -198,6 +198,8 @@ def _functions(value: Any, stack: ExitStack) -> Any:
         return [_functions(each, stack) for each in value]
     if callable(value):
         return stack.enter_context(held(value, function_name(value)))
+    if isinstance(value, Mapping):  # environments by name
+        return stack.enter_context(held(value, "environments"))
     return value
 
 

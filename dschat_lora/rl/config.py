@@ -105,7 +105,7 @@ class RolloutConfig:
     environment: str | None = option(
         None,
         help="module:function that answers the actor's turns with messages of a user or tool, or "
-        "ends the episode; nothing is learnt from them",
+        "ends the episode; or module:Class of objects with reset, and step or tools, and rewards",
     )
     max_turns: int = option(
         8, help="most turns of the actor in an episode with --environment, of one response's length"

@@ -142,6 +142,7 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     actor, critic = inputs.sources.actor, inputs.sources.critic
     by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}" for function in functions]
+    by = by or [f"the environment {config.batch.environment}"]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
     say_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
