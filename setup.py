@@ -27,6 +27,8 @@ DOCS = [
 ]
 # --base_bits 4: packs the frozen base; transformers loads such checkpoints with accelerate.
 QLORA = ["bitsandbytes>=0.50,<1", "accelerate>=1.2,<2"]
+# Built-in rewards that compare formulas and JSON.
+REWARDS = ["math-verify>=0.9,<1", "jsonschema>=4.23,<5"]
 # Bases in GGUF files of most architectures.
 GGUF = ["gguf>=0.19,<1"]
 # What the benchmark compares with.
@@ -40,6 +42,7 @@ TEST = [
     *NLG,
     *SERVE,
     *QLORA,
+    *REWARDS,
     *GGUF,
     *NOTEBOOK,
     "nbclient>=0.10,<1",
@@ -94,6 +97,7 @@ setup(
         "nlg": NLG,
         "notebook": NOTEBOOK,
         "qlora": QLORA,
+        "rewards": REWARDS,
         "serve": SERVE,
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,

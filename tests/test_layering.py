@@ -79,8 +79,8 @@ FLOORS = [
     {
         "rl": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",
-            "numpy torch",
-            "algorithms builtin_rewards config inputs role_config validation",
+            "jsonschema math_verify numpy torch",
+            "algorithms builtin_rewards config external_rewards inputs role_config validation",
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",

@@ -2,10 +2,16 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
+
+from dschat_lora.config.files import read_json
+from dschat_lora.rl.external_rewards import Judge, PythonTests, make_judge_reward
+from dschat_lora.runtime.checks import require_packages
 
 PREFIX = "builtin:"
 # That a server may take, as in OpenRLHF.
@@ -31,7 +37,7 @@ def is_builtin(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def builtin_function(name: str) -> BuiltinReward:
+def builtin_function(name: str) -> Callable[..., Any]:
     """The function of ``builtin:NAME`` or ``builtin:NAME=ARGUMENT``.
 
     Raises:
@@ -137,6 +143,51 @@ def json_valid(argument: str) -> BuiltinReward:
     return BuiltinReward(score)
 
 
+def json_schema(argument: str) -> BuiltinReward:
+    """1 where the response is JSON that a JSON schema, in a file, allows, else 0."""
+    if not argument:
+        raise ValueError("give a file, as in builtin:json_schema=schema.json")
+    require_packages("builtin:json_schema", "jsonschema", extra="rewards")
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
+    path = Path(argument).expanduser()
+    try:
+        schema = read_json(path)
+        validator_for(schema).check_schema(schema)
+    except OSError as error:
+        raise ValueError(f"{argument} cannot be read: {error.strerror}") from error
+    except SchemaError as error:
+        raise ValueError(f"{argument} is no JSON schema: {error.message}") from error
+    validator = validator_for(schema)(schema)
+
+    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+        try:
+            return float(validator.is_valid(json.loads(text)))
+        except (ValueError, RecursionError):
+            return 0.0
+
+    return BuiltinReward(score)
+
+
+def math_equal(argument: str) -> BuiltinReward:
+    """1 where the response's last formula equals the column ``answer`` (or another), else 0.
+
+    Fractions, roots, units, sets and LaTeX are understood, by ``math-verify``.
+    """
+    require_packages("builtin:math_equal", "math_verify", extra="rewards")
+    from math_verify import parse, verify
+
+    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+        # Its limits are signals, which the main thread alone takes; in others there is
+        # --reward_timeout.
+        limit = 5 if threading.current_thread() is threading.main_thread() else None
+        right, found = (parse(each, parsing_timeout=limit) for each in (f"${wanted}$", text))
+        return float(verify(right, found, timeout_seconds=limit))
+
+    return BuiltinReward(score, argument or "answer")
+
+
 def format_tags(argument: str) -> BuiltinReward:
     """1 where the response is ``<think>...</think><answer>...</answer>``, or tags of other names.
 
@@ -179,6 +230,16 @@ def soft_overlong(argument: str) -> BuiltinReward:
     return BuiltinReward(score)
 
 
+def judge(argument: str) -> Judge:
+    """From 0 to 1, by a model behind an OpenAI-compatible endpoint that reads a rubric."""
+    return make_judge_reward(argument)
+
+
+def python_tests(argument: str) -> PythonTests:
+    """1 where the response's Python passes the tests of the column ``tests`` (or another)."""
+    return PythonTests(argument or "tests")
+
+
 def _whole(what: str, argument: str) -> list[int]:
     try:
         numbers = [int(word) for word in argument.split(",")]
@@ -189,10 +250,11 @@ def _whole(what: str, argument: str) -> list[int]:
     return numbers
 
 
-BUILTINS: Mapping[str, Callable[[str], BuiltinReward]] = {
+BUILTINS: Mapping[str, Callable[[str], Callable[..., Any]]] = {
     each.__name__: each
     for each in (
         *(exact_match, regex, number_equals, length),
-        *(json_valid, format_tags, repetition_penalty, soft_overlong),
+        *(json_valid, json_schema, format_tags, repetition_penalty, soft_overlong),
+        *(math_equal, judge, python_tests),
     )
 }

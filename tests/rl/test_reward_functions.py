@@ -237,6 +237,11 @@ def test_weights_are_of_the_functions_and_last_of_the_model():
         ("soft_overlong=5,2", "a b c", {}, 0.0),
         ("soft_overlong=5,2", "a b c d", {}, -0.5),
         ("soft_overlong=5,2", "a b c d e f", {}, -1.0),
+        ("math_equal", "so it is $\\frac{1}{2}$", {"answer": "0.5"}, 1.0),
+        ("math_equal", "\\boxed{2\\sqrt{3}}", {"answer": "\\sqrt{12}"}, 1.0),
+        ("math_equal=gold", "x = 3", {"gold": 3}, 1.0),
+        ("math_equal", "$x^2$", {"answer": "x^3"}, 0.0),
+        ("math_equal", "no idea", {"answer": "4"}, 0.0),
     ],
 )
 def test_built_in_reward(name, response, row, expected):
@@ -247,7 +252,8 @@ def test_built_in_reward(name, response, row, expected):
 
 def test_every_built_in_is_one_that_the_table_tests():
     cases = next(m for m in test_built_in_reward.pytestmark if m.name == "parametrize").args[1]
-    assert {case[0].partition("=")[0] for case in cases} == set(BUILTINS)
+    elsewhere = {"json_schema", "judge", "python_tests"}  # tests/rl/test_external_rewards.py
+    assert {case[0].partition("=")[0] for case in cases} | elsewhere == set(BUILTINS)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,205 @@
+"""Rewards that ask something outside: a judge, Python that runs, a JSON schema in a file."""
+
+import json
+import socket
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+import torch
+
+from dschat_lora.rl import external_rewards
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.config import RewardsConfig
+from dschat_lora.rl.external_rewards import run_tests
+from dschat_lora.rl.rewards import RewardError, load_functions
+from helpers.roles import Words
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def responses_of(*tokens, **row):
+    columns = json.dumps({"prompt": "q", **row}).encode()
+    return [Response((9,), each, True, n, columns) for n, each in enumerate(tokens)]
+
+
+def scored(name, responses):
+    functions = load_functions(RewardsConfig(reward_function=(name,)), Words())
+    (found,) = functions(responses, CPU).values()
+    return found.tolist(), functions.log.take(responses)
+
+
+# ---------------------------------------------------------------------------- a judge
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    """``endpoint(reply)``: the address of one whose model replies so, and what it is asked."""
+    asked, running = [], []
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+
+    def of(reply, code=200):
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.answer({"data": [{"id": "grader"}]}, 200)
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                asked.append((self.path, self.headers["Authorization"], body))
+                said = reply(body["messages"][0]["content"])
+                self.answer({"choices": [{"message": {"content": said}}]}, code)
+
+            def answer(self, found, code):
+                text = json.dumps(found).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *words):
+                pass
+
+        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        Thread(target=running[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{running[-1].server_port}/v1", asked
+
+    yield of
+    for each in running:
+        each.shutdown()
+        each.server_close()
+
+
+def test_a_judge_scores_by_the_last_number_and_is_asked_once_for_one_question(endpoint):
+    def reply(question):
+        return "of 10: 7.5" if "\n5 6\n" in question else "no number" if "3" in question else "42"
+
+    url, asked = endpoint(reply)
+    responses = responses_of((5, 6), (5, 6), (3,), (8,))
+    (high, again, *none), (metrics, _) = scored(f"builtin:judge={url}", responses)
+    assert (high, again) == (0.75, 0.75)
+    assert all(each != each for each in none)  # NaN: they do not count
+    assert metrics == {"judge_unreadable": 0.5}
+    path, key, body = asked[0]
+    assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "grader")
+    assert body["temperature"] == 0.0
+    question = body["messages"][0]["content"]
+    assert "user: q" in question
+    assert "{" not in question
+    assert len(asked) in (3, 4)  # two alike may be asked at the same time
+
+
+def test_a_rubric_of_ones_own_has_columns_and_a_model_may_be_named(endpoint, tmp_path):
+    (tmp_path / "rubric.txt").write_text("Is {response} {answer}? {other}")
+    url, asked = endpoint(lambda question: "10")
+    name = f"builtin:judge={url}?model=mine#{tmp_path / 'rubric.txt'}"
+    assert scored(name, responses_of((5,), answer="five"))[0] == [1.0]
+    assert asked[0][2]["model"] == "mine"
+    assert asked[0][2]["messages"][0]["content"] == "Is 5 five? {other}"
+
+
+def test_a_judge_that_answers_with_an_error_is_named(endpoint):
+    url, _ = endpoint(lambda question: "busy", code=503)
+    with pytest.raises(RewardError) as caught:
+        scored(f"builtin:judge={url}", responses_of((5,)))
+    assert f"the judge {url} answers 503" in str(caught.value.__cause__)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+        with pytest.raises(RewardError) as caught:
+            scored(f"builtin:judge={url}", responses_of((5,)))
+    assert f"the judge {url} cannot be asked" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("", "give an endpoint, as in builtin:judge=http://127.0.0.1:8000/v1"),
+        ("localhost:8000", "give an endpoint"),
+        ("http://localhost/v1#missing.txt", "the rubric missing.txt cannot be read"),
+        ("http://localhost/v1#empty.txt", "must have {response} where the answer stands"),
+    ],
+)
+def test_a_judge_that_cannot_be_is_refused(argument, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("Is it good?")
+    with pytest.raises(ValueError, match=words):
+        RewardsConfig(reward_function=(f"builtin:judge={argument}",))
+
+
+# ---------------------------------------------------------------------------- Python that runs
+
+SORT = "def sort(x):\n    return sorted(x)"
+TESTS = "assert sort([2, 1]) == [1, 2]"
+
+
+class Code:
+    """A tokenizer of letters."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(map(chr, ids))
+
+
+def test_code_is_the_last_block_and_passes_the_tests_of_its_row():
+    functions = load_functions(RewardsConfig(reward_function=("builtin:python_tests",)), Code())
+    functions.functions[0].check_columns(["tests"])
+    texts = [
+        SORT,
+        f"Like this:\n```python\nraise SystemExit\n```\nNo:\n```\n{SORT}\n```\nSo.",
+        "def sort(x):\n    return x",
+    ]
+    row = {"tests": [TESTS, "assert sort([]) == []"]}
+    (found,) = functions(responses_of(*(tuple(map(ord, t)) for t in texts), **row), CPU).values()
+    assert found.tolist() == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "while True: pass",
+        "x = bytearray(2 ** 34)",
+        "open('x', 'wb').write(bytes(2 ** 22))",
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while 1: pass'])",
+        "\0",
+        "print('done')\nraise ValueError",
+    ],
+)
+def test_programs_that_do_not_pass_the_tests_score_nothing(solution, monkeypatch):
+    monkeypatch.setattr(external_rewards, "SANDBOX_SECONDS", 1)
+    start = time.monotonic()
+    assert not run_tests(f"{solution}\n{SORT}", "assert sort([2, 1]) == 3")
+    assert time.monotonic() - start < 8
+
+
+def test_programs_have_no_network_where_the_system_can_give_them_none():
+    if not external_rewards._without_network():
+        pytest.skip("unshare --net is not allowed here")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        connect = f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)"
+        assert not run_tests("import socket", connect)
+        blocked = f"try:\n    {connect}\nexcept OSError:\n    pass\nelse:\n    assert False"
+        assert run_tests("import socket", blocked)
+
+
+# ---------------------------------------------------------------------------- a schema
+
+
+def test_json_is_checked_by_a_schema_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    functions = load_functions(
+        RewardsConfig(reward_function=("builtin:json_schema=schema.json",)), Code()
+    )
+    texts = ['{"a": 1}', '{"a": "1"}', "{", "[]", "[" * 100_000]
+    (found,) = functions(responses_of(*(tuple(map(ord, t)) for t in texts)), CPU).values()
+    assert found.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    (tmp_path / "bad.json").write_text('{"type": 3}')
+    for name, words in (("bad.json", "is no JSON schema"), ("none.json", "cannot be read")):
+        with pytest.raises(ValueError, match=words):
+            RewardsConfig(reward_function=(f"builtin:json_schema={name}",))
