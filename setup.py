@@ -29,6 +29,8 @@ DOCS = [
 QLORA = ["bitsandbytes>=0.50,<1", "accelerate>=1.2,<2"]
 # Built-in rewards that compare formulas and JSON.
 REWARDS = ["math-verify>=0.9,<1", "jsonschema>=4.23,<5"]
+# --environment reasoning_gym:TASK.
+ENVIRONMENTS = ["reasoning-gym>=0.1.25,<0.2"]
 # Bases in GGUF files of most architectures.
 GGUF = ["gguf>=0.19,<1"]
 # What the benchmark compares with.
@@ -43,6 +45,7 @@ TEST = [
     *SERVE,
     *QLORA,
     *REWARDS,
+    *ENVIRONMENTS,
     *GGUF,
     *NOTEBOOK,
     "nbclient>=0.10,<1",
@@ -91,6 +94,7 @@ setup(
     extras_require={
         "bench": BENCH,
         "docs": DOCS,
+        "environments": ENVIRONMENTS,
         "gguf": GGUF,
         "glue": GLUE,
         "meteor": METEOR,

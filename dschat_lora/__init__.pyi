@@ -664,6 +664,7 @@ def rlhf(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    num_prompts: int = 0,
     max_prompt_seq_len: int = 256,
     max_answer_seq_len: int = 256,
     num_train_epochs: int = 1,
@@ -840,6 +841,7 @@ def rlhf(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         max_prompt_seq_len (int): longer prompts follow --overlong
         max_answer_seq_len (int): most tokens of a response
         num_train_epochs (int): passes over the data; 0 evaluates only

@@ -79,7 +79,7 @@ FLOORS = [
     {
         "rl": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",
-            "jsonschema math_verify numpy torch",
+            "jsonschema math_verify numpy reasoning_gym torch",
             "algorithms builtin_rewards config external_rewards inputs role_config validation",
         ),
         "supervised": Room(

@@ -28,7 +28,7 @@ from dschat_lora.models.blocks import compiler_for
 from dschat_lora.pipeline.launch import PACKAGE, environment_of_no_launch
 from dschat_lora.report.run_data import read_metrics
 from dschat_lora.report.terminal import log_once, to_json, wrapped
-from dschat_lora.runtime.setup import cache_directory
+from dschat_lora.runtime.checks import cache_directory
 
 GIB = 2**30
 SMALL_DISK = 5 * GIB  # below, a checkpoint of a large adapter may not fit

@@ -33,12 +33,18 @@ class PromptConfig(SourceConfig):
 
     section = "data"
 
+    num_prompts: int = option(
+        0,
+        help="episodes whose prompts an --environment of a class makes itself, in the place of "
+        "--data_path; reset gets the number of the episode, 0 and on, as `episode`",
+    )
     max_prompt_seq_len: int = option(256, help="longer prompts follow --overlong")
     max_answer_seq_len: int = option(256, help="most tokens of a response")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, ">= 1", "max_prompt_seq_len", "max_answer_seq_len")
+        require_numbers(self, ">= 0", "num_prompts")
 
     @property
     def max_seq_len(self) -> int:

@@ -38,6 +38,11 @@ class RlhfInputs:
     asked: tuple[str, ...]
 
 
+def episode_prompt(number: int) -> list[dict[str, str]]:
+    """The prompt of an episode of ``--num_prompts``, in whose place comes what ``reset`` says."""
+    return [{"role": "user", "content": f"Episode {number}"}]
+
+
 def find_sources(config: RlhfConfig) -> Sources:
     """Actor and critic.
 
@@ -145,6 +150,8 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     by = by or [f"the environment {config.batch.environment}"]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
+    if config.data.num_prompts:
+        data = f"{config.data.num_prompts:,} episodes of the environment's own"
     say_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
 
 

@@ -9,7 +9,8 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from dschat_lora.engine.distributed import gather_texts, raise_together, tensor_
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.environment import Environment, EnvironmentFailedError
+from dschat_lora.rl.inputs import episode_prompt
 from dschat_lora.rl.rewards import (
     as_messages,
     check_takes_responses,
@@ -32,6 +34,7 @@ from dschat_lora.rl.rewards import (
     same_gradients,
     takes_all,
 )
+from dschat_lora.runtime.checks import require_packages
 
 # Methods that are no tools.
 RESERVED = ("reset", "step", "get_reward", "close")
@@ -42,7 +45,7 @@ def is_stateful(found: object) -> bool:
 
     A dict of them is one too: each row names its own in the column ``environment``.
     """
-    if isinstance(found, Mapping):
+    if isinstance(found, Mapping | partial):
         return True
     if inspect.isclass(found):
         return hasattr(found, "reset")
@@ -228,7 +231,8 @@ class StatefulEnvironment(Environment):
             if isinstance(said, list):
                 prompt += self._messages(said)
             elif said is not None:
-                prompt[-1]["content"] = f"{prompt[-1]['content']}{said}"
+                stands_in = prompt == episode_prompt(row.get("episode", -1))
+                prompt[-1]["content"] = f"{'' if stands_in else prompt[-1]['content']}{said}"
             columns = {**row, "tools": tools} if tools else row
             text = self.chat.with_columns(columns).render(prompt, add_generation_prompt=True)
         row = {**row, "prompt": prompt} | ({"tools": tools} if tools else {})
@@ -319,6 +323,42 @@ class StatefulEnvironment(Environment):
             raise EnvironmentFailedError from error
 
 
+class ReasoningGym:
+    """A task of ``reasoning-gym``, whose questions have no end and are scored by itself.
+
+    Episode ``n`` has the task's question ``n``.
+    """
+
+    library = "reasoning_gym"
+    _tasks: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, task: str) -> None:
+        """Make the task's data set.
+
+        Raises:
+            ValueError: if there is no such task.
+        """
+        require_packages(f"--environment {self.library}:{task}", self.library, extra="environments")
+        from reasoning_gym import create_dataset
+
+        if task not in self._tasks:
+            try:
+                self._tasks[task] = create_dataset(task, size=2**31, seed=0)
+            except ValueError as error:
+                raise ValueError(f"--environment {self.library}:{task}: {error}") from error
+        self._task = self._tasks[task]
+
+    def reset(self, episode: int) -> str:
+        """The question."""
+        self._entry = self._task[episode]
+        return str(self._entry["question"])
+
+    def step(self, message: Message) -> tuple[None, float]:
+        """The end of the episode, and the score of its answer."""
+        answer = message["content"].strip()
+        return None, float(self._task.score_answer(answer=answer, entry=self._entry))
+
+
 def load_environment(
     name: str,
     tokenizer: Tokenizer,
@@ -334,7 +374,11 @@ def load_environment(
         ValueError: if there is none, a function takes no responses, or a class lacks methods.
     """
     option = "environment"
-    found = find_object(option, name)
+    library, _, task = name.partition(":")
+    if library == ReasoningGym.library:
+        found: Callable[..., Any] = partial(ReasoningGym, task)
+    else:
+        found = find_object(option, name)
     if not is_stateful(found):
         check_takes_responses(option, name, found)
         return Environment(option, name, found, tokenizer, retries=retries, timeout=timeout)

@@ -1,5 +1,7 @@
 """Validation of step 3: its checks in their order, before anything heavy is imported."""
 
+import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,7 @@ from dschat_lora.rl.inputs import (
     RlhfInputs,
     announce,
     check_vocabularies,
+    episode_prompt,
     find_sources,
     note_without_effect,
     shares_base,
@@ -27,6 +30,7 @@ from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
+    cache_directory,
     check_compile,
     check_data_is_named,
     check_divided,
@@ -63,6 +67,31 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
         return apply_checks(config, inputs, RLHF_CHECKS)
 
     return resolve_stage(config, check, stage=NAME)
+
+
+def with_environment_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With rows of ``--num_prompts`` episodes, which an environment's ``reset`` completes.
+
+    Raises:
+        ValueError: if there is data too, or no environment.
+    """
+    count = config.data.num_prompts
+    if not count:
+        return config
+    if config.data.data_path:
+        raise ValueError(f"--num_prompts {count} stands in the place of --data_path; drop one")
+    if config.batch.environment is None:
+        raise ValueError(
+            f"--num_prompts {count} needs --environment, a class whose reset makes the prompts"
+        )
+    path = cache_directory(config.data.data) / f"episodes-{count}.jsonl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = (json.dumps({"prompt": episode_prompt(n), "episode": n}) for n in range(count))
+        staged = path.with_name(f"{path.name}.{os.getpid()}")
+        staged.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+        staged.replace(path)
+    return replace(config, data=replace(config.data, data_path=(str(path),)))
 
 
 def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -369,6 +398,7 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 # In this order: the first that fails is the one a user reads.
 RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
+    with_environment_prompts,
     with_bundled_prompts,
     check_rewards,
     with_continued_lora,

@@ -23,6 +23,7 @@ from dschat_lora.checkpoint.manifest import (
     weight_map,
 )
 from dschat_lora.checkpoint.quantization import stored_bits
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.held import held_object, is_held
@@ -379,3 +380,9 @@ def working_directory() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(here)
+
+
+def cache_directory(data: DataConfig) -> Path:
+    """Where tokenised data and reference log-probabilities are kept."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dschat_lora"
+    return Path(data.data_output_path or default).expanduser()

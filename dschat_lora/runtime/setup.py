@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +44,7 @@ from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
 from dschat_lora.report.terminal import progress
+from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.runtime.directory import check_room
 from dschat_lora.runtime.memory import settle_recomputation
 from dschat_lora.runtime.run import OpenRun
@@ -137,12 +136,6 @@ def read_training_data(
     if run.config.optim.num_train_epochs > 0:
         prepared.audit.check()
     return prepared
-
-
-def cache_directory(data: DataConfig) -> Path:
-    """Where tokenised data and reference log-probabilities are kept."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dschat_lora"
-    return Path(data.data_output_path or default).expanduser()
 
 
 def engine_settings(

@@ -26,8 +26,9 @@ from dschat_lora.engine.distributed import data_rank, data_world_size, local_ran
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
 from dschat_lora.models.causal_lm import LMHeadModel
+from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.runtime.run import OpenRun
-from dschat_lora.runtime.setup import cache_directory, resolve_logits
+from dschat_lora.runtime.setup import resolve_logits
 from dschat_lora.supervised.setup import SupervisedSetup
 
 # Samples from which on their rows are kept in the cache: to pack more takes seconds.

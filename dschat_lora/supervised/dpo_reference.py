@@ -33,7 +33,7 @@ from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.fingerprint import config_fingerprint
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops
-from dschat_lora.runtime.setup import cache_directory
+from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.supervised.batching import BatchLayout, rows_of
 from dschat_lora.supervised.kto import kto_objective
 from dschat_lora.supervised.objectives import Network, Objective, answer_logprobs, dpo_objective

@@ -2,19 +2,24 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from data.chat_tokenizers import build_chat_tokenizer
+from dschat_lora.config.options import parse_config
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.rl.batch import Response
+from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.environment import EnvironmentFailedError, Episodes, TurnTokens
+from dschat_lora.rl.inputs import episode_prompt
 from dschat_lora.rl.rewards import RewardFunction, RewardFunctions
 from dschat_lora.rl.stateful_environment import StatefulEnvironment, load_environment
+from dschat_lora.rl.validation import with_environment_prompts
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -334,3 +339,36 @@ def test_columns_that_reset_needs_are_asked_for():
         made(Given).check_columns({"answer"})
     made(Given).check_columns({"target"})
     made(Quiz).check_columns(())
+
+
+def test_a_task_of_reasoning_gym_asks_and_scores():
+    gym = pytest.importorskip("reasoning_gym")
+    environment = load_environment(
+        "reasoning_gym:chain_sum", TOKENIZER, chat=CHAT, max_prompt_tokens=4000
+    )
+    environment.check_columns({"prompt", "episode"})
+    assert environment.label() == "ReasoningGym"
+    entries = gym.create_dataset("chain_sum", size=2**31, seed=0)
+    right, question = entries[5]["answer"], entries[5]["question"]
+    rows = [{"prompt": episode_prompt(5), "episode": 5}] * 2
+    prompts, found = play(environment, rows, [[right + END], ["none" + END]])
+    assert json.loads(prompts[0].columns)["prompt"] == [{"role": "user", "content": question}]
+    assert [each.environment_reward for each in found] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="--environment reasoning_gym:nosuch: .*not registered"):
+        load_environment("reasoning_gym:nosuch", TOKENIZER, chat=CHAT, max_prompt_tokens=9)
+
+
+def test_episodes_without_data_are_rows_of_their_numbers(tmp_path):
+    def config_of(*arguments):
+        return parse_config(RlhfConfig, ["--data_output_path", str(tmp_path), *arguments])
+
+    config = with_environment_prompts(config_of("--num_prompts", "3", "--environment", "a:B"), None)
+    (path,) = config.data.data_path
+    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    assert rows == [{"prompt": episode_prompt(n), "episode": n} for n in range(3)]
+    for arguments, words in (
+        (["--num_prompts", "3"], "--num_prompts 3 needs --environment"),
+        (["--num_prompts", "3", "--environment", "a:B", "--data_path", "x"], "drop one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            with_environment_prompts(config_of(*arguments), None)
