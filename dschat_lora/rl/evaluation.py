@@ -48,10 +48,12 @@ class RlhfEvaluator:
             return
         run = self.setup.run
         run.interrupts.check()
-        greedy, sampled = self._answers(do_sample=False), self._answers(do_sample=True)
+        # One after the other: an environment's objects are those of the latest episodes.
+        greedy = self._answers(do_sample=False)
+        of_greedy = self._described(greedy)
         metrics = {
-            **self._described(sampled),
-            **{f"greedy_{name}": value for name, value in self._described(greedy).items()},
+            **self._described(self._answers(do_sample=True)),
+            **{f"greedy_{name}": value for name, value in of_greedy.items()},
             "samples": len(self._prompts),
         }
         self.results.add(step, metrics)

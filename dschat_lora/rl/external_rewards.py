@@ -1,15 +1,16 @@
 """Rewards that ask something outside: a judge behind an OpenAI endpoint, or Python that runs."""
 
 import asyncio
+import hashlib
 import json
 import os
 import re
-import resource
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ The answer to be graded:
 
 Is the answer right, complete and to the point? Reply with a number from 0 (worthless) to 10
 (perfect), and nothing else."""
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_OF_TEN = re.compile(r"\s*(?:/|out of|of)\s*10\b")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class Judge:
     url: str  # such as http://127.0.0.1:8000/v1
     model: str | None  # None: the first that the endpoint lists
     rubric: str
-    _known: dict[str, float | None] = field(default_factory=dict, compare=False, repr=False)
+    _asked: dict[bytes, "asyncio.Future[float | None]"] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     async def __call__(
         self, response: str, messages: list[dict[str, Any]], row: Mapping[str, Any], log_metric: Any
@@ -64,9 +68,14 @@ class Judge:
         question = re.sub(
             r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], self.rubric
         )
-        if question not in self._known:
-            self._known[question] = await asyncio.to_thread(self._score, question)
-        score = self._known[question]
+        key = hashlib.blake2b(question.encode(errors="replace"), digest_size=16).digest()
+        if key not in self._asked:
+            self._asked[key] = asyncio.ensure_future(asyncio.to_thread(self._score, question))
+        try:
+            score = await self._asked[key]
+        except Exception:
+            self._asked.pop(key, None)  # another try may go better
+            raise
         log_metric("judge_unreadable", float(score is None))
         return score
 
@@ -78,7 +87,7 @@ class Judge:
             "temperature": 0.0,
         }
         said = self._ask("chat/completions", asked)["choices"][0]["message"]["content"]
-        numbers = _NUMBER.findall(said or "")
+        numbers = _NUMBER.findall(_OF_TEN.sub("", said or ""))
         score = float(numbers[-1]) if numbers else -1.0
         return score / 10 if 0 <= score <= 10 else None
 
@@ -123,90 +132,103 @@ def make_judge_reward(argument: str) -> Judge:
 
 SANDBOX_SECONDS = 10
 SANDBOX_BYTES = 2**30
-_BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
-# What solution and tests may do ends here: the token shows that the tests' last line was passed.
+_BLOCK = re.compile(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+# The token goes to a descriptor of its own: neither what a program prints nor an exit before the end
+# of the tests passes. It is no wall against a program that looks for it.
 _HARNESS = """
-import sys
-solution, tests, token = sys.stdin.read().split("\\0")
-names = {"__name__": "solution"}
+import os, resource, sys, types
+out, seconds, size = map(int, sys.argv[1:])
+for what, most in ((resource.RLIMIT_AS, size), (resource.RLIMIT_CPU, seconds),
+                   (resource.RLIMIT_FSIZE, 2**20), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(what, (most, most))
+def run():
+    solution, tests, token = sys.stdin.read().split("\\0")
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    exec(compile(solution, "solution.py", "exec"), vars(module))
+    exec(compile(tests, "tests.py", "exec"), vars(module))
+    os.write(out, token.encode())
 try:
-    exec(compile(solution, "solution.py", "exec"), names)
-    exec(compile(tests, "tests.py", "exec"), names)
-except BaseException as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-print(token)
+    run()
+except BaseException:
+    os._exit(1)
+os._exit(0)
 """
+# Programs at a time: more would take each other's seconds.
+_ROOM = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
 class PythonTests:
     """1 where the response's Python passes the tests of a column, else 0.
 
-    The program is the response's last block of code, or all of it. It runs in a process of its own,
-    in an empty directory, for ``SANDBOX_SECONDS`` seconds at most and ``SANDBOX_BYTES`` bytes of
-    memory, without network where the system gives a process a network of its own.
+    The program is the response's last block of Python, else its last block of no language, else all
+    of it. It runs in a process of its own, in an empty directory, for ``SANDBOX_SECONDS`` seconds
+    at most and ``SANDBOX_BYTES`` bytes of memory, without network and other processes in sight
+    where the system allows it.
     """
 
     column: str
 
-    async def __call__(self, response: str, row: Mapping[str, Any]) -> float:
-        """The score."""
-        blocks = _BLOCK.findall(response)
+    async def __call__(self, response: str, row: Mapping[str, Any]) -> float | None:
+        """The score; None for a row without tests."""
         tests = row.get(self.column)
-        tests = "\n".join(map(str, tests)) if isinstance(tests, list) else str(tests)
-        passed = await asyncio.to_thread(run_tests, blocks[-1] if blocks else response, tests)
-        return float(passed)
+        tests = "\n".join(map(str, tests)) if isinstance(tests, list) else str(tests or "")
+        if not tests.strip():
+            return None
+        return float(await asyncio.to_thread(run_tests, program_in(response), tests))
+
+
+def program_in(response: str) -> str:
+    """The Python of a response."""
+    blocks = _BLOCK.findall(response)
+    for languages in (("python", "py", "python3"), ("",)):
+        if own := [text for language, text in blocks if language.lower() in languages]:
+            return str(own[-1])
+    return response
 
 
 def run_tests(solution: str, tests: str) -> bool:
     """Whether ``tests``, Python with assertions, end well after ``solution``, in a sandbox."""
     token = secrets.token_hex(16)
     given = "\0".join([solution.replace("\0", ""), tests.replace("\0", ""), token])
-    with tempfile.TemporaryDirectory() as home:
-        process = subprocess.Popen(
-            [*_without_network(), sys.executable, "-I", "-c", _HARNESS],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=home,
-            env={"PATH": os.environ.get("PATH", ""), "HOME": home, "TMPDIR": home},
-            start_new_session=True,
-            preexec_fn=_limit,
-        )
+    reader, writer = os.pipe()
+    with _ROOM, tempfile.TemporaryDirectory() as home, open(reader, "rb") as passed:
+        limits = map(str, (writer, SANDBOX_SECONDS, SANDBOX_BYTES))
         try:
-            output = process.communicate(given.encode(), timeout=SANDBOX_SECONDS)[0]
+            process = subprocess.Popen(
+                [*_isolated(), sys.executable, "-I", "-c", _HARNESS, *limits],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=home,
+                env={"PATH": os.environ.get("PATH", ""), "HOME": home, "TMPDIR": home},
+                start_new_session=True,
+                pass_fds=[writer],
+            )
+        finally:
+            os.close(writer)
+        try:
+            process.communicate(given.encode(), timeout=SANDBOX_SECONDS)
         except subprocess.TimeoutExpired:
             return False
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-    return output.rstrip().endswith(token.encode())
-
-
-def _limit() -> None:
-    """In the child: memory, CPU seconds, sizes of files, and no core dumps."""
-    for what, most in (
-        (resource.RLIMIT_AS, SANDBOX_BYTES),
-        (resource.RLIMIT_CPU, SANDBOX_SECONDS),
-        (resource.RLIMIT_FSIZE, 2**20),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (most, most))
+            process.communicate()
+        os.set_blocking(reader, False)  # a process that it left behind may hold the other end
+        return (passed.read(len(token)) or b"") == token.encode()
 
 
 @cache
-def _without_network() -> tuple[str, ...]:
-    """What starts a command in a network of its own; nothing, said once, where that is refused."""
-    command = ("unshare", "--map-root-user", "--net")
+def _isolated() -> tuple[str, ...]:
+    """What starts a command with a network and processes of its own; nothing where it may not."""
+    command = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run([*command, "true"], capture_output=True, timeout=10, check=False)
         if done.returncode == 0:
             return command
     say_once(
-        "  note         builtin:python_tests: programs may use the network of this machine, which "
-        "allows no unshare --net"
+        "  note         builtin:python_tests: programs may use the network of this machine and "
+        "leave processes behind, as it allows no unshare"
     )
     return ()

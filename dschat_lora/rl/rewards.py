@@ -1,6 +1,5 @@
 """Rewards of responses: by functions of the user and by a reward model; combined and shaped."""
 
-import asyncio
 import concurrent.futures
 import importlib
 import inspect
@@ -31,6 +30,7 @@ from dschat_lora.report.terminal import note
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.builtin_rewards import RemoteReward, builtin_function, is_builtin, is_remote
 from dschat_lora.rl.config import RewardsConfig
+from dschat_lora.rl.coroutines import run_together
 from dschat_lora.runtime.checks import working_directory
 
 
@@ -91,13 +91,20 @@ class RewardLog:
         """Metrics by name, and columns with an entry for each response, of all ranks; begins anew.
 
         Call on every rank with the same responses. An entry that nobody logged is None.
+
+        Raises:
+            RewardError: if JSON cannot hold what was logged.
         """
         numbers = {id(each): number for number, each in enumerate(responses)}
         columns = {
             column: {numbers[key]: value for key, value in kept.items() if key in numbers}
             for column, kept in self.columns.items()
         }
-        text = json.dumps([self.metrics, columns], default=_plain)
+        try:
+            logged = [self.metrics, columns]
+            text = raise_together(lambda: json.dumps(logged, default=_plain))
+        except Exception as error:
+            raise RewardError from error
         self.metrics, self.columns = {}, {}
         values: dict[str, list[float]] = {}
         found: dict[str, list[Any]] = {}
@@ -226,13 +233,7 @@ class UserFunction:
                 calls = calls_of(self.function, responses, self.tokenizer, state, log, environments)
                 found: list[Any] = [self.function(**call) for call in calls]
                 if any(inspect.isawaitable(each) for each in found):
-
-                    async def all_found() -> list[Any]:
-                        return list(await asyncio.gather(*found))
-
-                    # In a thread of its own: a notebook runs a loop in this one.
-                    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                        found = pool.submit(asyncio.run, all_found()).result()
+                    found = run_together(found)
         except SystemExit as error:  # it would pass for the end of the run
             raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from error
         if not one_at_a_time(self.function):
@@ -464,7 +465,7 @@ def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def prompt_of(row: dict[str, Any], text: str) -> Any:
+def prompt_of(row: dict[str, Any], text: str | None) -> Any:
     """The prompt as the row has it, text or messages; ``text`` where it has another shape."""
     if isinstance(row.get("prompt"), str | list):
         return row["prompt"]
@@ -508,6 +509,7 @@ class RewardFunction(UserFunction):
             own = ("score", "rewards", "scores", "extra_logs")
             more = {name: value for name, value in found.items() if name not in own}
             for name, value in {**more, **(found.get("extra_logs") or {})}.items():
+                value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
                 if isinstance(value, int | float):
                     log.log_metric(name, value)
                 elif isinstance(value, list | tuple | Tensor) and len(value) == len(responses):

@@ -187,13 +187,14 @@ def _check_columns(
 ) -> None:
     """Refuse functions that ask for columns which the prompts lack."""
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
-    if scorer is not None and scorer.objects is not None:
-        columns |= {"environments", "environment"}
-    functions: list[UserFunction] = [*(scorer.functions if scorer else ())]
-    functions += [] if judge is None else [judge]
-    functions += [] if episodes is None else [episodes.environment]
-    for each in functions:
-        each.check_columns(columns)
+    others: list[UserFunction] = [] if judge is None else [judge]
+    others += [] if episodes is None else [episodes.environment]
+    for other in others:
+        other.check_columns(columns)
+    if scorer is not None:
+        objects = set() if scorer.objects is None else {"environments", "environment"}
+        for function in scorer.functions:
+            function.check_columns(columns | objects)
 
 
 def _scorer(

@@ -1,13 +1,19 @@
 """Environments with state: an object of the user's class for each episode."""
 
-import asyncio
-import concurrent.futures
 import inspect
 import json
 import math
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import (
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -23,6 +29,7 @@ from dschat_lora.data.tool_calls import ToolCall, parse_tool_calls, tool_schema
 from dschat_lora.engine.distributed import gather_texts, raise_together, tensor_rank
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import Response
+from dschat_lora.rl.coroutines import run_together, run_without_loop
 from dschat_lora.rl.environment import Environment, EnvironmentFailedError
 from dschat_lora.rl.inputs import episode_prompt
 from dschat_lora.rl.rewards import (
@@ -45,8 +52,10 @@ def is_stateful(found: object) -> bool:
 
     A dict of them is one too: each row names its own in the column ``environment``.
     """
-    if isinstance(found, Mapping | partial):
+    if isinstance(found, Mapping):
         return True
+    if isinstance(found, partial):
+        return inspect.isclass(found.func) and hasattr(found.func, "reset")
     if inspect.isclass(found):
         return hasattr(found, "reset")
     return inspect.isfunction(found) and not inspect.signature(found).parameters
@@ -68,6 +77,7 @@ class StatefulEnvironment(Environment):
     # Of this process, by number of the response: objects, and rewards that ``step`` gave.
     objects: dict[int, Any] = field(default_factory=dict, compare=False)
     _rewards: dict[int, float] = field(default_factory=dict, compare=False)
+    _key: list[int | str] = field(default_factory=list, compare=False)  # of the rollout's draws
     _idle: dict[str, list[Any]] = field(default_factory=dict, compare=False)
     _first: dict[str, Any] = field(default_factory=dict, compare=False)  # an object of each kind
     _tools: dict[str, list[dict[str, Any]]] = field(default_factory=dict, compare=False)
@@ -159,6 +169,7 @@ class StatefulEnvironment(Environment):
             EnvironmentFailedError: if an object fails, or copies of a prompt begin otherwise.
         """
         self._put_back()
+        self._key[:] = key
         own = list(mine) if tensor_rank() == 0 else []
         try:
             begun = raise_together(lambda: self._begun(prompts, own, num_generations, key))
@@ -200,13 +211,18 @@ class StatefulEnvironment(Environment):
                 made = idle.pop() if idle else self.factories[name]()
                 self.objects[number * num_generations + copy] = (made, name)
                 with _seeded(stream_seed("environment", *key, number)):
-                    said.append(_all([_reset(made, row)])[0])
+                    said += self._run([(made, _reset(made, row))])
             if any(each != said[0] for each in said):
                 raise ValueError(
                     f"--{self.option} {self.name}: reset returned {said[0]!r} and "
                     f"{next(each for each in said if each != said[0])!r} for copies of one prompt, "
                     "which are to be compared; draw what differs with the module random, which is "
                     "seeded alike for them, or take it from the row"
+                )
+            if not isinstance(said[0], str | list | dict | None):
+                raise ValueError(
+                    f"--{self.option} {self.name}: reset returned a {type(said[0]).__name__}; it "
+                    "returns a text, a message, a list of messages, or None"
                 )
             tools = self._schemas(name, made)
             if said[0] is not None or tools:
@@ -223,12 +239,17 @@ class StatefulEnvironment(Environment):
     ) -> tuple[list[int], dict[str, Any]]:
         """Tokens of a row's prompt with what ``reset`` returned, and the row with both."""
         assert self.chat is not None
-        prompt = prompt_of(row, "")
+        prompt = prompt_of(row, None)
+        if prompt is None:
+            raise ValueError(
+                f"--{self.option} {self.name} adds to the prompt of a row, which must stand under "
+                f"`prompt` or `messages`; this row has {', '.join(row) or 'nothing'}"
+            )
         if isinstance(prompt, str) and isinstance(said, str) and not tools:
             text = prompt = f"{prompt}{said}"
         else:
             prompt = [{**each} for each in as_messages(prompt)]
-            if isinstance(said, list):
+            if isinstance(said, list | dict):
                 prompt += self._messages(said)
             elif said is not None:
                 stands_in = prompt == episode_prompt(row.get("episode", -1))
@@ -245,9 +266,37 @@ class StatefulEnvironment(Environment):
         return tokens, row
 
     def _replies(self, responses: Sequence[Response], places: Sequence[int]) -> list[list[Message]]:
-        turns = [self._turn(*each) for each in zip(responses, places, strict=True)]
+        turns = [
+            (self.objects[place][0], self._turn(response, place))
+            for response, place in zip(responses, places, strict=True)
+        ]
+        earlier = [len(each.tokens) for each in responses]
         with same_gradients():
-            return [self._messages(reply) for reply in _all(turns)]
+            replies = self._run(turns, list(zip(places, earlier, strict=True)))
+        return [self._messages(reply) for reply in replies]
+
+    def _run(
+        self,
+        work: Sequence[tuple[Any, Coroutine[Any, Any, Any]]],
+        seeds: Sequence[tuple[int, int]] = (),
+    ) -> list[Any]:
+        """What the methods of objects give, within ``--reward_timeout``.
+
+        Those of objects with an ``async def`` all at once; others one by one, ``random`` and
+        ``numpy.random`` seeded anew by each of ``seeds``.
+        """
+
+        def results() -> list[Any]:
+            if any(_is_async(made) for made, _ in work):
+                return run_together([each for _, each in work])
+            found = []
+            for number, (_, each) in enumerate(work):
+                seed = (*self._key, *seeds[number]) if seeds else None
+                with nullcontext() if seed is None else _seeded(stream_seed("turn", *seed)):
+                    found.append(run_without_loop(each))
+            return found
+
+        return self._within_time(results, len(work)) if self.timeout else results()
 
     async def _turn(self, response: Response, place: int) -> Any:
         """What an object says to the actor's last turn."""
@@ -286,7 +335,7 @@ class StatefulEnvironment(Environment):
         else:
             try:
                 content = str(await _result(methods[call.name](**call.arguments)))
-            except Exception as error:  # noqa: BLE001 - the actor's fault as a rule
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the actor's fault as a rule
                 content = str({"error": str(error)})
         return {"role": "tool", "name": call.name, "content": content}
 
@@ -311,7 +360,8 @@ class StatefulEnvironment(Environment):
 
         def found() -> list[float | None]:
             own = [n for n in places if n in self.objects]
-            given = _all([_scored(self.objects[n][0]) for n in own])
+            scored = [(self.objects[n][0], _scored(self.objects[n][0])) for n in own]
+            given = self._run(scored, [(n, -1) for n in own])
             values: dict[int, float | None] = {}
             for n, value in zip(own, given, strict=True):
                 values[n] = None if value is None else self._number(value) + self._rewards.get(n, 0)
@@ -383,20 +433,18 @@ def load_environment(
         check_takes_responses(option, name, found)
         return Environment(option, name, found, tokenizer, retries=retries, timeout=timeout)
     environment = StatefulEnvironment(
-        *(option, name, found, tokenizer), chat=chat, max_prompt_tokens=max_prompt_tokens
+        *(option, name, found, tokenizer),
+        timeout=timeout,
+        chat=chat,
+        max_prompt_tokens=max_prompt_tokens,
     )
     environment.make_first()
     return environment
 
 
-def _all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    """What they give, all at once; in a thread, for a notebook runs a loop in this one."""
-
-    async def together() -> list[Any]:
-        return list(await asyncio.gather(*waiting))
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, together()).result()
+def _is_async(made: Any) -> bool:
+    members = inspect.getmembers(made, inspect.ismethod)
+    return any(inspect.iscoroutinefunction(m) for n, m in members if not n.startswith("_"))
 
 
 async def _result(value: Any) -> Any:

@@ -6,6 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
+import psutil
 import pytest
 import torch
 
@@ -73,21 +74,29 @@ def endpoint(monkeypatch):
 
 def test_a_judge_scores_by_the_last_number_and_is_asked_once_for_one_question(endpoint):
     def reply(question):
-        return "of 10: 7.5" if "\n5 6\n" in question else "no number" if "3" in question else "42"
+        if "\n5 6\n" in question:
+            return "Of 10 points I give 7.5/10."
+        return "no number" if "3" in question else "-4" if "4" in question else "42"
 
     url, asked = endpoint(reply)
-    responses = responses_of((5, 6), (5, 6), (3,), (8,))
+    responses = responses_of((5, 6), (5, 6), (3,), (8,), (4,))
     (high, again, *none), (metrics, _) = scored(f"builtin:judge={url}", responses)
     assert (high, again) == (0.75, 0.75)
     assert all(each != each for each in none)  # NaN: they do not count
-    assert metrics == {"judge_unreadable": 0.5}
-    path, key, body = asked[0]
+    assert metrics == {"judge_unreadable": 0.6}
+    path, key, body = next(each for each in asked if "5 6" in str(each[2]))
     assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "grader")
     assert body["temperature"] == 0.0
     question = body["messages"][0]["content"]
     assert "user: q" in question
     assert "{" not in question
-    assert len(asked) in (3, 4)  # two alike may be asked at the same time
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize("said", ["2/10", "2 out of 10", "Score: 2 of 10.", "2"])
+def test_a_score_of_ten_is_not_ten(endpoint, said):
+    url, _ = endpoint(lambda question: said)
+    assert scored(f"builtin:judge={url}", responses_of((5,)))[0] == pytest.approx([0.2])
 
 
 def test_a_rubric_of_ones_own_has_columns_and_a_model_may_be_named(endpoint, tmp_path):
@@ -146,12 +155,19 @@ def test_code_is_the_last_block_and_passes_the_tests_of_its_row():
     functions.functions[0].check_columns(["tests"])
     texts = [
         SORT,
-        f"Like this:\n```python\nraise SystemExit\n```\nNo:\n```\n{SORT}\n```\nSo.",
+        f"Like this:\n```python\nraise SystemExit\n```\nNo:\n```python\n{SORT}\n```\nSo.",
+        f"```bash\npip install x\n```\nHere:\n```py\n{SORT}\n```\nIt prints:\n```\n[1, 2]\n```",
+        f"```\n{SORT}\n```",
+        f"from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        f"@dataclass\nclass A:\n    b: int\n{SORT}",
         "def sort(x):\n    return x",
     ]
-    row = {"tests": [TESTS, "assert sort([]) == []"]}
+    row = {"tests": [TESTS, "import io, sys\nsys.stdout = io.StringIO()\nassert sort([]) == []"]}
     (found,) = functions(responses_of(*(tuple(map(ord, t)) for t in texts), **row), CPU).values()
-    assert found.tolist() == [1.0, 1.0, 0.0]
+    assert found.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    for tests in (None, [], ""):
+        (found,) = functions(responses_of((49,), tests=tests), CPU).values()
+        assert found.isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -163,6 +179,7 @@ def test_code_is_the_last_block_and_passes_the_tests_of_its_row():
         "x = bytearray(2 ** 34)",
         "open('x', 'wb').write(bytes(2 ** 22))",
         "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while 1: pass'])",
+        "while True: print('x' * 65536)",
         "\0",
         "print('done')\nraise ValueError",
     ],
@@ -174,8 +191,22 @@ def test_programs_that_do_not_pass_the_tests_score_nothing(solution, monkeypatch
     assert time.monotonic() - start < 8
 
 
+def test_a_program_leaves_no_process_behind_where_the_system_can_see_to_it(tmp_path, monkeypatch):
+    if not external_rewards._isolated():
+        pytest.skip("unshare is not allowed here")
+    monkeypatch.setattr(external_rewards, "SANDBOX_SECONDS", 2)
+    mark = f"sleeper-{time.time_ns()}"
+    child = f"import os, time; os.setsid(); time.sleep(60)  # {mark}"
+    solution = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])"
+    assert run_tests(solution, "pass")
+    time.sleep(0.3)
+    assert not [
+        each for each in psutil.process_iter(["cmdline"]) if mark in str(each.info["cmdline"])
+    ]
+
+
 def test_programs_have_no_network_where_the_system_can_give_them_none():
-    if not external_rewards._without_network():
+    if not external_rewards._isolated():
         pytest.skip("unshare --net is not allowed here")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -1,7 +1,9 @@
 """Environments that are objects of a class: tools, rewards, rows and what is refused."""
 
+import asyncio
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.environment import EnvironmentFailedError, Episodes, TurnTokens
 from dschat_lora.rl.inputs import episode_prompt
 from dschat_lora.rl.rewards import RewardFunction, RewardFunctions
-from dschat_lora.rl.stateful_environment import StatefulEnvironment, load_environment
+from dschat_lora.rl.stateful_environment import StatefulEnvironment, is_stateful, load_environment
 from dschat_lora.rl.validation import with_environment_prompts
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -280,6 +282,21 @@ class Nan(Given):
         return float("nan")
 
 
+class Pair(Given):
+    def reset(self, target, **kwargs):
+        return "observation", {}
+
+
+class Exits(Quiz):
+    def step(self, message):
+        raise SystemExit(0)
+
+
+class Hangs(Quiz):
+    async def step(self, message):
+        await asyncio.sleep(60)
+
+
 class Triple(Quiz):
     def step(self, message):
         return None, 1.0, True
@@ -290,6 +307,7 @@ class Triple(Quiz):
     [
         (Different, "reset returned '1' and '2' for copies of one prompt"),
         (Nan, "an environment gave the reward nan; a reward is a finite number"),
+        (Pair, "reset returned a tuple; it returns a text, a message, a list of messages"),
         (Triple, "step returned a tuple of 3; return a reply, or a reply and the reward"),
     ],
 )
@@ -372,3 +390,89 @@ def test_episodes_without_data_are_rows_of_their_numbers(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             with_environment_prompts(config_of(*arguments), None)
+
+
+def test_an_object_that_exits_or_hangs_ends_the_run_with_its_name():
+    with pytest.raises(EnvironmentFailedError) as caught:
+        play(made(Exits), [{"question": "?"}], [["no" + END]])
+    assert "sys.exit was called" in str(caught.value.__cause__)
+    with pytest.raises(EnvironmentFailedError) as caught:
+        play(made(Hangs, timeout=0.2), [{"question": "?"}], [["no" + END]])
+    assert "took more than the 0.2 seconds of --reward_timeout" in str(caught.value.__cause__)
+
+
+def test_a_tool_that_exits_is_told_to_the_actor():
+    class Runs(Given):
+        def run(self, code: str) -> str:
+            """
+            Run Python.
+
+            Args:
+                code: the program.
+            """
+            exec(code)
+            return "ran"
+
+    turns = [[call("run", code="exit(3)") + END, "oh" + END]]
+    _, (found,) = play(made(Runs), [{"target": 0}], turns)
+    assert "error" in read(found)
+
+
+def test_what_a_coroutine_opens_serves_its_later_calls():
+    class Connected(Quiz):
+        async def reset(self, row):
+            self.loop = asyncio.get_running_loop()
+
+        async def step(self, message):
+            assert asyncio.get_running_loop() is self.loop
+            await asyncio.sleep(0)
+            return None, 1.0
+
+    rows, turns = [{"question": "?"}] * 3, [["no" + END]] * 3
+    _, found = play(made(Connected), rows, turns)
+    assert [each.environment_reward for each in found] == [1.0] * 3
+
+
+def test_an_object_without_coroutines_may_run_a_loop_of_its_own():
+    class Own(Quiz):
+        def step(self, message):
+            return None, asyncio.run(self._reward())
+
+        async def _reward(self):
+            return 2.0
+
+    _, (found,) = play(made(Own), [{"question": "?"}], [["no" + END]])
+    assert found.environment_reward == 2.0
+
+
+def test_draws_of_a_step_are_those_of_its_episode_and_turn():
+    class Draws(Quiz):
+        def reset(self, row):
+            self.drawn = []
+
+        def step(self, message):
+            self.drawn.append((random.random(), float(np.random.rand())))
+            return "more" if len(self.drawn) < 3 else None
+
+    def drawn():
+        environment = made(Draws)
+        play(environment, [{}] * 2, [["no" + END] * 3] * 2, copies=2)
+        return [environment.objects[n][0].drawn for n in range(4)]
+
+    first = drawn()
+    random.seed()
+    assert drawn() == first
+    assert len({number for each in first for pair in each for number in pair}) == 24
+
+
+def test_a_row_whose_prompt_has_another_name_is_refused_where_something_is_added():
+    sample = PromptSample(np.array([3], dtype=np.int32), b'{"question": "?", "target": 1}')
+    with pytest.raises(EnvironmentFailedError) as caught:
+        made(Given).begin([sample], [0], 1, (1,))
+    words = "must stand under `prompt` or `messages`; this row has question, target"
+    assert words in str(caught.value.__cause__)
+
+
+def test_a_function_with_arguments_bound_is_no_class():
+    assert not is_stateful(partial(lambda responses, style: responses, style=1))
+    assert is_stateful(partial(Quiz))

@@ -7,13 +7,20 @@ import re
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from dschat_lora.algos.advantages import grpo_advantages
 from dschat_lora.rl.batch import Response
-from dschat_lora.rl.rewards import RewardFunction, RewardFunctions, RewardLog, TrainerState
+from dschat_lora.rl.rewards import (
+    RewardError,
+    RewardFunction,
+    RewardFunctions,
+    RewardLog,
+    TrainerState,
+)
 
 trl = pytest.importorskip("trl")
 
@@ -137,7 +144,8 @@ def trls(functions, weights, inputs):
         for row, answer in inputs
     ]
     ids = [list(map(ord, answer)) for _, answer in inputs]
-    found = trainer._calculate_rewards(rows, prompts, completions, ids)
+    with mock.patch("trl.trainer.grpo_trainer.logger"):  # it would ask for accelerate's state
+        found = trainer._calculate_rewards(rows, prompts, completions, ids)
     loop.call_soon_threadsafe(loop.stop)
     # As _generate_and_score_completions goes on, with scale_rewards "group".
     unscored = found.isnan().all(dim=1)
@@ -172,3 +180,14 @@ def test_advantages_and_logs_are_those_of_trl(name):
     assert (found != 0).any()
     assert scorer.log.take(responses) == (metrics, columns)
     assert scorer.log.take(responses) == ({}, {})
+
+
+def test_what_json_cannot_hold_is_refused_with_the_functions():
+    log = RewardLog()
+    _, responses = case(SKY)
+    log.log_extra(responses, "bad", [{(1, 2): 3}] * len(responses))
+    with pytest.raises(RewardError) as caught:
+        log.take(responses)
+    assert "keys must be" in str(caught.value.__cause__)
+    with pytest.raises(ValueError, match=r"log_extra.'few', .... got 1 values for 16 responses"):
+        log.log_extra(responses, "few", [1])

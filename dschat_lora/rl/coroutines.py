@@ -1,0 +1,56 @@
+"""Coroutines of users' functions and objects, on one event loop of the process."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Coroutine, Sequence
+from functools import cache
+from typing import Any
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The loop of a process, in a thread that does not keep it from ending.
+
+    One loop: what a coroutine opens, such as a connection, belongs to the loop it ran on. A thread
+    of its own: a notebook runs a loop in the main one.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def run_together(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
+    """What they give, all at once.
+
+    Raises:
+        RuntimeError: if one calls ``sys.exit``, which would end the loop.
+    """
+
+    async def together() -> list[Any]:
+        return list(await asyncio.gather(*map(_guarded, waiting)))
+
+    return asyncio.run_coroutine_threadsafe(together(), _loop(os.getpid())).result()
+
+
+async def _guarded(waiting: Awaitable[Any]) -> Any:
+    try:
+        return await waiting
+    except SystemExit as error:
+        raise RuntimeError("sys.exit was called") from error
+
+
+def run_without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine gives that waits for nothing, without a loop: it may start one of its own.
+
+    Raises:
+        RuntimeError: if it waits for something, or calls ``sys.exit``.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as ended:
+        return ended.value
+    except SystemExit as error:
+        raise RuntimeError("sys.exit was called") from error
+    coroutine.close()
+    raise RuntimeError("a function that is no `async def` returned what must be awaited")
