@@ -133,8 +133,8 @@ def make_judge_reward(argument: str) -> Judge:
 SANDBOX_SECONDS = 10
 SANDBOX_BYTES = 2**30
 _BLOCK = re.compile(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-# The token goes to a descriptor of its own: neither what a program prints nor an exit before the end
-# of the tests passes. It is no wall against a program that looks for it.
+# The token goes to a descriptor of its own: neither what a program prints nor an exit before the
+# end of the tests passes. It is no wall against a program that looks for it.
 _HARNESS = """
 import os, resource, sys, types
 out, seconds, size = map(int, sys.argv[1:])

@@ -618,7 +618,7 @@ def test_score_is_no_number_by_the_model_and_left_out_by_a_function(total, rewar
 def reply_of(found):
     responses = [Response((9,), (5, 2), True, 0)]
     return Environment("environment", "mine:reply", lambda responses: found, Words()).replies(
-        responses
+        responses, [0]
     )
 
 
