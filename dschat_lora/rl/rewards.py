@@ -352,8 +352,9 @@ def is_singular(function: Callable[..., object]) -> bool:
 def one_at_a_time(function: Callable[..., object]) -> bool:
     """Whether a call scores one response; OpenRLHF's get lists of one, as from OpenRLHF itself."""
     takes_lists = getattr(function, "takes_lists", False)  # a server, which OpenRLHF asks at once
-    names = named_parameters(function)
-    return is_singular(function) or ("queries" in names and not takes_lists)
+    names = named_parameters(function).keys()
+    of_one = {"response", "completion", "solution_str"} & names
+    return bool(of_one) or ("queries" in names and not takes_lists)
 
 
 def required_columns(function: Callable[..., object]) -> list[str]:
