@@ -28,6 +28,6 @@ def test_a_changed_configuration_of_the_same_weights_is_another_reference(monkey
     monkeypatch.setattr(dpo_reference, "rows_of", lambda *_: None)
     for epsilon in (1e-6, 1e-6, 1e-2):
         model.config.rms_norm_eps = epsilon
-        layout = SimpleNamespace(collate=SimpleNamespace(positions=len))
+        layout = SimpleNamespace(collate=SimpleNamespace(positions=lambda _: None))
         dpo_reference.make_reference(setup, None, layout, DpoConfig())
     assert asked[0] == asked[1] != asked[2]
