@@ -7,15 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 from dschat_lora.config.files import read_json
-from dschat_lora.rl.external_rewards import Judge, PythonTests, make_judge_reward
 from dschat_lora.runtime.checks import require_packages
 
 PREFIX = "builtin:"
-# That a server may take, as in OpenRLHF.
-REMOTE_SECONDS = 180.0
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 
 
@@ -58,38 +54,6 @@ def builtin_function(name: str) -> Callable[..., Any]:
 def is_remote(name: str) -> bool:
     """Whether ``name`` is the address of a server that scores."""
     return name.startswith(("http://", "https://"))
-
-
-@dataclass(frozen=True)
-class RemoteReward:
-    """Scores by an HTTP server, asked as OpenRLHF asks a remote reward model.
-
-    Texts are posted as JSON; the answer is a JSON object with as many ``rewards``.
-    """
-
-    url: str
-    takes_lists = True
-
-    def __call__(
-        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]
-    ) -> dict[str, Any]:
-        """What the server returns.
-
-        Raises:
-            RuntimeError: if it cannot be reached, or returns no JSON object.
-        """
-        asked = {"query": queries, "prompts": prompts, "labels": labels}
-        request = Request(
-            self.url, json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urlopen(request, timeout=REMOTE_SECONDS) as answer:
-                found = json.load(answer)
-        except (OSError, ValueError) as error:
-            raise RuntimeError(f"{self.url} gave no scores: {error}") from error
-        if not isinstance(found, dict):
-            raise RuntimeError(f"{self.url} returned a {type(found).__name__}, and no JSON object")
-        return found
 
 
 def exact_match(argument: str) -> BuiltinReward:
@@ -230,13 +194,17 @@ def soft_overlong(argument: str) -> BuiltinReward:
     return BuiltinReward(score)
 
 
-def judge(argument: str) -> Judge:
+def judge(argument: str) -> Callable[..., Any]:
     """From 0 to 1, by a model behind an OpenAI-compatible endpoint that reads a rubric."""
+    from dschat_lora.rl.external_rewards import make_judge_reward  # asyncio and urllib take a while
+
     return make_judge_reward(argument)
 
 
-def python_tests(argument: str) -> PythonTests:
+def python_tests(argument: str) -> Callable[..., Any]:
     """1 where the response's Python passes the tests of the column ``tests`` (or another)."""
+    from dschat_lora.rl.external_rewards import PythonTests  # as above
+
     return PythonTests(argument or "tests")
 
 

@@ -1,4 +1,4 @@
-"""Rewards that ask something outside: a judge behind an OpenAI endpoint, or Python that runs."""
+"""Rewards that ask something outside: a server, a judge behind an OpenAI endpoint, Python."""
 
 import asyncio
 import hashlib
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +24,8 @@ from urllib.request import Request, urlopen
 from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
 from dschat_lora.report.terminal import say_once
 
-JUDGE_SECONDS = 120.0
+# That servers may take; of a remote reward model as in OpenRLHF.
+JUDGE_SECONDS, REMOTE_SECONDS = 120.0, 180.0
 RUBRIC = """You grade the answer of an assistant.
 
 The conversation:
@@ -37,6 +38,44 @@ Is the answer right, complete and to the point? Reply with a number from 0 (wort
 (perfect), and nothing else."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _OF_TEN = re.compile(r"\s*(?:/|out of|of)\s*10\b")
+
+
+def _post(
+    url: str, asked: object, headers: Mapping[str, str] | None = None, *, seconds: float
+) -> Any:
+    """The JSON that a server answers to JSON; ``asked`` None gets without asking anything."""
+    data = None if asked is None else json.dumps(asked).encode()
+    request = Request(url, data, {"Content-Type": "application/json", **(headers or {})})
+    with urlopen(request, timeout=seconds) as answer:
+        return json.load(answer)
+
+
+@dataclass(frozen=True)
+class RemoteReward:
+    """Scores by an HTTP server, asked as OpenRLHF asks a remote reward model.
+
+    Texts are posted as JSON; the answer is a JSON object with as many ``rewards``.
+    """
+
+    url: str
+    takes_lists = True
+
+    def __call__(
+        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]
+    ) -> dict[str, Any]:
+        """What the server returns.
+
+        Raises:
+            RuntimeError: if it cannot be reached, or returns no JSON object.
+        """
+        asked = {"query": queries, "prompts": prompts, "labels": labels}
+        try:
+            found = _post(self.url, asked, seconds=REMOTE_SECONDS)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"{self.url} gave no scores: {error}") from error
+        if not isinstance(found, dict):
+            raise RuntimeError(f"{self.url} returned a {type(found).__name__}, and no JSON object")
+        return found
 
 
 @dataclass(frozen=True)
@@ -92,15 +131,10 @@ class Judge:
         return score / 10 if 0 <= score <= 10 else None
 
     def _ask(self, path: str, asked: object) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if asked is None else json.dumps(asked).encode()
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            with urlopen(
-                Request(f"{self.url}/{path}", data, headers), timeout=JUDGE_SECONDS
-            ) as got:
-                return json.load(got)
+            return _post(f"{self.url}/{path}", asked, headers, seconds=JUDGE_SECONDS)
         except HTTPError as error:
             said = error.read(500).decode(errors="replace")
             raise RuntimeError(f"the judge {self.url} answers {error.code}: {said}") from error

@@ -28,9 +28,10 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.batch import Response
-from dschat_lora.rl.builtin_rewards import RemoteReward, builtin_function, is_builtin, is_remote
+from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin, is_remote
 from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.rl.coroutines import run_together
+from dschat_lora.rl.external_rewards import RemoteReward
 from dschat_lora.runtime.checks import working_directory
 
 
@@ -318,6 +319,8 @@ SINGULAR = {
     "environments": "environment",
     "rows": "row",
 }
+# Any of these parameters says that a function scores one response at a time.
+_OF_ONE = {"response", "completion", "solution_str"}
 # Functions of verl get what these columns hold, or None.
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 OPENRLHF = ("queries", "prompts", "labels")
@@ -340,21 +343,20 @@ def takes_all(function: Callable[..., object]) -> bool:
 
 def takes_responses(names: Collection[str]) -> bool:
     """Whether parameters of these names are what a function needs to see responses."""
-    told = {"responses", "completions", "messages", "response", "completion"}
-    return not (told | {"solution_str", "queries"}).isdisjoint(names)
+    told = _OF_ONE | {"responses", "completions", "messages", "queries"}
+    return not told.isdisjoint(names)
 
 
 def is_singular(function: Callable[..., object]) -> bool:
     """Whether the function takes values of one response, by its parameters' names."""
-    return bool({"response", "completion", "solution_str"} & named_parameters(function).keys())
+    return bool(_OF_ONE & named_parameters(function).keys())
 
 
 def one_at_a_time(function: Callable[..., object]) -> bool:
     """Whether a call scores one response; OpenRLHF's get lists of one, as from OpenRLHF itself."""
     takes_lists = getattr(function, "takes_lists", False)  # a server, which OpenRLHF asks at once
     names = named_parameters(function).keys()
-    of_one = {"response", "completion", "solution_str"} & names
-    return bool(of_one) or ("queries" in names and not takes_lists)
+    return bool(_OF_ONE & names) or ("queries" in names and not takes_lists)
 
 
 def required_columns(function: Callable[..., object]) -> list[str]:

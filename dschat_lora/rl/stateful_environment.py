@@ -15,14 +15,14 @@ from collections.abc import (
 )
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.chat import Chat
-from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.encoder import Encoder, make_encoder
 from dschat_lora.data.messages import Message
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tool_calls import ToolCall, parse_tool_calls, tool_schema
@@ -87,6 +87,10 @@ class StatefulEnvironment(Environment):
         """What makes objects, by name; a single one has the empty name."""
         return self.function if isinstance(self.function, Mapping) else {"": self.function}
 
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return make_encoder(self.tokenizer)
+
     def make_first(self) -> None:
         """Make an object of each kind, to refuse early what cannot be used.
 
@@ -99,7 +103,7 @@ class StatefulEnvironment(Environment):
             where = f"--{self.option} {self.name}: {type(made).__name__}"
             if not callable(getattr(made, "reset", None)):
                 raise ValueError(f"{where} has no method reset, which begins an episode")
-            if not (hasattr(made, "step") or self.tools_of(made)):
+            if not (hasattr(made, "step") or self._schemas(name, made)):
                 raise ValueError(
                     f"{where} has neither a method step(message), which answers the actor, nor "
                     "other public methods, which would be its tools"
@@ -257,7 +261,7 @@ class StatefulEnvironment(Environment):
             columns = {**row, "tools": tools} if tools else row
             text = self.chat.with_columns(columns).render(prompt, add_generation_prompt=True)
         row = {**row, "prompt": prompt} | ({"tools": tools} if tools else {})
-        tokens = make_encoder(self.tokenizer).encode([text])[0]
+        tokens = self._encoder.encode([text])[0]
         if len(tokens) > self.max_prompt_tokens:
             raise ValueError(
                 f"a prompt has {len(tokens)} tokens with what reset of --{self.option} {self.name} "
@@ -379,7 +383,7 @@ class ReasoningGym:
     Episode ``n`` has the task's question ``n``.
     """
 
-    library = "reasoning_gym"
+    package = "reasoning_gym"
     _tasks: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, task: str) -> None:
@@ -388,14 +392,14 @@ class ReasoningGym:
         Raises:
             ValueError: if there is no such task.
         """
-        require_packages(f"--environment {self.library}:{task}", self.library, extra="environments")
+        require_packages(f"--environment {self.package}:{task}", self.package, extra="environments")
         from reasoning_gym import create_dataset
 
         if task not in self._tasks:
             try:
                 self._tasks[task] = create_dataset(task, size=2**31, seed=0)
             except ValueError as error:
-                raise ValueError(f"--environment {self.library}:{task}: {error}") from error
+                raise ValueError(f"--environment {self.package}:{task}: {error}") from error
         self._task = self._tasks[task]
 
     def reset(self, episode: int) -> str:
@@ -424,8 +428,8 @@ def load_environment(
         ValueError: if there is none, a function takes no responses, or a class lacks methods.
     """
     option = "environment"
-    library, _, task = name.partition(":")
-    if library == ReasoningGym.library:
+    package, _, task = name.partition(":")
+    if package == ReasoningGym.package:
         found: Callable[..., Any] = partial(ReasoningGym, task)
     else:
         found = find_object(option, name)
