@@ -69,6 +69,7 @@ FLOORS = [
         ),
     },
     {
+        "endpoint": Room("config data models report", "h11 starlette"),
         "generation": Room("algos lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
@@ -78,7 +79,8 @@ FLOORS = [
     },
     {
         "rl": Room(
-            "algos checkpoint config data engine generation lora models perf report runtime",
+            "algos checkpoint config data endpoint engine generation lora models perf report"
+            " runtime",
             "jsonschema math_verify numpy reasoning_gym torch",
             "algorithms builtin_rewards config external_rewards inputs role_config validation",
         ),
@@ -105,7 +107,8 @@ FLOORS = [
             "launch recipe run stages verbs",
         ),
         "serving": Room(
-            "checkpoint config data engine generation lora models report runtime supervised",
+            "checkpoint config data endpoint engine generation lora models report runtime"
+            " supervised",
             "h11 starlette torch uvicorn",
             "config verbs",
         ),

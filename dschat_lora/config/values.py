@@ -10,6 +10,8 @@ from collections.abc import Callable
 Scalar = int | float | str
 # Sizes of numbers that are well within fp32: models are computed in it, or in less.
 SIZES = (1e-30, 1e30)
+# Names of this machine that only itself can reach.
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def converter(

@@ -11,17 +11,11 @@ from typing import Any
 
 from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.data.messages import Message
+from dschat_lora.endpoint.answers import Piece, StoppedError, TooLongError
+from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.report.terminal import is_terminal, log_once, note, write_text
 from dschat_lora.serving.config import ChatConfig
-from dschat_lora.serving.decoder import (
-    AnswerDecoder,
-    AnswerOptions,
-    Piece,
-    RunningAnswer,
-    StoppedError,
-    TooLongError,
-    sampling_of,
-)
+from dschat_lora.serving.decoder import AnswerDecoder, RunningAnswer
 from dschat_lora.serving.models import AnswerScorer, ServedModel, open_models
 
 COMMANDS = {
@@ -186,8 +180,10 @@ class ChatSession:
     def _answer(self) -> None:
         config = self.config
         options = AnswerOptions(
-            sampling_of(config.temperature, config.top_p, config.top_k),
             config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
             seed=config.seed,
             strip=True,
             cut=True,

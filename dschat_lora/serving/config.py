@@ -8,10 +8,10 @@ from dschat_lora.checkpoint.history import CHECKPOINTS
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import InferenceConfig
+from dschat_lora.config.values import LOCAL_HOSTS
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.checks import find_of_kind
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 BASE = "base"
 # Directories in a run's whose parent has the run's name.
 _INNER = ("adapter", "model", "actor")

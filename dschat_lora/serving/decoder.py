@@ -5,64 +5,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
 
 import torch
 
+from dschat_lora.endpoint.answers import BusyError, Emit, Finish, Piece, StoppedError, fitting
+from dschat_lora.endpoint.requests import AnswerOptions
+from dschat_lora.endpoint.text import TextStream
 from dschat_lora.generation.sampling import NO_TOKEN, Sampling, undrawn_reason
 from dschat_lora.generation.slots import sample_each
 from dschat_lora.serving.models import BaseBatch, ServedModel
-from dschat_lora.serving.text import TextStream
 
 # Tokens, padding included, of prompts that are read between two steps of the running rows.
 PROMPT_TOKENS = 8192
 STOPPING = "the server is stopping"
-Finish = Literal["stop", "length"]
-
-
-class BusyError(Exception):
-    """No room for another request."""
-
-
-class StoppedError(Exception):
-    """The decoder takes no further requests."""
-
-
-class TooLongError(ValueError):
-    """Prompt and answer do not fit the model."""
-
-
-@dataclass(frozen=True)
-class AnswerOptions:
-    """How a request wants its answer."""
-
-    sampling: Sampling  # its ``max_new_tokens`` has no effect
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    strip: bool = False  # leave out white space in front
-    cut: bool = False  # take fewer tokens where the model has no room for ``max_new_tokens``
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text of an answer as it comes; the last one says how it ended."""
-
-    text: str
-    tokens: int  # of the answer so far, the end token included
-    finish: Finish | None = None
-    error: str | None = None  # why there will be no more
-    stopped: bool = False  # whether that is the decoder's end
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing follows."""
-        return self.finish is not None or self.error is not None
-
-
-Emit = Callable[[Piece], None]
 
 
 class RunningAnswer:
@@ -77,8 +33,7 @@ class RunningAnswer:
     ) -> None:
         self.model, self.prompt, self.options = model, prompt, options
         self.left = False
-        # Options that differ in length alone are drawn together.
-        self.sampling = replace(options.sampling, max_new_tokens=1)
+        self.sampling = sampling_of(options)
         self._emit = emit
         self._random = Random(options.seed)  # of the system's entropy where there is none
         self._text = TextStream(model.tokenizer, options.stop, strip=options.strip)
@@ -280,34 +235,11 @@ class AnswerDecoder:
                 running.pop()
 
 
-def sampling_of(temperature: float, top_p: float, top_k: int) -> Sampling:
-    """Options of sampling; temperature 0 is greedy.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    if temperature == 0:
+def sampling_of(options: AnswerOptions) -> Sampling:
+    """Options of sampling; those of answers that differ in length alone are equal."""
+    if options.temperature == 0:
         return Sampling(1, do_sample=False)
-    return Sampling(1, temperature=temperature, top_p=top_p, top_k=top_k)
-
-
-def fitting(model: ServedModel, prompt: Sequence[int], options: AnswerOptions) -> AnswerOptions:
-    """The options, with no more tokens than the model has room for.
-
-    Raises:
-        TooLongError: naming the numbers, if there is no room.
-    """
-    limit = model.batch.limit
-    room = limit - len(prompt)
-    if not prompt:
-        raise TooLongError("the prompt is empty; an answer needs a token to follow")
-    if room < 1 or (room < options.max_new_tokens and not options.cut):
-        answer = "an answer" if options.cut else f"{options.max_new_tokens} of the answer"
-        raise TooLongError(
-            f"{model.name} has room for {limit} tokens, the prompt has {len(prompt)} and asks for "
-            f"{answer} too"
-        )
-    return replace(options, max_new_tokens=min(room, options.max_new_tokens))
+    return Sampling(1, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
 
 
 def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:

@@ -14,6 +14,7 @@ from dschat_lora.data.messages import Message
 from dschat_lora.data.readers import RawRow
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import parse_row
+from dschat_lora.endpoint.text import chat_ids
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.zero import broken_parameters
@@ -33,7 +34,6 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.report.terminal import note
 from dschat_lora.serving.config import AnswerConfig, NamedSource, find_models
-from dschat_lora.serving.text import chat_ids
 from dschat_lora.supervised.score import Scorer
 
 NO_LIMIT = 2**31
@@ -65,6 +65,16 @@ class ServedModel:
     chat: Chat
     encoder: Encoder
     end_ids: frozenset[int]
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self.batch.limit
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens are below it."""
+        return int(self.batch.base.get_input_embeddings().num_embeddings)
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Tokens of a prompt as a text, with beginning-of-sequence where the tokenizer adds one."""

@@ -23,20 +23,20 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dschat_lora.report.terminal import log_once
-from dschat_lora.serving.answers import AnswerResponse, Kind, RequestAnswers
-from dschat_lora.serving.config import ServeConfig
-from dschat_lora.serving.decoder import AnswerDecoder
-from dschat_lora.serving.guard import ApiError, Guard, invalid, read_json
-from dschat_lora.serving.models import AnswerScorer, ServedModel, open_models
-from dschat_lora.serving.requests import (
+from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers
+from dschat_lora.endpoint.guard import ApiError, Guard, invalid, read_json
+from dschat_lora.endpoint.requests import (
     AnswerRequest,
     Fields,
-    VoteFile,
     chat_request,
     checked_messages,
     text_request,
 )
+from dschat_lora.report.terminal import log_once
+from dschat_lora.serving.config import ServeConfig
+from dschat_lora.serving.decoder import AnswerDecoder
+from dschat_lora.serving.models import AnswerScorer, ServedModel, open_models
+from dschat_lora.serving.votes import VoteFile
 
 # Seconds that running answers have after Ctrl-C.
 PATIENCE = 5.0

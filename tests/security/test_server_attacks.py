@@ -286,7 +286,7 @@ def test_with_the_token_all_is_given_and_the_page_and_health_without(guarded):
 def test_the_token_is_compared_in_constant_time(guarded, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "dschat_lora.serving.guard.hmac.compare_digest", lambda *both: seen.append(both) or False
+        "dschat_lora.endpoint.guard.hmac.compare_digest", lambda *both: seen.append(both) or False
     )
     for given in ("Bearer secret", "Bearer x"):
         assert send(guarded, "GET", "/settings", headers={"Authorization": given})[0] == 401
@@ -600,7 +600,7 @@ def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
     from transformers import PreTrainedTokenizerFast
 
     from dschat_lora.data.encoder import make_encoder
-    from dschat_lora.serving.text import chat_ids
+    from dschat_lora.endpoint.text import chat_ids
 
     backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -616,7 +616,7 @@ def test_text_behind_a_typed_token_has_no_beginning_of_sequence():
 
     from data.hand_tokenizers import build_byte_tokenizer
     from dschat_lora.data.encoder import make_encoder
-    from dschat_lora.serving.text import chat_ids
+    from dschat_lora.endpoint.text import chat_ids
 
     tokenizer = build_byte_tokenizer(bos=True)
     chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"])
@@ -648,7 +648,7 @@ def test_the_page_shows_markup_of_names_prompts_and_answers_as_text(service, mon
     decoder = AnswerDecoder([base.batch], max_batch_size=4, max_queue=9)
     texts = iter([f"first{MARKUP}", f"second{MARKUP}"])
     monkeypatch.setattr(
-        "dschat_lora.serving.text.TextStream.add",
+        "dschat_lora.endpoint.text.TextStream.add",
         lambda self, token: "" if self._ids else (self._ids.append(token), next(texts))[1],
     )
     page = Page(tmp_path / "chromium")
@@ -754,13 +754,12 @@ def test_an_answer_that_cannot_be_drawn_ends_alone(served, service, monkeypatch)
 
 
 def test_an_answer_that_cannot_be_drawn_leaves_the_batch(service, served, monkeypatch):
-    from dschat_lora.generation.sampling import Sampling
-    from dschat_lora.serving.decoder import AnswerOptions
+    from dschat_lora.endpoint.requests import AnswerOptions
 
     model, pieces = service.models["endless"], []
     rows, step = model.batch.rows, model.batch.rows.step
     monkeypatch.setattr(rows, "step", lambda tokens: step(tokens).fill_(torch.nan))
-    options = AnswerOptions(Sampling(1, do_sample=False), 400)
+    options = AnswerOptions(400, temperature=0)
     service.decoder.submit(model, [5], options, pieces.append)
     while not pieces or pieces[-1].error is None or service.decoder.load != (0, 0):
         time.sleep(0.005)
@@ -874,7 +873,7 @@ def test_a_head_that_does_not_come_ends_its_connection(served, monkeypatch):
 
 
 def test_a_body_that_does_not_come_is_given_up(address, monkeypatch):
-    monkeypatch.setattr("dschat_lora.serving.guard.BODY_SECONDS", 0.3)
+    monkeypatch.setattr("dschat_lora.endpoint.guard.BODY_SECONDS", 0.3)
     url = urlsplit(address)
     with socket.create_connection((url.hostname, url.port), timeout=10) as connection:
         connection.sendall(POST + b"Content-Length: 50\r\n\r\n{")
@@ -920,15 +919,14 @@ def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
 
 
 def test_a_stream_that_is_cancelled_is_decoded_for_one_more_step_at_most(served, service):
-    from dschat_lora.generation.sampling import Sampling
-    from dschat_lora.serving.decoder import AnswerOptions
+    from dschat_lora.endpoint.requests import AnswerOptions
 
     pieces, steps = [], []
     rows = service.models["endless"].batch.rows
     step = rows.step
     rows.step = lambda tokens: (steps.append(1), step(tokens))[1]
     try:
-        options = AnswerOptions(Sampling(1, do_sample=False), 400)
+        options = AnswerOptions(400, temperature=0)
         answer = service.decoder.submit(service.models["endless"], [5], options, pieces.append)
         while not pieces:
             time.sleep(0.001)

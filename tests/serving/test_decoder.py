@@ -6,20 +6,15 @@ from queue import Queue
 import pytest
 import torch
 
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.endpoint.answers import BusyError, StoppedError, TooLongError
+from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.serving.config import ServeConfig
-from dschat_lora.serving.decoder import (
-    AnswerDecoder,
-    AnswerOptions,
-    BusyError,
-    StoppedError,
-    TooLongError,
-)
+from dschat_lora.serving.decoder import AnswerDecoder
 from dschat_lora.serving.models import open_models
 from helpers.served import QUESTIONS, endless, peft_greedy, write_run
 
-GREEDY = AnswerOptions(Sampling(1, do_sample=False), 24)
-LONG = AnswerOptions(Sampling(1, do_sample=False), 480)
+GREEDY = AnswerOptions(24, temperature=0)
+LONG = AnswerOptions(480, temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +84,13 @@ def test_a_batch_that_mixes_adapters_says_what_peft_and_transformers_generate(
 
 def test_the_same_seed_gives_the_same_answer_whoever_else_is_answered(models, decoder):
     model = models["a"]
-    options = AnswerOptions(Sampling(1, temperature=1.5), 12, seed=7)
+    options = AnswerOptions(12, temperature=1.5, seed=7)
     answers = []
     for others in (0, 4):
         queues = [Queue() for _ in range(others + 1)]
         ids = model.prompt_ids("Hello")
         for number, queue in enumerate(queues[1:]):
-            other = AnswerOptions(Sampling(1, temperature=0.5), 5, seed=number)
+            other = AnswerOptions(5, temperature=0.5, seed=number)
             decoder.submit(models["b"], ids, other, queue.put)
         decoder.submit(model, ids, options, queues[0].put)
         texts = ["".join(piece.text for piece in pieces_of(queue)) for queue in queues]
@@ -120,7 +115,7 @@ def test_who_leaves_makes_room(slow):
     first, second = Queue(), Queue()
     answer = decoder.submit(model, [5], LONG, first.put)
     first.get(timeout=60)
-    decoder.submit(model, [5], AnswerOptions(LONG.sampling, 3), second.put)
+    decoder.submit(model, [5], AnswerOptions(3, temperature=0), second.put)
     decoder.leave(answer)
     assert pieces_of(second)[-1].tokens == 3
     assert first.qsize() < 470
@@ -131,10 +126,10 @@ def test_who_leaves_makes_room(slow):
     [
         (
             [5] * 512,
-            AnswerOptions(LONG.sampling, 5, cut=True),
+            AnswerOptions(5, temperature=0, cut=True),
             "the prompt has 512 and asks for an",
         ),
-        ([5] * 500, AnswerOptions(LONG.sampling, 13), "has 500 and asks for 13 of the answer"),
+        ([5] * 500, AnswerOptions(13, temperature=0), "has 500 and asks for 13 of the answer"),
         ([], LONG, "the prompt is empty"),
     ],
 )
@@ -146,7 +141,7 @@ def test_what_does_not_fit_the_model_is_refused(models, decoder, prompt, options
 def test_an_answer_without_a_wish_for_its_length_fills_the_model_at_most(slow):
     decoder, model = slow
     queue = Queue()
-    options = AnswerOptions(LONG.sampling, 256, cut=True)
+    options = AnswerOptions(256, temperature=0, cut=True)
     decoder.submit(model, [5] * 506, options, queue.put)
     last = pieces_of(queue)[-1]
     assert (last.tokens, last.finish) == (6, "length")
@@ -174,7 +169,7 @@ def test_running_answers_may_end_within_the_patience(models):
     decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
     queue = Queue()
     decoder.start()
-    decoder.submit(model, [5], AnswerOptions(LONG.sampling, 20), queue.put)
+    decoder.submit(model, [5], AnswerOptions(20, temperature=0), queue.put)
     queue.get(timeout=60)
     decoder.close(patience=60.0)
     decoder.join()
@@ -194,5 +189,5 @@ def test_a_model_that_fails_ends_what_runs_and_not_the_server(slow, monkeypatch)
     decoder.submit(model, [5], LONG, queue.put)
     assert pieces_of(queue)[-1].error == "the model failed: OutOfMemoryError: CUDA out of memory"
     monkeypatch.setattr(model.batch.rows, "step", step)
-    decoder.submit(model, [5], AnswerOptions(LONG.sampling, 3), queue.put)
+    decoder.submit(model, [5], AnswerOptions(3, temperature=0), queue.put)
     assert pieces_of(queue)[-1].tokens == 3

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.serving.text import TextStream
+from dschat_lora.endpoint.text import TextStream
 
 
 @pytest.fixture(scope="module")

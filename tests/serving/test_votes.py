@@ -8,8 +8,8 @@ import pytest
 
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.rows import parse_row, require_usable
-from dschat_lora.serving.guard import ApiError
-from dschat_lora.serving.requests import VoteFile
+from dschat_lora.endpoint.guard import ApiError
+from dschat_lora.serving.votes import VoteFile
 
 PROMPT = [{"role": "user", "content": "Name a fruit."}]
 

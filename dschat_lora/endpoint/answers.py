@@ -4,27 +4,86 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from dschat_lora.serving.decoder import (
-    AnswerDecoder,
-    BusyError,
-    Piece,
-    RunningAnswer,
-    StoppedError,
-    TooLongError,
-)
-from dschat_lora.serving.guard import ApiError, invalid
-from dschat_lora.serving.requests import AnswerRequest
+from dschat_lora.endpoint.guard import ApiError, invalid
+from dschat_lora.endpoint.requests import AnsweringModel, AnswerOptions, AnswerRequest
 
 Kind = Literal["chat", "text"]
+Finish = Literal["stop", "length"]
+
+
+class BusyError(Exception):
+    """No room for another request."""
+
+
+class StoppedError(Exception):
+    """The decoder takes no further requests."""
+
+
+class TooLongError(ValueError):
+    """Prompt and answer do not fit the model."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of an answer as it comes; the last one says how it ended."""
+
+    text: str
+    tokens: int  # of the answer so far, the end token included
+    finish: Finish | None = None
+    error: str | None = None  # why there will be no more
+    stopped: bool = False  # whether that is the decoder's end
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish is not None or self.error is not None
+
+
+Emit = Callable[[Piece], None]
+
+
+class AnswerSource(Protocol):
+    """What decodes answers."""
+
+    def submit(self, model: Any, prompt: Sequence[int], options: AnswerOptions, emit: Emit) -> Any:
+        """Have a prompt of tokens answered, by pieces given to ``emit`` from any thread.
+
+        Raises:
+            TooLongError: if the model has no room for it and its answer.
+            BusyError: if too many wait.
+            StoppedError: if nothing is answered any more.
+        """
+
+    def leave(self, answer: Any) -> None:
+        """Stop decoding an answer that nobody reads; nothing more of it is emitted."""
+
+
+def fitting(model: AnsweringModel, prompt: Sequence[int], options: AnswerOptions) -> AnswerOptions:
+    """The options, with no more tokens than the model has room for.
+
+    Raises:
+        TooLongError: naming the numbers, if there is no room.
+    """
+    limit = model.limit
+    room = limit - len(prompt)
+    if not prompt:
+        raise TooLongError("the prompt is empty; an answer needs a token to follow")
+    if room < 1 or (room < options.max_new_tokens and not options.cut):
+        answer = "an answer" if options.cut else f"{options.max_new_tokens} of the answer"
+        raise TooLongError(
+            f"{model.name} has room for {limit} tokens, the prompt has {len(prompt)} and asks for "
+            f"{answer} too"
+        )
+    return replace(options, max_new_tokens=min(room, options.max_new_tokens))
 
 
 class RequestAnswers:
@@ -34,10 +93,10 @@ class RequestAnswers:
         ApiError: if the decoder does not take all of them.
     """
 
-    def __init__(self, request: AnswerRequest, decoder: AnswerDecoder) -> None:
+    def __init__(self, request: AnswerRequest, decoder: AnswerSource) -> None:
         loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self._decoder, self._answers = decoder, list[RunningAnswer]()
+        self._decoder, self._answers = decoder, list[Any]()
         self._open = len(request.prompts) * request.n
         self.request, self.tokens = request, [0] * self._open
 

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dschat_lora.config.files import json_object
+from dschat_lora.config.values import LOCAL_HOSTS
 from dschat_lora.report.terminal import note
-from dschat_lora.serving.config import LOCAL_HOSTS
 
 MAX_BODY_BYTES = 2**20
 MAX_DEPTH = 64

@@ -1,22 +1,15 @@
-"""Bodies of requests for answers, in OpenAI's interface, and of votes, checked."""
+"""Bodies of requests for answers, in OpenAI's interface, checked."""
 
-import errno
-import json
-import os
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dschat_lora.data.messages import Message, check_message
-from dschat_lora.generation.sampling import MIN_TEMPERATURE, Sampling
-from dschat_lora.serving.config import ServeConfig
-from dschat_lora.serving.decoder import AnswerOptions, sampling_of
-from dschat_lora.serving.guard import ApiError, invalid
-from dschat_lora.serving.models import ServedModel
+from dschat_lora.endpoint.guard import ApiError, invalid
 
 MAX_CHOICES = 16
+# Logits of up to 1e32 divided by it are finite in fp32.
+MIN_TEMPERATURE = 1e-6
 _MAX_STOPS = 16
 # Fields without effect on an answer.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -38,11 +31,71 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+class AnswerDefaults(Protocol):
+    """Options of answers to requests that do not say them."""
+
+    @property
+    def temperature(self) -> float:
+        """Of sampling; 0 is greedy."""
+
+    @property
+    def top_p(self) -> float:
+        """In (0, 1]."""
+
+    @property
+    def top_k(self) -> int:
+        """0 is all."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """At least 1."""
+
+
+class AnsweringModel(Protocol):
+    """A model as requests name it."""
+
+    @property
+    def name(self) -> str:
+        """That requests give."""
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of prompt and answer."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens are below it."""
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Tokens of a prompt as a text."""
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of messages up to the assistant's turn.
+
+        Raises:
+            ValueError: if the chat template refuses them.
+        """
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How a request wants its answer."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is all
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    strip: bool = False  # leave out white space in front
+    cut: bool = False  # take fewer tokens where the model has no room for ``max_new_tokens``
+
+
 @dataclass(frozen=True)
 class AnswerRequest:
     """A request for answers: ``n`` to each prompt."""
 
-    model: ServedModel
+    model: AnsweringModel
     prompts: tuple[tuple[int, ...], ...]  # tokens
     options: AnswerOptions
     n: int
@@ -86,7 +139,7 @@ class Fields:
 
 
 def chat_request(
-    body: object, models: Mapping[str, ServedModel], config: ServeConfig
+    body: object, models: Mapping[str, AnsweringModel], defaults: AnswerDefaults
 ) -> AnswerRequest:
     """The request of ``/v1/chat/completions``.
 
@@ -100,11 +153,11 @@ def chat_request(
         prompt = tuple(model.chat_ids(messages))
     except ValueError as error:
         raise invalid(str(error), "messages") from error
-    return _request(fields, model, (prompt,), config, default_tokens=None)
+    return _request(fields, model, (prompt,), defaults, default_tokens=None)
 
 
 def text_request(
-    body: object, models: Mapping[str, ServedModel], config: ServeConfig
+    body: object, models: Mapping[str, AnsweringModel], defaults: AnswerDefaults
 ) -> AnswerRequest:
     """The request of ``/v1/completions``.
 
@@ -119,7 +172,7 @@ def text_request(
         raise invalid("prompt is missing", "prompt")
     several = prompt if isinstance(prompt, list) and not _is_tokens(prompt) else [prompt]
     _check_number(len(several))  # before any of them is tokenised
-    size = model.batch.base.get_input_embeddings().num_embeddings
+    size = model.vocabulary_size
     prompts = []
     for each in several:
         if isinstance(each, str):
@@ -130,7 +183,7 @@ def text_request(
         if not all(0 <= token < size for token in each):
             raise invalid(f"tokens of prompt must be in [0, {size - 1}]", "prompt")
         prompts.append(tuple(each))
-    return _request(fields, model, tuple(prompts), config, default_tokens=16)
+    return _request(fields, model, tuple(prompts), defaults, default_tokens=16)
 
 
 def checked_messages(messages: object, param: str = "messages") -> list[Message]:
@@ -151,9 +204,9 @@ def checked_messages(messages: object, param: str = "messages") -> list[Message]
 
 def _request(
     fields: Fields,
-    model: ServedModel,
+    model: AnsweringModel,
     prompts: tuple[tuple[int, ...], ...],
-    config: ServeConfig,
+    defaults: AnswerDefaults,
     *,
     default_tokens: int | None,
 ) -> AnswerRequest:
@@ -163,7 +216,7 @@ def _request(
     stream_options = fields.take("stream_options", dict, "an object") or {}
     if stream_options and not stream:
         raise invalid("stream_options is for stream: true", "stream_options")
-    limit = model.batch.limit
+    limit = model.limit
     asked = fields.number("max_completion_tokens", 1, limit, whole=True)
     asked = fields.number("max_tokens", 1, limit, whole=True) or asked
     stop = fields.take("stop", (str, list), "text or a list of texts") or []
@@ -171,8 +224,8 @@ def _request(
     if len(stop) > _MAX_STOPS or not all(isinstance(each, str) and each for each in stop):
         raise invalid(f"stop must be up to {_MAX_STOPS} texts, none empty", "stop")
     options = AnswerOptions(
-        _sampling(fields, config),
-        asked or default_tokens or config.max_new_tokens,
+        asked or default_tokens or defaults.max_new_tokens,
+        *_sampling(fields, defaults),
         stop=tuple(stop),
         seed=fields.take("seed", int, "a whole number"),
         strip=default_tokens is None,
@@ -188,25 +241,24 @@ def _check_number(answers: int) -> None:
         raise invalid(f"{answers} answers are asked for, at most {MAX_CHOICES} are given")
 
 
-def _sampling(fields: Fields, config: ServeConfig) -> Sampling:
+def _sampling(fields: Fields, defaults: AnswerDefaults) -> tuple[float, float, int]:
+    """Temperature, top-p and top-k."""
     temperature = fields.number("temperature", 0, 2)
-    top_p = fields.number("top_p", 0, 1)
-    top_k = fields.number("top_k", 0, 2**31, whole=True)
-    temperature = config.temperature if temperature is None else float(temperature)
-    if 0 < temperature < MIN_TEMPERATURE:
+    if temperature and temperature < MIN_TEMPERATURE:
         words = f"0 (greedy) or at least {MIN_TEMPERATURE:g}, found {temperature}"
         raise invalid(f"temperature must be {words}", "temperature")
-    try:
-        return sampling_of(
-            temperature,
-            config.top_p if top_p is None else float(top_p),
-            config.top_k if top_k is None else top_k,
-        )
-    except ValueError as error:
-        raise invalid(str(error)) from error
+    top_p = fields.number("top_p", 0, 1)
+    if top_p == 0:
+        raise invalid("top_p must be in (0, 1], found 0", "top_p")
+    top_k = fields.number("top_k", 0, 2**31, whole=True)
+    return (
+        defaults.temperature if temperature is None else float(temperature),
+        defaults.top_p if top_p is None else float(top_p),
+        defaults.top_k if top_k is None else top_k,
+    )
 
 
-def _model(fields: Fields, models: Mapping[str, ServedModel]) -> ServedModel:
+def _model(fields: Fields, models: Mapping[str, AnsweringModel]) -> AnsweringModel:
     name = fields.take("model", str, "text")
     if name is None:
         raise invalid(f"model is missing; it is one of {', '.join(models)}", "model")
@@ -223,74 +275,3 @@ def _is_tokens(prompt: list[object]) -> bool:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-class VoteFile:
-    """A JSONL file with a row for each answer that another one was preferred to."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-
-    def append(self, body: object) -> int:
-        """Write the rows of a vote, all or none; returns how many.
-
-        Raises:
-            ApiError: naming the field that is wrong.
-            OSError: if the file cannot be written.
-        """
-        rows = _vote_rows(body)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        with self._lock:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab+", buffering=0) as file:
-                size = file.tell()
-                if size:  # a line that a crash left unfinished stays a line of its own
-                    file.seek(-1, os.SEEK_END)
-                    text = text if file.read(1) == b"\n" else f"\n{text}"
-                try:
-                    # A disk that is nearly full takes a part.
-                    if file.write(text.encode()) < len(text.encode()):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(size)
-                    raise
-        return len(rows)
-
-
-def _vote_rows(body: object) -> list[dict[str, Any]]:
-    """Rows of ``prompt``, ``chosen`` and ``rejected``, one for each answer that was not chosen.
-
-    Answers that are equal to the chosen one, or empty, say nothing and are left out.
-    """
-    fields = Fields(body)
-    prompt = checked_messages(fields.take("prompt", list, "a list of messages"), "prompt")
-    chosen_model, chosen = _model_and_text(fields.take("chosen", dict, "an object"), "chosen")
-    others = fields.take("rejected", list, "a list of objects") or []
-    fields.finish()
-    rejected = [_model_and_text(each, "rejected") for each in others]
-    rows = [
-        {
-            "prompt": prompt,
-            "chosen": [{"role": "assistant", "content": chosen}],
-            "rejected": [{"role": "assistant", "content": text}],
-            "chosen_model": chosen_model,
-            "rejected_model": model,
-        }
-        for model, text in rejected
-        if text.strip() and text.strip() != chosen.strip()
-    ]
-    if not chosen.strip():
-        raise invalid("an empty answer cannot be chosen", "chosen")
-    if not rows:
-        raise invalid("there is no other answer to compare with", "rejected")
-    return rows
-
-
-def _model_and_text(value: object, param: str) -> tuple[str, str]:
-    if isinstance(value, dict) and value.keys() == {"model", "content"}:
-        model, content = value["model"], value["content"]
-        if isinstance(model, str) and isinstance(content, str):
-            return model, content
-    raise invalid(f'{param} must be {{"model": TEXT, "content": TEXT}}', param)
