@@ -16,6 +16,8 @@ NLG = ["nltk>=3.9.1,<4", "sacrebleu>=2.4,<3"]
 METEOR = ["pycocoevalcap>=1.2,<2"]
 # dschat-lora serve.
 SERVE = ["starlette>=1.0.1,<2", "uvicorn>=0.35,<1"]
+# --agent and --agent_command: the server, and the client that programs get.
+AGENTS = [*SERVE, "openai>=3,<4"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.
 DOCS = [
     "mkdocs>=1.6,<2",
@@ -42,7 +44,7 @@ TEST = [
     *BENCH,
     *GLUE,
     *NLG,
-    *SERVE,
+    *AGENTS,
     *QLORA,
     *REWARDS,
     *ENVIRONMENTS,
@@ -50,7 +52,6 @@ TEST = [
     *NOTEBOOK,
     "nbclient>=0.10,<1",
     "nbformat>=5.10,<6",
-    "openai>=3,<4",
     "loralib>=0.1.2,<0.2",
     "hypothesis>=6.100,<7",
     "pytest>=8,<10",
@@ -92,6 +93,7 @@ setup(
         "tokenizers>=0.22,<1",
     ],
     extras_require={
+        "agents": AGENTS,
         "bench": BENCH,
         "docs": DOCS,
         "environments": ENVIRONMENTS,

@@ -81,7 +81,7 @@ FLOORS = [
         "rl": Room(
             "algos checkpoint config data endpoint engine generation lora models perf report"
             " runtime",
-            "jsonschema math_verify numpy reasoning_gym torch",
+            "jsonschema math_verify numpy openai reasoning_gym starlette torch uvicorn",
             "algorithms builtin_rewards config external_rewards inputs role_config validation",
         ),
         "supervised": Room(

@@ -1,7 +1,7 @@
 """Responses of an iteration, their padded batches, and the minibatches of an update."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import numpy as np
@@ -15,13 +15,34 @@ from dschat_lora.data.batch import PaddedRows, batch_to_device, tree_pairs
 from dschat_lora.data.loader import cut_evenly
 from dschat_lora.perf.throughput import StepCounts
 
+TIMED_OUT = "timed out"  # what a failure for lack of time begins with
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A prompt and what follows it, of which some tokens may only be read."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    actor_mask: tuple[bool, ...] = ()  # which of the tokens are the actor's; empty: all
+
+    @property
+    def actor_positions(self) -> NDArray[np.int64]:
+        """Places of the actor's tokens in prompt and response; nothing predicts the first of all."""
+        steps = np.arange(len(self.prompt), len(self.prompt) + len(self.tokens))
+        if self.actor_mask:
+            steps = steps[np.array(self.actor_mask)]
+        return steps[steps > 0]
+
 
 @dataclass(frozen=True)
 class Response:
     """A prompt and the actor's response to it.
 
     With an environment, its messages stand between turns of the actor: they are read, and nothing
-    is learnt from them.
+    is learnt from them. An agent's episode may have several sequences of tokens, such as those of
+    a sub-agent, or of a history that was rewritten: ``prompt`` and ``tokens`` are of the one that
+    ended last, and the actor's tokens of all count as one response, sequence after sequence.
     """
 
     prompt: tuple[int, ...]
@@ -34,15 +55,37 @@ class Response:
     earlier: bytes = b""  # messages before the last turn, as JSON; empty: there is but one turn
     sampler_logprobs: tuple[float, ...] = ()  # in the distribution they were drawn from
     undrawn: bool = False  # the last token could not be drawn; the response does not count
-    environment_reward: float | None = None  # that a stateful environment gave the episode
+    environment_reward: float | None = None  # that an environment or agent gave the episode
+    earlier_sequences: tuple[TokenSequence, ...] = ()  # of an agent's episode, beside the last
+    num_calls: int = 0  # of an agent's episode
+    num_retries: int = 0  # attempts of an agent before this one
+    failure: str = ""  # why an agent's episode does not count; empty: it does
+    logged: Mapping[str, float] = field(default_factory=dict)  # by an agent, beside its reward
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.tokens)
+        return sum(len(each.prompt) + len(each.tokens) for each in self.sequences)
+
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """All of the response's sequences of tokens; one but for agents."""
+        return *self.earlier_sequences, TokenSequence(self.prompt, self.tokens, self.actor_mask)
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the response does not count, whatever scores it."""
+        return self.undrawn or bool(self.failure)
 
     @property
     def num_actor_tokens(self) -> int:
         """Tokens that the actor chose."""
-        return sum(self.actor_mask) if self.actor_mask else len(self.tokens)
+        return sum(
+            sum(each.actor_mask) if each.actor_mask else len(each.tokens) for each in self.sequences
+        )
+
+    @property
+    def num_read_tokens(self) -> int:
+        """Tokens after the prompts that the actor did not choose."""
+        return sum(len(each.tokens) for each in self.sequences) - self.num_actor_tokens
 
     @property
     def last_chosen(self) -> int:
@@ -58,9 +101,9 @@ class Response:
 
 @dataclass(frozen=True)
 class ResponseBatch:
-    """Rows of one response each, right-padded; without any, one row of one padding token.
+    """Rows of one sequence each, right-padded; without any, one row of one padding token.
 
-    Responses that share their prompt are one row: the prompt, then a branch for each of them.
+    Sequences that share their prompt are one row: the prompt, then a branch for each of them.
     Response tokens are those that the actor chose; others in a row are read only.
     A place is an index into the flattened (B T) positions.
     """
@@ -70,7 +113,7 @@ class ResponseBatch:
     segment_ids: Tensor  # (B, T) int64, 1 on tokens, 0 on padding
     logit_positions: Tensor  # (K,) int64 places where response tokens are predicted
     target_ids: Tensor  # (K,) int64 those tokens
-    owner: Tensor  # (K,) int64, row of each
+    owner: Tensor  # (K,) int64, place of its response among the batch's
     step: Tensor  # (K,) int64, its place among the actor's tokens of the response
     ends: Tensor  # (n,) int64 place of each response's last token
     spans: Spans  # of the responses
@@ -128,17 +171,25 @@ def collate(
     tell the branches of such a row apart: the model must attend by them.
     """
     chosen = [responses[n] for n in numbers]
+    pairs = [(owner, each) for owner, r in enumerate(chosen) for each in r.sequences]
+    owners, sequences = [owner for owner, _ in pairs], [each for _, each in pairs]
     rows: dict[object, list[int]] = {}
-    for index, each in enumerate(chosen):
+    for index, each in enumerate(sequences):
         rows.setdefault(each.prompt if shares_prompts else index, []).append(index)
-    trees = [_tree([chosen[index] for index in members]) for members in rows.values()]
+    trees = [_tree([sequences[index] for index in members]) for members in rows.values()]
     width = max((len(ids) for ids, _ in trees), default=1)
     grid = PaddedRows(max(1, len(trees)), width, pad_id)
     paths = [path for row, tree in enumerate(trees) for path in grid.put_tree(row, *tree)]
     order = [index for members in rows.values() for index in members]
     places = [path for _, path in sorted(zip(order, paths, strict=True), key=itemgetter(0))]
-    steps = [_actor_steps(each) for each in chosen]
+    steps = [each.actor_positions for each in sequences]
     along = list(zip(places, steps, strict=True))
+    filled = [0] * len(chosen)  # steps of each response in its sequences so far
+    numbered = []
+    for owner, step in zip(owners, steps, strict=True):
+        numbered.append(filled[owner] + np.arange(len(step)))
+        filled[owner] += len(step)
+    last = dict(zip(owners, places, strict=True))  # of each response, the last sequence
     tokens = grid.input_ids.reshape(-1)
     return ResponseBatch(
         input_ids=torch.from_numpy(grid.input_ids),
@@ -147,9 +198,9 @@ def collate(
         # The logits of a token's predecessor predict it.
         logit_positions=_joined([path[step - 1] for path, step in along]),
         target_ids=_joined([tokens[path[step]] for path, step in along]),
-        owner=_joined([np.full(len(step), index) for index, step in enumerate(steps)]),
-        step=_joined([np.arange(len(step)) for step in steps]),
-        ends=_joined([path[-1:] for path in places]),
+        owner=_joined([np.full(len(step), n) for n, step in zip(owners, steps, strict=True)]),
+        step=_joined(numbered),
+        ends=_joined([path[-1:] for path in last.values()]),
         spans=grid.spans(),
         numbers=tuple(numbers),
         counts=StepCounts(
@@ -163,19 +214,11 @@ def collate(
     )
 
 
-def _tree(responses: Sequence[Response]) -> tuple[NDArray[np.int32], Sizes]:
-    """Tokens of the prompt and of the responses to it, and how many of each."""
-    prompt = responses[0].prompt
-    ids = [*prompt, *(token for each in responses for token in each.tokens)]
-    return np.array(ids, dtype=np.int32), (len(prompt), *(len(each.tokens) for each in responses))
-
-
-def _actor_steps(response: Response) -> NDArray[np.int64]:
-    """Places of the actor's tokens in prompt and response; nothing predicts the first of all."""
-    steps = np.arange(len(response.prompt), len(response))
-    if response.actor_mask:
-        steps = steps[np.array(response.actor_mask)]
-    return steps[steps > 0]
+def _tree(sequences: Sequence[TokenSequence]) -> tuple[NDArray[np.int32], Sizes]:
+    """Tokens of the prompt and of what follows it in each, and how many of each."""
+    prompt = sequences[0].prompt
+    ids = [*prompt, *(token for each in sequences for token in each.tokens)]
+    return np.array(ids, dtype=np.int32), (len(prompt), *(len(each.tokens) for each in sequences))
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> Tensor:

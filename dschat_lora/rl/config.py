@@ -18,12 +18,13 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 def _check_name(option: str, name: str) -> None:
     """Refuse what names no function; built-in ones are rewards."""
-    if option != "environment" and is_builtin(name):
+    scores = option not in ("environment", "agent")
+    if scores and is_builtin(name):
         builtin_function(name)
         return
-    usable = _FUNCTION.fullmatch(name) or (option != "environment" and is_remote(name))
+    usable = _FUNCTION.fullmatch(name) or (scores and is_remote(name))
     allowed = "module:function such as my_rewards:is_right"
-    allowed += "" if option == "environment" else ", or the address of a server that scores"
+    allowed += ", or the address of a server that scores" if scores else ""
     require(bool(usable), option, name, allowed)
 
 
@@ -113,6 +114,21 @@ class RolloutConfig:
         help="module:function that answers the actor's turns with messages of a user or tool, or "
         "ends the episode; or module:Class of objects with reset, and step or tools, and rewards",
     )
+    agent: str | None = option(
+        None,
+        help="module:function that plays an episode: it gets the row and a client of the openai "
+        "package for the actor, asks as often as it likes, and returns the reward",
+    )
+    agent_command: str | None = option(
+        None,
+        help="command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is "
+        "the actor's, and the last line that it prints is the reward",
+    )
+    agent_timeout: float = option(
+        600.0, help="seconds of an agent's episode, but for those in which the actor answers"
+    )
+    agent_retries: int = option(0, help="further attempts at an agent's episode that failed")
+    agent_max_calls: int = option(100, help="most answers in an episode of an agent")
     max_turns: int = option(
         8, help="most turns of the actor in an episode with --environment, of one response's length"
     )
@@ -128,8 +144,15 @@ class RolloutConfig:
         require_numbers(self, ">= 0", "top_k")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
-        if self.environment is not None:
-            _check_name("environment", self.environment)
+        for name in ("environment", "agent"):
+            if getattr(self, name) is not None:
+                _check_name(name, getattr(self, name))
+        require_numbers(self, "> 0", "agent_timeout")
+        require_numbers(self, ">= 0", "agent_retries")
+        require_numbers(self, ">= 1", "agent_max_calls")
+        players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
+        if len(players) > 1:
+            raise ValueError(f"--{players[0]} and --{players[1]} both play episodes: give one")
         at_a_time = self.per_device_generation_batch_size
         if self.num_generations > at_a_time:
             raise ValueError(
@@ -142,6 +165,16 @@ class RolloutConfig:
                 f"--num_generations {self.num_generations} must divide the {own} responses of an "
                 "iteration (--per_device_generation_batch_size x --generation_batches)"
             )
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether a program plays the episodes."""
+        return self.agent is not None or self.agent_command is not None
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the actor may speak several times in an episode."""
+        return self.environment is not None or self.has_agent
 
     @property
     def draws_from_policy(self) -> bool:

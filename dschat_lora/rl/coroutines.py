@@ -1,6 +1,7 @@
 """Coroutines of users' functions and objects, on one event loop of the process."""
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -18,6 +19,11 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
+
+
+def start(coroutine: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
+    """Begin a coroutine on the loop; the future has its result, and may be cancelled."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
 
 
 def run_together(waiting: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Episodes of several turns: the actor and an environment answer each other."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -126,14 +126,32 @@ class TurnTokens:
             ValueError: if the chat template refuses the messages, or does not append them to what
                 it made of earlier ones.
         """
+        before = [
+            *prompt_messages(response, self.tokenizer),
+            *json.loads(response.earlier or b"[]"),
+        ]
+        columns = json.loads(response.columns or b"{}")
+        return self.following(before, reply, response.last_turn[-1:], columns)
+
+    def following(
+        self,
+        before: Sequence[Message],
+        reply: Sequence[Message],
+        last_token: Sequence[int],
+        columns: Mapping[str, Any],
+    ) -> list[int]:
+        """Tokens of messages after an answer to those ``before``, which ended in ``last_token``.
+
+        ``columns`` may have ``tools`` and ``chat_template_kwargs``.
+
+        Raises:
+            ValueError: as above.
+        """
         self._check_appends(reply)
-        tokenizer = self.tokenizer
-        row = json.loads(response.columns or b"{}")
-        before = [*prompt_messages(response, tokenizer), *json.loads(response.earlier or b"[]")]
-        messages = [*before, _turn(PROBE), *reply]
-        text = self.chat.with_columns(row).render(messages, add_generation_prompt=True)
+        messages, tokenizer = [*before, _turn(PROBE), *reply], self.tokenizer
+        text = self.chat.with_columns(columns).render(messages, add_generation_prompt=True)
         following = text.rpartition(PROBE)[2]
-        last = tokenizer.decode(list(response.last_turn[-1:]))
+        last = tokenizer.decode(list(last_token))
         # The end that the template writes was sampled already.
         if last.strip():
             following = following.removeprefix(last)

@@ -158,7 +158,7 @@ def check_scores(experience: Experience, decode: Callable[[Sequence[int]], str])
     model = rewards.get("reward_model", torch.zeros_like(total) if rewards else total)
     scores = torch.stack([model, total], dim=1).tolist()  # read at once
     for response, (own, added) in zip(experience.responses, scores, strict=True):
-        if response.undrawn or (math.isfinite(own) and not math.isinf(added)):
+        if response.is_left_out or (math.isfinite(own) and not math.isinf(added)):
             continue
         who, found = "the weighted sum of rewards", added
         if not math.isfinite(own):
@@ -196,9 +196,9 @@ def _added(
     model: Tensor,
     state: TrainerState | None,
 ) -> Scores:
-    """The scores of functions and of the reward model, and their sum; NaN where one is undrawn."""
-    undrawn = to_device(torch.tensor([each.undrawn for each in responses]), model.device)
-    model = model.masked_fill(undrawn, torch.nan)
+    """The scores of functions and of the reward model, and their sum; NaN for those left out."""
+    left_out = to_device(torch.tensor([each.is_left_out for each in responses]), model.device)
+    model = model.masked_fill(left_out, torch.nan)
     if scorer is None:
         return Scores(model, {})
     rewards = scorer(responses, model.device, state)
@@ -206,10 +206,16 @@ def _added(
         given = [each.environment_reward for each in responses]
         given = [math.nan if reward is None else reward for reward in given]
         rewards[scorer.environment] = to_device(torch.tensor(given), model.device)
+    rewards = {name: scores.masked_fill(left_out, torch.nan) for name, scores in rewards.items()}
     total = scorer.total(rewards, None if engines.reward is None else model)
-    total = total.masked_fill(undrawn, torch.nan)
+    total = total.masked_fill(left_out, torch.nan)
     by_name = rewards | ({} if engines.reward is None else {"reward_model": model})
-    return Scores(total, by_name, *(scorer.log.take(responses) if scorer.logs else ()))
+    metrics, columns = scorer.log.take(responses) if scorer.logs else ({}, {})
+    for name in sorted({name for each in responses for name in each.logged}):
+        values = [each.logged[name] for each in responses if name in each.logged]
+        metrics[name] = sum(values) / len(values)
+        columns[name] = [each.logged.get(name) for each in responses]
+    return Scores(total, by_name, metrics, columns)
 
 
 @torch.no_grad()

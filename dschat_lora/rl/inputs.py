@@ -147,11 +147,14 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     actor, critic = inputs.sources.actor, inputs.sources.critic
     by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}" for function in functions]
-    by = by or [f"the environment {config.batch.environment}"]
+    agent = config.batch.agent or config.batch.agent_command
+    by = by or [
+        f"the environment {config.batch.environment}" if agent is None else f"the agent {agent}"
+    ]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
     if config.data.num_prompts:
-        data = f"{config.data.num_prompts:,} episodes of the environment's own"
+        data = f"{config.data.num_prompts:,} episodes without data"
     say_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
 
 

@@ -107,23 +107,23 @@ def keeping_cache(
 def cache_columns(config: RlhfConfig) -> int:
     """Most positions of a sequence that decoding has room for.
 
-    With an environment, a later turn reads the longest episode so far, and has room for as many
-    tokens as the shortest one may still get.
+    With an environment or agent, a later turn reads the longest episode so far, and has room for
+    as many tokens as the shortest one may still get.
     """
-    further = config.data.max_answer_seq_len if config.batch.environment is not None else 0
+    further = config.data.max_answer_seq_len if config.batch.has_turns else 0
     return config.data.max_seq_len + further
 
 
 def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
     """Bytes on one device of keys and values of the responses decoded at a time.
 
-    With an environment, a CPU has those of two turns at a time, of which one reads the other.
+    With them, a CPU has those of two turns at a time, of which one reads the other.
 
     Raises:
         ValueError: for an architecture that is not understood.
     """
     tokens = config.batch.per_device_generation_batch_size * cache_columns(config)
-    if config.batch.environment is not None and device_type() == "cpu":
+    if config.batch.has_turns and device_type() == "cpu":
         tokens *= 2
     group = group_of(model)
     return tokens * cached_token_bytes(model) // (1 if group is None else group.size)

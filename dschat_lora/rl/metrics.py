@@ -13,7 +13,7 @@ from torch import Tensor
 from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
-from dschat_lora.rl.batch import Response
+from dschat_lora.rl.batch import TIMED_OUT, Response
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.rewards import messages_after_prompt
 from dschat_lora.rl.update import StepResult
@@ -98,6 +98,7 @@ def response_metrics(
         "truncated_fraction": 1 - eos_rate,
         "dropped": len(responses) - len(kept),
         "undrawn": sum(each.undrawn for each in responses),
+        **_agent_metrics(responses),
         "samples": len(responses),
         "tokens": sum(map(len, responses)),
         "supervised_tokens": sum(r.num_actor_tokens for r in responses),
@@ -107,14 +108,29 @@ def response_metrics(
 
 def turn_metrics(responses: Sequence[Response]) -> dict[str, float]:
     """Mean number of the actor's turns and of tokens read from an environment, if any has some."""
-    if not any(each.actor_mask for each in responses):
+    if not any(each.actor_mask or each.num_calls for each in responses):
         return {}
     turns = sum(_num_turns(each) for each in responses)
-    read = sum(len(each.tokens) - each.num_actor_tokens for each in responses)
+    read = sum(each.num_read_tokens for each in responses)
     return {"turns": turns / len(responses), "environment_tokens": read / len(responses)}
 
 
+def _agent_metrics(responses: Sequence[Response]) -> dict[str, float | int]:
+    """Sequences of an agent's episodes, and how many failed; nothing without agents."""
+    if not any(each.num_calls or each.failure for each in responses):
+        return {}
+    played = [len(each.sequences) for each in responses if not each.failure]
+    return {
+        "sequences": sum(played) / max(1, len(played)),
+        "failed_episodes": sum(bool(each.failure) for each in responses),
+        "timed_out_episodes": sum(each.failure.startswith(TIMED_OUT) for each in responses),
+        "retried_episodes": sum(each.num_retries > 0 for each in responses),
+    }
+
+
 def _num_turns(response: Response) -> int:
+    if response.num_calls:
+        return response.num_calls
     earlier = json.loads(response.earlier or b"[]")
     return 1 + sum(message["role"] == "assistant" for message in earlier)
 
@@ -167,11 +183,22 @@ def rollout_rows(
         if response.earlier:
             text = decode(response.last_turn, skip_special_tokens=True)
             rows[-1]["messages"] = messages_after_prompt(response, text)
+        if response.earlier_sequences:
+            rows[-1]["earlier_sequences"] = [
+                {"prompt": decode(each.prompt), "response": decode(each.tokens)}
+                for each in response.earlier_sequences
+            ]
+        if response.failure:
+            rows[-1]["failure"] = response.failure
         if logged := experience.logged_columns:
             rows[-1]["extra"] = {name: entries[len(rows) - 1] for name, entries in logged.items()}
     for row, (index, found) in zip(rows, enumerate(by_token), strict=False):
         response = experience.responses[index]
-        tokens = list(compress(response.tokens, response.actor_mask or repeat(True)))
+        tokens = [
+            token
+            for each in response.sequences
+            for token in compress(each.tokens, each.actor_mask or repeat(True))
+        ]
         if row["reward"] is not None:
             row["tokens"] = [decode([token]) for token in tokens]
             row |= {name: values[: len(tokens)] for name, values in found.items()}
@@ -261,6 +288,7 @@ SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
 SAMPLER_LIMIT = 5
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
+    "failed_episodes",
     *(
         "ratio_error",
         "score_clip_fraction",
@@ -436,10 +464,12 @@ class Diagnostics:
 
     def _dropped(self, row: dict[str, float]) -> str | None:
         dropped, samples = row.get("dropped", 0.0), row.get("samples", 0.0)
-        undrawn = row.get("undrawn", 0.0)
+        undrawn, failed = row.get("undrawn", 0.0), row.get("failed_episodes", 0.0)
         if not dropped:
             return None
-        why = ["a reward function returned None for them"] * (dropped > undrawn)
+        why = ["a reward function returned None for them"] * (dropped > undrawn + failed)
+        if failed:
+            why.append(f"{failed:.0f} episodes of the agent failed, as rollouts say")
         if undrawn:
             why.append(
                 f"of {undrawn:.0f} a token could not be drawn, as the logits were not finite"

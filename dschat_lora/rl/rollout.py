@@ -5,10 +5,10 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,12 @@ from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, end_ids
 from dschat_lora.rl.advice import FullWhileDecodingError
-from dschat_lora.rl.batch import Response
+from dschat_lora.rl.batch import Response, TokenSequence
 from dschat_lora.rl.environment import Episodes
 from dschat_lora.rl.roles import Network
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.agents import Agents  # which needs a server's libraries
 
 # Share of the free memory that the whole weights may take during generation at ZeRO 3.
 GATHER_SHARE = 0.6
@@ -165,20 +168,46 @@ def _unanswered(group: int, prompt: PromptSample) -> Response:
     return Response(tuple(prompt.input_ids.tolist()), (), False, group, prompt.columns)
 
 
-def _from_row(row: Tensor, blank: Response, width: int, earlier: str) -> Response:
-    """The response to ``blank``'s prompt of a row of :meth:`Generator._share`."""
-    tokens = row[4 : 4 + int(row[1])].long()
-    is_read = tokens < 0
+def _from_row(row: Tensor, blank: Response, width: int) -> Response:
+    """The response to ``blank``'s prompt of a row of :func:`_table`."""
     return replace(
         blank,
-        tokens=tuple(torch.where(is_read, -1 - tokens, tokens).tolist()),
+        tokens=tuple(row[4 : 4 + int(row[1])].long().tolist()),
         ended=bool(row[3] > 0),
         undrawn=bool(row[3] < 0),
         logprobs=tuple(row[4 + width :][: int(row[2])].tolist()),
         sampler_logprobs=tuple(row[4 + 2 * width :][: int(row[2])].tolist()),
-        actor_mask=tuple((~is_read).tolist()) if is_read.any() else (),
-        earlier=earlier.encode(),
     )
+
+
+def _table(own: Mapping[int, Response], width: int) -> Tensor:
+    """(n, 4 + 3 width) fp64: numbers, tokens and fp32 values, which are exact in it."""
+    table = torch.full((len(own), 4 + 3 * width), -1, dtype=torch.float64)
+    for row, (number, each) in zip(table, own.items(), strict=True):
+        drawn = torch.tensor([each.logprobs, each.sampler_logprobs])
+        sizes = [number, len(each.tokens), drawn.shape[1], each.ended - each.undrawn]
+        row[:4] = torch.tensor(sizes, dtype=torch.float64)
+        row[4 : 4 + len(each.tokens)] = torch.tensor(each.tokens)
+        row[4 + width :].view(2, width)[:, : drawn.shape[1]] = drawn
+    return table
+
+
+def _as_json(responses: Mapping[int, Response]) -> str:
+    """Responses of episodes by number, without their prompts' columns."""
+    known = {n: replace(each, columns=b"") for n, each in responses.items()}
+    fields = {n: asdict(each) for n, each in known.items()}
+    return json.dumps(fields, default=bytes.decode)
+
+
+def _from_json(fields: dict[str, Any], columns: bytes) -> Response:
+    """A response of :func:`_as_json`."""
+
+    def fixed(found: dict[str, Any]) -> dict[str, Any]:
+        return {n: tuple(v) if isinstance(v, list) else v for n, v in found.items()}
+
+    earlier = tuple(TokenSequence(**fixed(each)) for each in fields["earlier_sequences"])
+    changed = {"columns": columns, "earlier": fields["earlier"].encode()}
+    return Response(**{**fixed(fields), **changed, "earlier_sequences": earlier})
 
 
 class Generator:
@@ -204,6 +233,7 @@ class Generator:
         unpacked: bool | None = None,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
         episodes: Episodes | None = None,
+        agents: "Agents | None" = None,
     ) -> None:
         """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
 
@@ -212,7 +242,7 @@ class Generator:
         ``merged``, adapters are added to copies of the weights, and ``unpacked`` ones are copies of
         4-bit weights (None: as the free memory allows).
         ``find_end`` says after how many tokens the text of a turn ends, if it does, and
-        ``episodes`` what an environment adds to it.
+        ``episodes`` what an environment adds to it; or ``agents`` ask for the turns.
         ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
         engine's modules, which gather their weights.
         """
@@ -221,7 +251,8 @@ class Generator:
         self._update_bytes = update_bytes
         self.released = False  # whether what was kept had to go
         self._sharded, self._decoders = sharded, dict[int, Decoder]()
-        self._find_end, self._episodes = find_end, episodes
+        self._find_end, self._episodes, self._agents = find_end, episodes, agents
+        self._plays_episodes = episodes is not None or agents is not None
         self._make_decoder = partial(
             Decoder,
             eos_ids=eos_ids,
@@ -230,7 +261,7 @@ class Generator:
             largest=(batch_size, max_length),
             merged=merged,
             unpacked=unpacked,
-            retains=episodes is not None,
+            retains=self._plays_episodes,
         )
 
     def __call__(
@@ -274,6 +305,16 @@ class Generator:
                 numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
                 copies = [(n, k) for n in numbers for k in range(num_generations)]
                 places = [n * num_generations + k for n, k in copies]
+                if self._agents is not None:
+                    played = self._agents.play(
+                        [(_unanswered(n, prompts[n]), (n, k)) for n, k in copies],
+                        partial(decoder, sampling=sampling, keep_going=keep_going),
+                        key=("rollout", *key),
+                        max_calls_at_a_time=self._batch_size,
+                        is_end=self._eos_ids.__contains__,
+                    )
+                    found |= dict(zip(places, played, strict=False))
+                    continue
                 responses = turns.first([(n, prompts[n]) for n in numbers], num_generations)
                 if self._episodes is not None:
                     responses = self._episodes.play(
@@ -286,6 +327,8 @@ class Generator:
         blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
         blank = [each for each in blank for _ in range(num_generations)]
         responses = self._share(found, blank, width=sampling.max_new_tokens)
+        if self._agents is not None:
+            self._agents.check(responses)
         if any(each.undrawn for each in responses):
             own = broken_parameters(dict(self._rollout.named_parameters()))
             broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]
@@ -316,35 +359,13 @@ class Generator:
         self, own: Mapping[int, Response], blank: Sequence[Response], *, width: int
     ) -> list[Response]:
         """All ranks' responses by number, from those of this rank; call on every rank."""
-        # Numbers, tokens and fp32 values are exact in fp64. Tokens that are read are below 0.
-        table = torch.full((len(own), 4 + 3 * width), -1, dtype=torch.float64)
-        for index, (number, each) in enumerate(own.items()):
-            tokens = torch.tensor(each.tokens)
-            drawn = torch.tensor([each.logprobs, each.sampler_logprobs])
-            if each.actor_mask:
-                tokens = torch.where(torch.tensor(each.actor_mask), tokens, -1 - tokens)
-            kept = drawn.shape[1]
-            sizes = [number, len(tokens), kept, each.ended - each.undrawn]
-            table[index, :4] = torch.tensor(sizes, dtype=torch.float64)
-            table[index, 4 : 4 + len(tokens)] = tokens
-            table[index, 4 + width :].view(2, width)[:, :kept] = drawn
-        whole = gather_over_ranks(table.to(self._engine.device)).cpu()
-        whole = whole[whole[:, 0].argsort()]
-        earlier, rewards = dict[str, str](), dict[str, float]()
-        if self._episodes is not None:
-            texts = {str(n): each.earlier.decode() for n, each in own.items() if each.earlier}
-            given = {str(n): each.environment_reward for n, each in own.items()}
-            given = {n: reward for n, reward in given.items() if reward is not None}
-            for text in gather_texts(json.dumps([texts, given])):
-                of_rank = json.loads(text)
-                earlier, rewards = earlier | of_rank[0], rewards | of_rank[1]
-        return [
-            replace(
-                _from_row(row, each, width, earlier.get(str(number), "")),
-                environment_reward=rewards.get(str(number)),
-            )
-            for number, (row, each) in enumerate(zip(whole, blank, strict=True))
-        ]
+        if self._plays_episodes:
+            shares = map(json.loads, gather_texts(_as_json(own)))
+            found = {int(n): fields for share in shares for n, fields in share.items()}
+            return [_from_json(found[n], each.columns) for n, each in enumerate(blank)]
+        whole = gather_over_ranks(_table(own, width).to(self._engine.device)).cpu()
+        rows = whole[whole[:, 0].argsort()]
+        return [_from_row(row, each, width) for row, each in zip(rows, blank, strict=True)]
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[Decoder, KeepGoing | None]]:

@@ -4,13 +4,13 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.encoder import describe_tokenizer
+from dschat_lora.data.encoder import describe_tokenizer, make_encoder
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
@@ -23,6 +23,7 @@ from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.advice import explaining_memory
+from dschat_lora.rl.agent_programs import load_program
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.environment import Episodes, TurnTokens
 from dschat_lora.rl.inputs import (
@@ -47,6 +48,7 @@ from dschat_lora.rl.rewards import (
 )
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.roles import Roles, build_roles
+from dschat_lora.rl.rollout import end_of_text
 from dschat_lora.rl.stateful_environment import StatefulEnvironment, load_environment
 from dschat_lora.rl.throughput import FlopCounter
 from dschat_lora.rl.validation import fit_lengths
@@ -73,6 +75,9 @@ from dschat_lora.runtime.setup import (
     trained_elements,
 )
 
+if TYPE_CHECKING:
+    from dschat_lora.rl.agents import Agents
+
 
 @dataclass(frozen=True)
 class RlhfSetup:
@@ -89,6 +94,7 @@ class RlhfSetup:
     scorer: RewardFunctions | None  # None: the reward model alone scores
     judge: RewardFunction | None
     episodes: Episodes | None  # None: of one turn
+    agents: "Agents | None"  # that play episodes, in the place of an environment
     identity: dict[str, Any]
     plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
@@ -111,11 +117,12 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     _check_layers(config, sources, group)
     tokenizer = _load_tokenizer(config, sources)
     episodes = _episodes(config, tokenizer)
-    scorer = _scorer(config, tokenizer, episodes)
+    agents = _agents(config, tokenizer, run)
+    scorer = _scorer(config, tokenizer, episodes, agents)
     name = config.rewards.judge_function
     judge = None if name is None else load_function("judge_function", name, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
-    _check_columns(prompts, scorer, judge, episodes)
+    _check_columns(prompts, scorer, judge, episodes, agents)
     text = _read_text(config, tokenizer, run)
     settings = role_settings(config)
     free = free_memory()
@@ -155,6 +162,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         scorer,
         judge,
         episodes,
+        agents,
         identity,
         plan,
         unpacked,
@@ -179,16 +187,49 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
     return Episodes(environment, TurnTokens(chat, tokenizer), config.batch.max_turns)
 
 
+def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) -> "Agents | None":
+    """What plays the episodes of ``--agent`` or ``--agent_command``, if there is one."""
+    batch, data = config.batch, config.data
+    program = load_program(batch.agent, batch.agent_command)
+    if program is None:
+        return None
+    from dschat_lora.rl.agents import AgentLimits, Agents  # needs a server's libraries
+    from dschat_lora.rl.conversations import PromptTokens
+
+    chat = make_chat(tokenizer, data.data.chat_template_kwargs)
+    agents = Agents(
+        program,
+        PromptTokens(
+            chat,
+            make_encoder(tokenizer),
+            tokenizer,
+            TurnTokens(chat, tokenizer),
+            limit=data.max_seq_len,
+            vocabulary_size=len(tokenizer),
+        ),
+        AgentLimits(batch.agent_timeout, batch.agent_retries, batch.agent_max_calls),
+        max_new_tokens=data.max_answer_seq_len,
+        end_of_text=lambda tokens, stop: end_of_text(
+            tokens, (*batch.stop_strings, *stop), tokenizer.decode
+        ),
+    )
+    run.closing.callback(agents.close)
+    return agents
+
+
 def _check_columns(
     prompts: Prepared,
     scorer: RewardFunctions | None,
     judge: RewardFunction | None,
     episodes: Episodes | None,
+    agents: "Agents | None",
 ) -> None:
     """Refuse functions that ask for columns which the prompts lack."""
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
     others: list[UserFunction] = [] if judge is None else [judge]
     others += [] if episodes is None else [episodes.environment]
+    if agents is not None:
+        agents.program.check_columns(columns)
     for other in others:
         other.check_columns(columns)
     if scorer is not None:
@@ -198,14 +239,20 @@ def _check_columns(
 
 
 def _scorer(
-    config: RlhfConfig, tokenizer: Tokenizer, episodes: Episodes | None
+    config: RlhfConfig,
+    tokenizer: Tokenizer,
+    episodes: Episodes | None,
+    agents: "Agents | None",
 ) -> RewardFunctions | None:
-    """The reward functions, with the reward of a stateful environment; None if there are none.
+    """The reward functions, with the reward of an environment or agent; None if there are none.
 
     Raises:
         ValueError: if nothing scores.
     """
     environment = None if episodes is None else episodes.environment
+    if agents is not None:
+        scorer = load_functions(config.rewards, tokenizer)
+        return replace(scorer, environment=agents.program.label)
     if isinstance(environment, StatefulEnvironment):
         scorer = load_functions(config.rewards, tokenizer)
         found = replace(scorer, environment=environment.label(), objects=environment.objects)

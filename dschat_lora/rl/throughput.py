@@ -133,8 +133,9 @@ class FlopCounter:
 
     def _generation(self, responses: Sequence[Response]) -> Flops:
         """Each token is computed once; the last one of a response never, a shared prompt once."""
-        prompts = [len(each.prompt) for each in responses]
-        fed = [len(each) - 1 for each in responses]
+        sequences = [each for response in responses for each in response.sequences]
+        prompts = [len(each.prompt) for each in sequences]
+        fed = [len(each.prompt) + len(each.tokens) - 1 for each in sequences]
         saved = 1 - 1 / self._num_generations
         return forward_flops(
             self._shapes["actor"],
@@ -145,10 +146,11 @@ class FlopCounter:
 
     def _decode_bytes(self, responses: Sequence[Response]) -> float:
         """Weights once a step, keys and values of what came before once a token."""
-        lengths = [len(each.tokens) for each in responses]
+        sequences = [each for response in responses for each in response.sequences]
+        lengths = [len(each.tokens) for each in sequences]
         cached = sum(
             length * len(each.prompt) + causal_pairs(length)
-            for length, each in zip(lengths, responses, strict=True)
+            for length, each in zip(lengths, sequences, strict=True)
         )
         steps = sum(sorted(lengths, reverse=True)[:: self._batch_size])
         return steps * self._weight_bytes + cached * self._bytes_per_cached_token

@@ -236,7 +236,9 @@ class RlhfTrainer:
         self, responses: Sequence[Response], *, rows_per_step: int, passes: int
     ) -> list[Minibatch]:
         """The minibatches of all passes over the responses."""
-        lengths = [len(each) for each in responses]
+        longest = max(len(s.prompt) + len(s.tokens) for r in responses for s in r.sequences)
+        # Several sequences of a response stand in as many rows of a batch.
+        lengths = [len(r.sequences) * longest if r.earlier_sequences else len(r) for r in responses]
         groups = [each.group for each in responses] if self._shares_prompts else None
         return [
             minibatch
@@ -415,6 +417,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         unpacked=setup.unpacked,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
         episodes=setup.episodes,
+        agents=setup.agents,
     )
 
 

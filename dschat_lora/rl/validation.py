@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,7 @@ from dschat_lora.models.option_checks import check_processes, check_training
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.builtin_rewards import is_builtin, is_remote
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.config import RlhfConfig, RolloutConfig
 from dschat_lora.rl.inputs import (
     RlhfInputs,
     announce,
@@ -39,6 +41,7 @@ from dschat_lora.runtime.checks import (
     continued_lora,
     model_fields,
     recomputing,
+    require_packages,
     resolve_stage,
     settled_base_bits,
     with_trackers,
@@ -80,9 +83,10 @@ def with_environment_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConf
         return config
     if config.data.data_path:
         raise ValueError(f"--num_prompts {count} stands in the place of --data_path; drop one")
-    if config.batch.environment is None:
+    if not config.batch.has_turns:
         raise ValueError(
-            f"--num_prompts {count} needs --environment, a class whose reset makes the prompts"
+            f"--num_prompts {count} needs --environment, a class whose reset makes the prompts, or "
+            "--agent"
         )
     path = cache_directory(config.data.data) / f"episodes-{count}.jsonl"
     if not path.is_file():
@@ -119,7 +123,7 @@ def _scores(config: RlhfConfig) -> bool:
 def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
     # An environment's class scores if it has get_reward, which shows when it is imported.
-    if not (_scores(config) or config.batch.environment):
+    if not (_scores(config) or config.batch.has_turns):
         raise ValueError(
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
             "--reward_function a function that scores: nothing tells what a response is worth"
@@ -132,12 +136,31 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
                 check_function(option, name)
     if config.batch.environment is not None:
         check_function("environment", config.batch.environment)
+    _check_agent(config.batch)
     count, weights = len(rewards.reward_function), rewards.reward_weights
     if len(weights) > count and config.critic.model_name_or_path is None:
         raise ValueError(
             f"--reward_weights has {len(weights)} weights for {count} functions of "
             "--reward_function, and there is no reward model for the last one"
         )
+
+
+def _check_agent(batch: RolloutConfig) -> None:
+    if not batch.has_agent:
+        return
+    option = "agent_command" if batch.agent is None else "agent"
+    client = () if batch.agent is None else ("openai",)
+    require_packages(f"--{option}", "starlette", "uvicorn", *client, extra="agents")
+    if batch.agent is not None:
+        check_function("agent", batch.agent)
+        return
+    try:
+        words = shlex.split(batch.agent_command or "")
+    except ValueError as error:
+        raise ValueError(f"--agent_command {batch.agent_command!r}: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        found = words[0] if words else "nothing"
+        raise ValueError(f"--agent_command begins with {found}, which is no program on the PATH")
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:

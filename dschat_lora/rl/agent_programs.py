@@ -1,0 +1,234 @@
+"""Programs that play an agent's episode: a function of the user's, or a command."""
+
+import asyncio
+import concurrent.futures
+import inspect
+import json
+import math
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+from dschat_lora.rl.rewards import find_object, named_parameters, same_gradients, takes_all
+
+MODEL_NAME = "actor"
+# What a function may take beside the columns of its row.
+OFFERED = ("row", "client", "model", "base_url", "api_key")
+
+
+class Program(Protocol):
+    """What plays episodes."""
+
+    @property
+    def label(self) -> str:
+        """The name of its reward."""
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse data without the columns that it asks for.
+
+        Raises:
+            ValueError: naming both.
+        """
+
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """Play the episode of a row with the model behind an address; gives its reward."""
+
+
+@dataclass(frozen=True)
+class AgentFunction:
+    """A function of the user's, ``async`` or not, called by keyword with what it takes.
+
+    A client is one of the ``openai`` package: ``AsyncOpenAI`` for an ``async`` function, else
+    ``OpenAI``. Functions that are not ``async`` run in threads, all at once.
+    """
+
+    name: str  # module:function
+    function: Callable[..., Any]
+
+    @property
+    def label(self) -> str:
+        """The function's name."""
+        return self.name.rpartition(":")[2]
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse data without the columns that the function asks for.
+
+        Raises:
+            ValueError: naming both.
+        """
+        parameters = named_parameters(self.function).values()
+        needed = [p.name for p in parameters if p.default is p.empty]
+        lacking = [name for name in needed if name not in (*OFFERED, *columns)]
+        if lacking:
+            raise ValueError(
+                f"--agent {self.name} asks for {', '.join(lacking)}; it may take "
+                f"{', '.join(OFFERED)} and the columns of the data: "
+                f"{', '.join(sorted(columns)) or 'there are none'}"
+            )
+
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """Call the function."""
+        names = named_parameters(self.function)
+        is_async = inspect.iscoroutinefunction(self.function)
+        given = {
+            **row,
+            "row": row,
+            "model": MODEL_NAME,
+            "base_url": base_url,
+            "api_key": api_key,
+        }
+        if not takes_all(self.function):
+            given = {name: value for name, value in given.items() if name in names}
+        if "client" in names or takes_all(self.function):
+            client = _async_client() if is_async else _client()
+            given["client"] = client.with_options(base_url=base_url, api_key=api_key)
+        if is_async:
+            return await self.function(**given)
+        found = await asyncio.wrap_future(_in_thread(lambda: self.function(**given)))
+        return await found if inspect.isawaitable(found) else found
+
+
+@cache
+def _async_client() -> Any:
+    """A client whose connections all episodes share, as making them anew takes long."""
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+    class Shared(DefaultAsyncHttpxClient):
+        async def aclose(self) -> None:
+            """Stay open: other episodes use it too."""
+
+    return AsyncOpenAI(
+        base_url="http://127.0.0.1",
+        api_key="none",
+        http_client=Shared(trust_env=False),
+        max_retries=0,
+        timeout=None,
+    )
+
+
+@cache
+def _client() -> Any:
+    from openai import DefaultHttpxClient, OpenAI
+
+    class Shared(DefaultHttpxClient):
+        def close(self) -> None:
+            """Stay open: other episodes use it too."""
+
+    return OpenAI(
+        base_url="http://127.0.0.1",
+        api_key="none",
+        http_client=Shared(trust_env=False),
+        max_retries=0,
+        timeout=None,
+    )
+
+
+def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+    """What a function gives that runs in a thread, which does not keep the process from ending."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            with same_gradients():
+                found = function()
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
+            with suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(error)
+            return
+        with suppress(concurrent.futures.InvalidStateError):
+            future.set_result(found)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return future
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """A command that is run for each episode, with the row as JSON on its standard input.
+
+    ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` point it at the model, and ``OPENAI_MODEL`` names it.
+    The last line that it prints is its reward as JSON, unless it sends one to ``REWARD_URL``.
+    """
+
+    command: str
+    label = "agent"
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Any data will do."""
+
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        """Run the command.
+
+        Raises:
+            RuntimeError: if it fails.
+        """
+        address = {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": api_key,
+            "OPENAI_MODEL": MODEL_NAME,
+            "REWARD_URL": f"{base_url.removesuffix('/v1')}/reward",
+        }
+        process = await asyncio.create_subprocess_exec(
+            *shlex.split(self.command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **address},
+            start_new_session=True,
+        )
+        try:
+            text = json.dumps(row, ensure_ascii=False).encode()
+            printed, errors = await process.communicate(text + b"\n")
+        finally:
+            # It, or what it has left behind; also where the episode is cancelled.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode:
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            raise RuntimeError(f"it ended with exit code {process.returncode}: {last:.300}")
+        last = printed.decode(errors="replace").strip().rpartition("\n")[2]
+        try:
+            return json.loads(last)
+        except ValueError:
+            return None
+
+
+def reward_and_metrics(found: Any) -> tuple[float | None, dict[str, float]]:
+    """The reward that a program gave, None for no reward, and what else it counted.
+
+    Raises:
+        ValueError: if it is neither a finite number, nor a dict with ``reward``, nor None.
+    """
+    reward, more = found, {}
+    if isinstance(found, dict):
+        reward = found.get("reward")
+        more = {n: float(v) for n, v in found.items() if isinstance(v, int | float)}
+        more = {n: v for n, v in more.items() if n != "reward" and math.isfinite(v)}
+        is_dict_of_reward = "reward" in found
+    else:
+        is_dict_of_reward = True
+    if reward is None and is_dict_of_reward:
+        return None, more
+    if not is_dict_of_reward or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(
+            f"an agent gave {found!r:.200}; its reward is a finite number, a dict with `reward` "
+            "beside other numbers, or None for an episode that is not to count"
+        )
+    return float(reward), more
+
+
+def load_program(agent: str | None, command: str | None) -> Program | None:
+    """What ``--agent`` or ``--agent_command`` names; None where neither is given.
+
+    Raises:
+        ValueError: if it is not there.
+    """
+    if command is not None:
+        return AgentCommand(command)
+    return None if agent is None else AgentFunction(agent, find_object("agent", agent))

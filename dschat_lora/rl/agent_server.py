@@ -1,0 +1,124 @@
+"""The address at which agents ask the actor: OpenAI's interface, with a path for each episode."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers
+from dschat_lora.endpoint.guard import ApiError, Guard, invalid, read_json
+from dschat_lora.endpoint.requests import AnswerRequest, chat_request, text_request
+from dschat_lora.rl.agent_programs import MODEL_NAME, reward_and_metrics
+from dschat_lora.rl.agents import OVER, AgentModel, Agents, Episode
+
+HOST = "127.0.0.1"
+
+
+class AgentServer:
+    """Serves the episodes of :class:`Agents` in a thread, on a free port of this machine alone.
+
+    Attributes:
+        address: of the server, without a slash at its end.
+    """
+
+    def __init__(self, agents: Agents) -> None:
+        """Start to listen."""
+        self._agents = agents
+        self.temperature, self.top_p, self.top_k = 1.0, 1.0, 0  # which the options of the run say
+        self.max_new_tokens = agents.max_new_tokens
+        listening = socket.socket()
+        listening.bind((HOST, 0))
+        self.address = f"http://{HOST}:{listening.getsockname()[1]}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._app(),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                backlog=4096,
+            )
+        )
+        listening.listen(4096)
+        serve = partial(self._server.run, sockets=[listening])
+        self._thread = threading.Thread(target=serve, name="agents", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and wait for the end of open connections for a moment."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(5)
+
+    def _app(self) -> Starlette:
+        base = "/{episode}/v1"
+        routes = [
+            Route(f"{base}/chat/completions", partial(self._answer, kind="chat"), methods=["POST"]),
+            Route(f"{base}/completions", partial(self._answer, kind="text"), methods=["POST"]),
+            Route(f"{base}/models", self._models),
+            Route("/{episode}/reward", self._reward, methods=["POST"]),
+        ]
+        handlers: Mapping[Any, Any] = {
+            ApiError: _refuse,
+            HTTPException: _refuse_route,
+            ClientDisconnect: _nobody_listens,
+        }
+        guard = Middleware(Guard, host=HOST, token=None, public=())
+        return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+
+    def _episode(self, request: Request) -> Episode:
+        episode = self._agents.episodes.get(request.path_params["episode"])
+        if episode is None or episode.is_over:
+            raise ApiError(404, OVER, code="episode_over")
+        return episode
+
+    async def _answer(self, request: Request, kind: Kind) -> Response:
+        model = AgentModel(self._episode(request), self._agents.to, self._agents.lock)
+        body = await read_json(request)
+        if isinstance(body, dict):
+            body["model"] = MODEL_NAME  # whatever a program calls it
+        parse = chat_request if kind == "chat" else text_request
+
+        def parsed() -> AnswerRequest:
+            with self._agents.lock:
+                return parse(body, {MODEL_NAME: model}, self)
+
+        asked = await asyncio.to_thread(parsed)  # beside the event loop
+        return AnswerResponse(RequestAnswers(asked, self._agents), kind)
+
+    async def _models(self, request: Request) -> Response:
+        self._episode(request)
+        entry = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "dschat_lora"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def _reward(self, request: Request) -> Response:
+        episode, body = self._episode(request), await read_json(request)
+        try:
+            reward_and_metrics(body)
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        episode.posted = body
+        return JSONResponse({}, status_code=201)
+
+
+async def _refuse(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status)
+
+
+async def _refuse_route(request: Request, error: HTTPException) -> Response:
+    return JSONResponse(ApiError(error.status_code, error.detail).body, error.status_code)
+
+
+async def _nobody_listens(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,527 @@
+"""Episodes of agents: programs that ask the actor over HTTP as often as they like."""
+
+import asyncio
+import concurrent.futures
+import hashlib
+import json
+import secrets
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.data.messages import Message
+from dschat_lora.data.tool_calls import parse_tool_calls
+from dschat_lora.endpoint.answers import BusyError, Emit, Piece, StoppedError, fitting
+from dschat_lora.endpoint.requests import AnswerOptions
+from dschat_lora.endpoint.text import TextStream
+from dschat_lora.engine.distributed import gather_texts, grid, max_over_ranks, rank, tensor_rank
+from dschat_lora.generation.sampling import Responses, undrawn_reason
+from dschat_lora.report.terminal import note
+from dschat_lora.rl.agent_programs import MODEL_NAME, Program, reward_and_metrics
+from dschat_lora.rl.batch import TIMED_OUT, Response
+from dschat_lora.rl.conversations import Conversation, Conversations, PromptTokens
+from dschat_lora.rl.coroutines import start
+from dschat_lora.rl.rewards import UserFunctionError, as_messages, prompt_of
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.agent_server import AgentServer
+
+# Seconds that a round waits for episodes that neither ask nor end, once another one has asked.
+PATIENCE = 5.0
+# Seconds without a further call after which all calls of a round are thought to have come.
+QUIET = 0.02
+OVER = "the episode is over"
+
+
+class AgentFailedError(UserFunctionError):
+    """All episodes of an agent failed; the cause is the first one's error. Raised on every rank."""
+
+    what = "an agent"
+
+
+@dataclass(frozen=True)
+class AgentLimits:
+    """What an episode may take."""
+
+    seconds: float  # in which no answer is waited for
+    retries: int  # further attempts at an episode that failed
+    calls: int  # most answers
+
+
+class Episode:
+    """An attempt at an episode: its program, its calls and what has become of it.
+
+    Attributes:
+        calls: those that wait for an answer.
+        is_over: whether the program has ended, in whatever way.
+    """
+
+    def __init__(
+        self, blank: Response, key: tuple[int | str, ...], own_prompt: tuple[int, ...], attempt: int
+    ) -> None:
+        self.blank, self.key, self.attempt = blank, key, attempt
+        self.secret = secrets.token_hex(16)
+        self.conversations = Conversations(own_prompt)
+        self.calls: list[Call] = []
+        self.num_calls = 0
+        self.posted: Any = None  # a reward that came by POST
+        self.reward: float | None = None
+        self.logged: dict[str, float] = {}
+        self.error: BaseException | None = None
+        self.failure = ""
+        self.undrawn = self.is_over = self.is_slow = False
+        self.task: concurrent.futures.Future[Any] | None = None
+        self._spent, self._since = 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """In which the program did not wait for an answer."""
+        return self._spent + (0.0 if self.calls else time.monotonic() - self._since)
+
+    def ask(self, call: "Call") -> None:
+        """Take a call, which waits for its answer from here on."""
+        self._spent = self.seconds
+        self.calls.append(call)
+        self.num_calls += 1
+        self.is_slow = False
+
+    def drop(self, call: "Call") -> None:
+        """Let go of a call that has its answer, or that nobody waits for."""
+        if call in self.calls:
+            self.calls.remove(call)
+            if not self.calls:
+                self._since = time.monotonic()
+
+    def end(self, failure: str = "", error: BaseException | None = None) -> None:
+        """Take no further calls; those that wait are refused."""
+        if self.is_over:
+            return
+        self.is_over, self.failure, self.error = True, failure, error
+        for call in self.calls:
+            call.emit(Piece("", 0, error=OVER, stopped=True))
+        self.calls.clear()
+        if self.task is not None:
+            self.task.cancel()
+
+    def response(self) -> Response:
+        """The episode as a response; one that failed, or asked nothing, has no tokens."""
+        changed: dict[str, Any] = {
+            "num_retries": self.attempt,
+            "num_calls": self.num_calls,
+            "failure": self.failure,
+            "undrawn": self.undrawn,
+        }
+        found = [each for each in self.conversations.all if each.num_answers]
+        if self.failure or not found:
+            changed["failure"] = self.failure or "it asked nothing"
+            return replace(self.blank, **changed)
+        *earlier, last = found
+        return replace(
+            self.blank,
+            prompt=last.prompt,
+            tokens=tuple(last.tokens),
+            actor_mask=tuple(last.actor_mask),
+            ended=last.ended,
+            logprobs=tuple(x for each in found for x in each.logprobs),
+            sampler_logprobs=tuple(x for each in found for x in each.sampler_logprobs),
+            earlier=json.dumps(self._before(last), ensure_ascii=False, default=str).encode(),
+            environment_reward=self.reward,
+            earlier_sequences=tuple(each.sequence for each in earlier),
+            logged=self.logged,
+            **changed,
+        )
+
+    def _before(self, last: Conversation) -> list[Message]:
+        """Messages before the last answer, without the prompt of the row."""
+        asked = [{n: v for n, v in m.items() if v is not None} for m in last.messages]
+        row = json.loads(self.blank.columns or b"{}")
+        own = as_messages(prompt_of(row, None) or [])
+        return asked[len(own) :] if asked[: len(own)] == own else asked
+
+
+@dataclass(eq=False)
+class Call:
+    """A request of an episode for an answer."""
+
+    episode: Episode
+    model: "AgentModel"
+    prompt: tuple[int, ...]
+    options: AnswerOptions
+    emit: Emit
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.digest = hashlib.sha256(repr(self.prompt).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class AgentModel:
+    """The actor as a request of one episode sees it."""
+
+    episode: Episode
+    to: PromptTokens
+    lock: threading.RLock  # of tokenizer and episodes
+    name: str = MODEL_NAME
+    asked: list[tuple[Sequence[Message], Mapping[str, Any]]] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self.to.limit
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens are below it."""
+        return self.to.vocabulary_size
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the actor."""
+        return self.to.tokenizer
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Tokens of a prompt as a text."""
+        with self.lock:
+            return self.to.encoder.encode([prompt])[0]
+
+    def chat_ids(
+        self, messages: Sequence[Message], columns: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Tokens of messages, of earlier answers those that were drawn.
+
+        Raises:
+            ValueError: if the chat template refuses them.
+        """
+        columns = dict(columns or {})
+        with self.lock:
+            self.asked.append((messages, columns))
+            return self.episode.conversations.prompt_ids(messages, columns, self.to)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What the decoder gets for a call."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    limit: int
+    prefix: tuple[int, int] | None  # row of the last round, and how many tokens of it
+
+
+class Agents:
+    """Plays episodes of programs that ask the actor by OpenAI's interface.
+
+    Calls are answered in rounds, those of all episodes at once: a round begins when every episode
+    asks or has ended, or after :data:`PATIENCE` seconds without those that do neither.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        to: PromptTokens,
+        limits: AgentLimits,
+        *,
+        max_new_tokens: int,
+        end_of_text: Callable[[Sequence[int], Sequence[str]], int | None],
+    ) -> None:
+        """Prepare to play.
+
+        ``end_of_text`` says after how many tokens a text has one of the strings that end it, and
+        ``max_new_tokens`` bounds an answer.
+        """
+        self.program, self.to, self.limits = program, to, limits
+        self.max_new_tokens, self._end_of_text = max_new_tokens, end_of_text
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.episodes: dict[str, Episode] = {}  # by secret
+        self._server: AgentServer | None = None
+        self._arrived = 0.0  # when the last call came
+        self._first_error: BaseException | None = None
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def play(
+        self,
+        copies: Sequence[tuple[Response, tuple[int, int]]],
+        decode: Callable[..., Responses],
+        *,
+        key: tuple[int | str, ...],
+        max_calls_at_a_time: int,
+        is_end: Callable[[int], bool],
+    ) -> list[Response]:
+        """Episodes of this process's rows, each a response without tokens and its number and copy.
+
+        Call on every rank; processes that hold one model between them play once, and the others
+        return nothing. ``decode`` is called equally often on every rank.
+        """
+        own = copies if tensor_rank() == 0 else ()
+        with self.changed:
+            current = [self._begin(blank, (*key, *copy), attempt=0) for blank, copy in own]
+        decoded: list[Conversation] = []
+        try:
+            while max_over_ranks(float(any(not each.is_over for each in current))):
+                calls = self._round(current, max_calls_at_a_time)
+                conversations, turns = self._turns(calls, decoded)
+                texts = gather_texts(_as_json(turns)) if grid() is not None else []
+                if texts:
+                    turns = _from_json(texts[rank() - tensor_rank()])
+                found = _decoded(decode, turns)
+                self._answer(calls, conversations, found, is_end)
+                decoded = conversations
+        finally:
+            with self.changed:
+                for each in current:
+                    each.end(OVER)
+                    self.episodes.pop(each.secret, None)
+        return [each.response() for each in current]
+
+    def check(self, responses: Sequence[Response]) -> None:
+        """Refuse to go on where not one episode was played to its end.
+
+        Raises:
+            AgentFailedError: whose cause is the first error.
+        """
+        if all(each.failure for each in responses):
+            reason = f"--agent {self.program.label}: {responses[0].failure}"
+            raise AgentFailedError from self._first_error or RuntimeError(reason)
+
+    # Called by the server's threads.
+
+    def submit(
+        self, model: AgentModel, prompt: Sequence[int], options: AnswerOptions, emit: Emit
+    ) -> Call:
+        """Have a prompt answered at the next round.
+
+        Raises:
+            TooLongError: if the model has no room for it.
+            BusyError: if the episode has had its calls.
+            StoppedError: if it is over.
+        """
+        most = min(options.max_new_tokens, self.max_new_tokens)
+        options = fitting(model, prompt, replace(options, max_new_tokens=most, cut=True))
+        call = Call(model.episode, model, tuple(prompt), options, emit)
+        with self.changed:
+            episode = model.episode
+            if episode.is_over:
+                raise StoppedError(OVER)
+            if episode.num_calls == self.limits.calls:
+                raise BusyError(
+                    f"the episode has had its {self.limits.calls} answers (--agent_max_calls)"
+                )
+            episode.ask(call)
+            self._arrived = time.monotonic()
+            self.changed.notify()
+        return call
+
+    def leave(self, call: Call) -> None:
+        """Forget a call whose client has gone."""
+        with self.changed:
+            call.episode.drop(call)
+
+    # Called by the thread that trains.
+
+    def _begin(self, blank: Response, key: tuple[int | str, ...], *, attempt: int) -> Episode:
+        if self._server is None:
+            from dschat_lora.rl.agent_server import AgentServer  # heavy
+
+            self._server = AgentServer(self)
+        own_key = (*key, "attempt", attempt) if attempt else key
+        episode = Episode(blank, own_key, blank.prompt, attempt)
+        self.episodes[episode.secret] = episode
+        row = json.loads(blank.columns or b"{}")
+        address = f"{self._server.address}/{episode.secret}/v1"
+        episode.task = start(self._run(episode, row, address))
+        return episode
+
+    async def _run(self, episode: Episode, row: dict[str, Any], address: str) -> None:
+        """Play an episode, on the event loop of programs."""
+        failure, caught = "", None
+        try:
+            found = await self.program.run(row, address, episode.secret)
+            if episode.posted is not None:
+                found = episode.posted
+            episode.reward, episode.logged = reward_and_metrics(found)
+        except asyncio.CancelledError:
+            return
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an episode may fail
+            failure, caught = f"{type(error).__name__}: {error!s:.300}", error
+        with self.changed:
+            episode.end(failure, caught)
+            self.changed.notify()
+
+    def _round(self, current: list[Episode], most: int) -> list[Call]:
+        """The calls to answer next, at most so many; waits for the programs.
+
+        Episodes that failed are begun again in ``current`` as long as they may.
+        """
+        with self.changed:
+            began = None
+            while True:
+                wait = self._expire(current)
+                self._retry(current)
+                live = [each for each in current if not each.is_over]
+                if not live:
+                    return []
+                asking = [each for each in live if each.calls]
+                if asking:
+                    now = time.monotonic()
+                    began = began or now
+                    absent = [each for each in live if not each.calls and not each.is_slow]
+                    patience = began + PATIENCE if absent else self._arrived + QUIET
+                    if now >= patience:
+                        for each in absent:
+                            each.is_slow = True
+                        break
+                    wait = min(wait, patience - now)
+                self.changed.wait(wait)
+            calls = [call for each in asking for call in sorted(each.calls, key=_digest)]
+            return calls[:most]
+
+    def _expire(self, current: Sequence[Episode]) -> float:
+        """End episodes whose time is over; seconds until the next one's is."""
+        left = [60.0]
+        for each in current:
+            if each.is_over or each.calls:
+                continue
+            if (rest := self.limits.seconds - each.seconds) > 0:
+                left.append(rest)
+            else:
+                each.end(f"{TIMED_OUT} after {self.limits.seconds:g} seconds (--agent_timeout)")
+        return min(left)
+
+    def _retry(self, current: list[Episode]) -> None:
+        for number, each in enumerate(current):
+            if not (each.is_over and each.failure) or each.secret not in self.episodes:
+                continue
+            del self.episodes[each.secret]
+            if self._first_error is None:
+                self._first_error = each.error
+                note(f"an episode of --agent {self.program.label} failed: {_where(each)}")
+            if each.attempt < self.limits.retries:
+                key = each.key[:-2] if each.attempt else each.key
+                current[number] = self._begin(each.blank, key, attempt=each.attempt + 1)
+
+    def _turns(
+        self, calls: Sequence[Call], decoded: Sequence[Conversation]
+    ) -> tuple[list[Conversation], list[_Turn]]:
+        conversations, turns = [], []
+        with self.changed:
+            for call in calls:
+                each = call.episode.conversations.continued_by(call.prompt)
+                number = each.num_answers + 1
+                key = (*call.episode.key, *each.key, *(("turn", number) if number > 1 else ()))
+                # All but the last token that the actor chose.
+                prefix = (decoded.index(each), len(each) - 1) if each in decoded else None
+                limit = call.options.max_new_tokens
+                turns.append(_Turn(call.prompt, stream_seed(*key), limit, prefix))
+                conversations.append(each)
+        return conversations, turns
+
+    def _answer(
+        self,
+        calls: Sequence[Call],
+        conversations: Sequence[Conversation],
+        found: Sequence[tuple[list[int], list[float], list[float], bool]],
+        is_end: Callable[[int], bool],
+    ) -> None:
+        """Give the answers to the programs, and keep their tokens."""
+        with self.changed:
+            for call, conversation, (tokens, own, drawn, undrawn) in zip(
+                calls, conversations, found[: len(calls)], strict=True
+            ):
+                episode = call.episode
+                if undrawn:
+                    episode.undrawn = True
+                    tokens, own, drawn = tokens[:-1], own[:-1], drawn[:-1]
+                ended = bool(tokens) and not undrawn and is_end(tokens[-1])
+                if (end := self._end_of_text(tokens, call.options.stop)) is not None:
+                    tokens, own, drawn, ended = tokens[:end], own[:end], drawn[:end], True
+                conversation.add(call.prompt[len(conversation) :], tokens, own, drawn)
+                conversation.ended = ended
+                messages, columns = call.model.asked[-1] if call.model.asked else ((), {})
+                piece, answer = self._piece(call, tokens, own, columns, ended=ended)
+                episode.conversations.answered(conversation, messages, columns, answer)
+                if undrawn:
+                    piece = Piece("", len(tokens), error=undrawn_reason(()))
+                episode.drop(call)
+                call.emit(piece)
+
+    def _piece(
+        self,
+        call: Call,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        columns: Mapping[str, Any],
+        *,
+        ended: bool,
+    ) -> tuple[Piece, Message]:
+        """The whole answer to a call, and the message that it is."""
+        stream = TextStream(self.to.tokenizer, call.options.stop, strip=call.options.strip)
+        text = "".join([*(stream.add(token) for token in tokens), stream.finish()])
+        answer: Message = {"role": "assistant", "content": text}
+        if columns.get("tools"):
+            content, tools = parse_tool_calls(self.to.tokenizer.decode(list(tokens)))
+            if tools:
+                calls = [{"function": tool._asdict()} for tool in tools]
+                answer = {"role": "assistant", "content": content, "tool_calls": calls}
+        return Piece(text, len(tokens), "stop" if ended else "length"), answer
+
+
+def _digest(call: Call) -> str:
+    return call.digest
+
+
+def _decoded(
+    decode: Callable[..., Responses], turns: Sequence[_Turn]
+) -> list[tuple[list[int], list[float], list[float], bool]]:
+    """Tokens, log-probabilities of policy and sampler, and whether one was undrawn, of each turn.
+
+    Prompts that are equal are read once, where each comes as often.
+    """
+    places: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for number, turn in enumerate(turns):
+        places.setdefault((turn.prompt, turn.limit), []).append(number)
+    if len({len(own) for own in places.values()}) > 1 or any(each.prefix for each in turns):
+        places = {(turn.prompt, n): [n] for n, turn in enumerate(turns)}
+    first = [turns[own[0]] for own in places.values()]
+    prefixes = [turn.prefix for turn in first if turn.prefix is not None]
+    found = decode(
+        [list(turn.prompt) for turn in first],
+        seeds=[[turns[n].seed for n in own] for own in places.values()],
+        limits=[turn.limit for turn in first],
+        prefixes=prefixes if first and len(prefixes) == len(first) else None,
+        keep_logprobs=True,
+    )
+    rows = zip(
+        found.tokens(), found.logprobs(), found.sampler_logprobs(), found.undrawn(), strict=True
+    )
+    order = [n for own in places.values() for n in own]
+    by_place = dict(zip(order, rows, strict=True))
+    return [by_place[n] for n in range(len(turns))]
+
+
+def _as_json(turns: Sequence[_Turn]) -> str:
+    return json.dumps([[t.prompt, t.seed, t.limit, t.prefix] for t in turns])
+
+
+def _from_json(text: str) -> list[_Turn]:
+    return [
+        _Turn(tuple(prompt), seed, limit, None if prefix is None else (prefix[0], prefix[1]))
+        for prompt, seed, limit, prefix in json.loads(text)
+    ]
+
+
+def _where(episode: Episode) -> str:
+    """Why an episode failed, and where in the program."""
+    if episode.error is None or episode.error.__traceback__ is None:
+        return episode.failure
+    frame = traceback.extract_tb(episode.error.__traceback__)[-1]
+    return f"{episode.failure} ({frame.filename}:{frame.lineno})"

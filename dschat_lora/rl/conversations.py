@@ -1,0 +1,173 @@
+"""Tokens of an agent's calls: a call that continues an earlier answer goes on from its tokens."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.messages import Message, called_function, content_text
+from dschat_lora.endpoint.text import chat_ids
+from dschat_lora.models.loading import Tokenizer
+from dschat_lora.rl.batch import TokenSequence
+from dschat_lora.rl.environment import TurnTokens
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A sequence of tokens that grows by an answer at a time."""
+
+    prompt: tuple[int, ...]
+    key: tuple[int | str, ...]  # of the random numbers of its answers
+    tokens: list[int] = field(default_factory=list)
+    actor_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of the actor's tokens, in nats
+    sampler_logprobs: list[float] = field(default_factory=list)
+    num_answers: int = 0
+    ended: bool = False  # whether the last answer ended by itself
+    messages: Sequence[Message] = ()  # of the last call; empty for a prompt that was text
+    is_asked: bool = False  # a call to continue it waits for its answer
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """What is learnt from."""
+        return TokenSequence(self.prompt, tuple(self.tokens), tuple(self.actor_mask))
+
+    def add(
+        self,
+        read: Sequence[int],
+        answer: Sequence[int],
+        logprobs: Sequence[float],
+        sampler_logprobs: Sequence[float],
+    ) -> None:
+        """Append tokens that are read, and an answer with its log-probabilities."""
+        self.tokens += [*read, *answer]
+        self.actor_mask += [False] * len(read) + [True] * len(answer)
+        self.logprobs += logprobs
+        self.sampler_logprobs += sampler_logprobs
+        self.num_answers += 1
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """How messages become tokens."""
+
+    chat: Chat
+    encoder: Encoder
+    tokenizer: Tokenizer
+    turn_tokens: TurnTokens
+    limit: int  # most tokens of prompt and answer
+    vocabulary_size: int
+
+
+@dataclass
+class Conversations:
+    """All conversations of an episode.
+
+    A prompt continues a conversation if it begins with all of its tokens. Anything else, such as a
+    history that was rewritten, a second answer to one prompt, or a sub-agent's first question, is
+    a conversation of its own, whose prompt is not learnt from.
+    """
+
+    own_prompt: tuple[int, ...]  # of the row, whose first answer has the first random numbers
+    all: list[Conversation] = field(default_factory=list)  # in the order of their last answers
+    # Where messages that end in an answer stand: conversation, and how many of its tokens.
+    _known: dict[str, tuple[Conversation, int]] = field(default_factory=dict)
+
+    def prompt_ids(
+        self, messages: Sequence[Message], columns: Mapping[str, Any], to: PromptTokens
+    ) -> list[int]:
+        """Tokens of messages, up to where the actor speaks.
+
+        Those of the longest history that ends in an answer given before are the tokens that were
+        drawn, whatever its text would be tokenised to; where the chat template would not append
+        what follows, all messages are tokenised anew.
+
+        Raises:
+            ValueError: if the chat template refuses the messages.
+        """
+        for end in reversed(range(1, len(messages) + 1)):
+            known = self._known.get(_canonical(messages[:end], columns))
+            if known is None or messages[end - 1]["role"] != "assistant":
+                continue
+            conversation, length = known
+            ids = [*conversation.prompt, *conversation.tokens][:length]
+            try:
+                following = to.turn_tokens.following(
+                    messages[: end - 1], messages[end:], ids[-1:], columns
+                )
+            except ValueError:
+                break
+            return ids + following
+        chat = to.chat.with_columns(columns)
+        return chat_ids(messages, chat, to.encoder, to.tokenizer, most=to.limit)
+
+    def continued_by(self, prompt: Sequence[int]) -> Conversation:
+        """The conversation that an answer to the prompt belongs to, which is asked from here on."""
+        found = max(
+            (
+                each
+                for each in self.all
+                if not each.is_asked and tuple(prompt[: len(each)]) == (*each.prompt, *each.tokens)
+            ),
+            key=len,
+            default=None,
+        )
+        if found is None:
+            content = tuple(prompt)
+            same = sum(each.prompt == content for each in self.all)
+            digest = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+            key: tuple[int | str, ...] = () if content == self.own_prompt else ("prompt", digest)
+            found = Conversation(content, (*key, "again", same) if same else key)
+            self.all.append(found)
+        found.is_asked = True
+        return found
+
+    def answered(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Message],
+        columns: Mapping[str, Any],
+        answer: Message,
+    ) -> None:
+        """Keep that the conversation now ends in an answer to messages."""
+        conversation.is_asked = False
+        self.all.remove(conversation)
+        self.all.append(conversation)
+        conversation.messages = messages
+        if messages:
+            known = conversation, len(conversation)
+            self._known[_canonical([*messages, answer], columns)] = known
+
+
+def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
+    """The same text for messages that say the same, however a client writes them."""
+    said = []
+    for message in messages:
+        text = content_text(message.get("content"))
+        is_answer = message["role"] == "assistant"
+        calls = [called_function(call) for call in message.get("tool_calls") or ()]
+        said.append(
+            [
+                message["role"],
+                text.strip() if is_answer else text,
+                None if is_answer else message.get("name"),
+                [[call["name"], _arguments(call.get("arguments"))] for call in calls],
+            ]
+        )
+    return json.dumps([said, columns], sort_keys=True, default=str)
+
+
+def _arguments(arguments: Any) -> Any:
+    """Arguments of a call, which may be JSON text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
