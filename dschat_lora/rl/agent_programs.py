@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import inspect
+import itertools
 import json
 import math
 import os
@@ -94,22 +95,31 @@ class AgentFunction:
         return await found if inspect.isawaitable(found) else found
 
 
+# What the clients of this process count their calls by: several at once arrive in any order.
+CALL_NUMBER = "x-call-number"
+_numbers = itertools.count(1)
+_CLIENT_OPTIONS: dict[str, Any] = {
+    "base_url": "http://127.0.0.1",
+    "api_key": "none",
+    "max_retries": 0,
+    "timeout": None,
+}
+
+
 @cache
 def _async_client() -> Any:
     """A client whose connections all episodes share, as making them anew takes long."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     class Shared(DefaultAsyncHttpxClient):
+        async def send(self, request: Any, **options: Any) -> Any:
+            request.headers[CALL_NUMBER] = str(next(_numbers))
+            return await super().send(request, **options)
+
         async def aclose(self) -> None:
             """Stay open: other episodes use it too."""
 
-    return AsyncOpenAI(
-        base_url="http://127.0.0.1",
-        api_key="none",
-        http_client=Shared(trust_env=False),
-        max_retries=0,
-        timeout=None,
-    )
+    return AsyncOpenAI(http_client=Shared(trust_env=False, timeout=None), **_CLIENT_OPTIONS)
 
 
 @cache
@@ -117,16 +127,14 @@ def _client() -> Any:
     from openai import DefaultHttpxClient, OpenAI
 
     class Shared(DefaultHttpxClient):
+        def send(self, request: Any, **options: Any) -> Any:
+            request.headers[CALL_NUMBER] = str(next(_numbers))
+            return super().send(request, **options)
+
         def close(self) -> None:
             """Stay open: other episodes use it too."""
 
-    return OpenAI(
-        base_url="http://127.0.0.1",
-        api_key="none",
-        http_client=Shared(trust_env=False),
-        max_retries=0,
-        timeout=None,
-    )
+    return OpenAI(http_client=Shared(trust_env=False, timeout=None), **_CLIENT_OPTIONS)
 
 
 def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":

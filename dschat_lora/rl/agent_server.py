@@ -18,7 +18,7 @@ from starlette.routing import Route
 from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers
 from dschat_lora.endpoint.guard import ApiError, Guard, invalid, read_json
 from dschat_lora.endpoint.requests import AnswerRequest, chat_request, text_request
-from dschat_lora.rl.agent_programs import MODEL_NAME, reward_and_metrics
+from dschat_lora.rl.agent_programs import CALL_NUMBER, MODEL_NAME, reward_and_metrics
 from dschat_lora.rl.agents import OVER, AgentModel, Agents, Episode
 
 HOST = "127.0.0.1"
@@ -84,7 +84,13 @@ class AgentServer:
         return episode
 
     async def _answer(self, request: Request, kind: Kind) -> Response:
-        model = AgentModel(self._episode(request), self._agents.to, self._agents.lock)
+        number = request.headers.get(CALL_NUMBER, "")
+        model = AgentModel(
+            self._episode(request),
+            self._agents.to,
+            self._agents.lock,
+            int(number) if number.isdecimal() and len(number) < 20 else 0,
+        )
         body = await read_json(request)
         if isinstance(body, dict):
             body["model"] = MODEL_NAME  # whatever a program calls it

@@ -152,10 +152,11 @@ class Call:
     prompt: tuple[int, ...]
     options: AnswerOptions
     emit: Emit
-    digest: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.digest = hashlib.sha256(repr(self.prompt).encode()).hexdigest()
+    @property
+    def order(self) -> tuple[int, str]:
+        """Of calls that came together, in whatever order they were received."""
+        return self.model.number, hashlib.sha256(repr(self.prompt).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class AgentModel:
     episode: Episode
     to: PromptTokens
     lock: threading.RLock  # of tokenizer and episodes
+    number: int = 0  # by which calls that came together are put in order
     name: str = MODEL_NAME
     asked: list[tuple[Sequence[Message], Mapping[str, Any]]] = field(default_factory=list)
 
@@ -240,7 +242,7 @@ class Agents:
         self.episodes: dict[str, Episode] = {}  # by secret
         self._server: AgentServer | None = None
         self._arrived = 0.0  # when the last call came
-        self._first_error: BaseException | None = None
+        self._first_failed: Episode | None = None
 
     def close(self) -> None:
         """End the server."""
@@ -291,7 +293,8 @@ class Agents:
         """
         if all(each.failure for each in responses):
             reason = f"--agent {self.program.label}: {responses[0].failure}"
-            raise AgentFailedError from self._first_error or RuntimeError(reason)
+            first = self._first_failed
+            raise AgentFailedError from (first and first.error) or RuntimeError(reason)
 
     # Called by the server's threads.
 
@@ -382,7 +385,7 @@ class Agents:
                         break
                     wait = min(wait, patience - now)
                 self.changed.wait(wait)
-            calls = [call for each in asking for call in sorted(each.calls, key=_digest)]
+            calls = [call for each in asking for call in sorted(each.calls, key=_order)]
             return calls[:most]
 
     def _expire(self, current: Sequence[Episode]) -> float:
@@ -402,8 +405,8 @@ class Agents:
             if not (each.is_over and each.failure) or each.secret not in self.episodes:
                 continue
             del self.episodes[each.secret]
-            if self._first_error is None:
-                self._first_error = each.error
+            if self._first_failed is None:
+                self._first_failed = each
                 note(f"an episode of --agent {self.program.label} failed: {_where(each)}")
             if each.attempt < self.limits.retries:
                 key = each.key[:-2] if each.attempt else each.key
@@ -475,8 +478,8 @@ class Agents:
         return Piece(text, len(tokens), "stop" if ended else "length"), answer
 
 
-def _digest(call: Call) -> str:
-    return call.digest
+def _order(call: Call) -> tuple[int, str]:
+    return call.order
 
 
 def _decoded(

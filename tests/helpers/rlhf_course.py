@@ -1,5 +1,6 @@
 """Tiny models for whole runs of step 3, and such runs in the processes of ``Ranks``."""
 
+import asyncio
 import json
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
@@ -79,7 +80,7 @@ def _stock_adapter(model, task):
     return adapted
 
 
-def write_prompts(path, count, *, longest=14, seed=0):
+def write_prompts(path, count, *, longest=14, seed=0, chat=False):
     """Prompts of ragged lengths, for a tokenizer of one token a letter."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -87,6 +88,8 @@ def write_prompts(path, count, *, longest=14, seed=0):
         size = int(torch.randint(1, longest + 1, (), generator=generator))
         letters = torch.randint(0, 26, (size,), generator=generator).tolist()
         rows.append({"prompt": "".join(LETTERS[n] for n in letters), "number": number})
+    if chat:
+        rows = [{**r, "prompt": [{"role": "user", "content": r["prompt"]}]} for r in rows]
     return write_jsonl(Path(path), rows)
 
 
@@ -131,6 +134,48 @@ class AskAgain:
 def turns_of(environments, completions):
     """A reward function that reads the objects of episodes."""
     return [float(each.turns) for each in environments]
+
+
+def more_to_say(text, turns):
+    """What is said to an answer of an episode with so many; None ends it."""
+    return "xyz"[len(text) % 3] if turns < 3 and len(text) % 4 else None
+
+
+def ask_on(responses, messages):
+    """An environment that says :func:`more_to_say`."""
+    turns = [sum(each["role"] == "assistant" for each in said) for said in messages]
+    more = [more_to_say(text.strip(), n) for text, n in zip(responses, turns, strict=True)]
+    return [each and {"role": "user", "content": each} for each in more]
+
+
+async def asks_on(row, client, model):
+    """An agent that plays the episodes of :func:`ask_on`, and scores them by their vowels."""
+    messages, more = list(row["prompt"]), ""
+    for turn in range(1, 4):
+        answer = await client.chat.completions.create(model=model, messages=messages)
+        said = answer.choices[0].message
+        more = more_to_say(said.content, turn)
+        if more is None:
+            break
+        messages += [said.model_dump(), {"role": "user", "content": more}]
+    return vowels([], [said.content])[0]
+
+
+async def branches(row, client, model):
+    """An agent that rewrites its history, asks a sub-agent twice at once, and fails now and then."""
+    ask = client.chat.completions.create
+    question = list(row["prompt"])
+    first = (await ask(model=model, messages=question)).choices[0].message.content
+    helper = [{"role": "user", "content": "h"}]
+    both = await asyncio.gather(*(ask(model=model, messages=helper, max_tokens=3) for _ in "ab"))
+    if row["number"] % 5 == 4:
+        raise RuntimeError("this one fails")
+    found = "".join(each.choices[0].message.content for each in both)
+    rewritten = [*question, {"role": "assistant", "content": f"b{first[:2]}"}]
+    last = await ask(
+        model=model, messages=[*rewritten, {"role": "user", "content": found[:1] or "x"}]
+    )
+    return {"reward": vowels([], [last.choices[0].message.content])[0], "found": len(found)}
 
 
 def end_at_once(responses):

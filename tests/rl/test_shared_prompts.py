@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dschat_lora.rl.batch import Response, collate, make_minibatches
+from dschat_lora.rl.batch import (
+    Response,
+    TokenSequence,
+    collate,
+    make_minibatches,
+    response_mask,
+)
 from helpers.iterations import ragged_responses
 from helpers.roles import asked_of, config_of, roles_of, save_adapters
 
@@ -62,6 +68,48 @@ def test_roles_say_the_same_of_branches_as_of_rows_and_learn_the_same(
         if wanted is not None:
             torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5)
     assert any(slope is not None and slope.abs().max() > 0.01 for slope in own)
+
+
+# The same, two of a prompt as one response: an agent's that gave two answers to one question.
+JOINED = replace(
+    RESPONSES[4],
+    earlier_sequences=tuple(
+        TokenSequence(each.prompt, each.tokens, each.actor_mask)
+        for each in (RESPONSES[6], RESPONSES[3])
+    ),
+)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_sequences_of_one_response_are_learnt_as_responses_of_their_own_one_after_another(
+    shares, model_directory, tmp_path
+):
+    adapters = save_adapters("llama", model_directory("llama"), tmp_path)
+    engines = asked_of(roles_of(ADAPTERS, *adapters))
+    parts = [RESPONSES[6], RESPONSES[3], RESPONSES[4]]
+    width = sum(each.num_actor_tokens for each in parts)
+    apart = collate([*parts, RESPONSES[0]], range(4), 0)
+    joined = collate([JOINED, RESPONSES[0]], range(2), 0, shares_prompts=shares)
+    assert joined.input_ids.shape[0] == (3 if shares else 4)
+    assert response_mask([JOINED], "cpu").sum() == width == JOINED.num_actor_tokens
+    parameters = [p for p in engines.actor.parameters() if p.requires_grad]
+    tables = []
+    for batch in (apart, joined):
+        logprobs, _ = engines.policy(batch, width)
+        tables.append([logprobs, engines.values(batch, width), engines.scores(batch)])
+    sizes = [each.num_actor_tokens for each in parts]
+    rows = [torch.cat([t[n, :size] for n, size in enumerate(sizes)]) for t in tables[0][:2]]
+    for found, row, apart_table in zip(tables[1][:2], rows, tables[0][:2], strict=True):
+        torch.testing.assert_close(found[0], row, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[1], apart_table[3], rtol=1e-5, atol=1e-5)
+    # The reward model reads the last one.
+    torch.testing.assert_close(tables[1][2], tables[0][2][2:], rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1, 2, width)
+    own = torch.autograd.grad((weights * tables[1][0][0]).sum(), parameters, allow_unused=True)
+    wanted = torch.autograd.grad((weights * rows[0]).sum(), parameters, allow_unused=True)
+    for slope, expected in zip(own, wanted, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(slope, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_holds_the_prompt_once_and_then_each_response():

@@ -1,0 +1,482 @@
+"""Agents: programs with the openai client play episodes; a script stands for the model."""
+
+import asyncio
+import json
+import sys
+import textwrap
+import time
+from types import SimpleNamespace
+
+import openai
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from data.chat_tokenizers import build_chat_tokenizer
+from dschat_lora.config.bundled import BUNDLED_MODEL
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.models.loading import end_ids
+from dschat_lora.rl import agents as module
+from dschat_lora.rl.agent_programs import AgentCommand, AgentFunction, reward_and_metrics
+from dschat_lora.rl.agents import AgentFailedError, AgentLimits, Agents
+from dschat_lora.rl.batch import Response
+from dschat_lora.rl.conversations import Conversations, PromptTokens
+from dschat_lora.rl.environment import TurnTokens
+from dschat_lora.rl.rollout import end_of_text
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+QUESTION = [{"role": "user", "content": "What is 1?"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+
+def prompt_tokens(tokenizer, limit=400):
+    chat = make_chat(tokenizer)
+    return PromptTokens(
+        chat,
+        make_encoder(tokenizer),
+        tokenizer,
+        TurnTokens(chat, tokenizer),
+        limit=limit,
+        vocabulary_size=len(tokenizer),
+    )
+
+
+class Script:
+    """Stands for the decoder: the answer to each prompt's text, and what it was asked."""
+
+    def __init__(self, tokenizer, answer):
+        self.tokenizer, self.answer, self.rounds = tokenizer, answer, []
+
+    def __call__(self, prompts, *, seeds, limits, prefixes, keep_logprobs):
+        assert keep_logprobs
+        if prompts:  # else a round after the last call
+            asked = SimpleNamespace(prompts=prompts, seeds=seeds, prefixes=prefixes)
+            self.rounds.append(asked)
+        rows = []
+        for prompt, own, limit in zip(prompts, seeds, limits, strict=True):
+            for seed in own:
+                answer = self.answer(self.tokenizer.decode(prompt), seed)
+                if isinstance(answer, str):
+                    answer = self.tokenizer.encode(answer, add_special_tokens=False)
+                    answer = [*answer, end_ids(self.tokenizer)[0]]
+                rows.append(answer[:limit])
+        return SimpleNamespace(
+            tokens=lambda: rows,
+            logprobs=lambda: [[-0.5] * len(row) for row in rows],
+            sampler_logprobs=lambda: [[-0.25] * len(row) for row in rows],
+            undrawn=lambda: [False] * len(rows),
+        )
+
+
+@pytest.fixture
+def play(tokenizer):
+    """Plays a program over rows; closes its server."""
+    opened = []
+
+    def run(program, rows, answer, *, copies=1, limits=None, tokenizer=tokenizer, script=None):
+        if not isinstance(program, AgentCommand):
+            program = AgentFunction("mine:play", program)
+        agents = Agents(
+            program,
+            prompt_tokens(tokenizer),
+            limits or AgentLimits(5.0, 0, 100),
+            max_new_tokens=40,
+            end_of_text=lambda tokens, stop: end_of_text(tokens, stop, tokenizer.decode),
+        )
+        opened.append(agents)
+        script = script or Script(tokenizer, answer)
+        blanks = [
+            (Response((7, 8), (), False, n, json.dumps(row).encode()), (n, k))
+            for n, row in enumerate(rows)
+            for k in range(copies)
+        ]
+        ends = set(end_ids(tokenizer))
+        found = agents.play(
+            blanks, script, key=("k",), max_calls_at_a_time=64, is_end=ends.__contains__
+        )
+        assert not agents.episodes
+        return SimpleNamespace(responses=found, script=script, agents=agents)
+
+    yield run
+    for agents in opened:
+        agents.close()
+
+
+def text_of(tokenizer, response):
+    return tokenizer.decode(list(response.prompt) + list(response.tokens))
+
+
+# ---------------------------------------------------------------------------- tokens
+
+
+def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer):
+    parts = [*"The"]  # letter by letter, as no tokenizer would write it
+    drawn = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in parts]
+    assert tokenizer.encode("The", add_special_tokens=False) != drawn
+    drawn += [end_ids(tokenizer)[0]]
+
+    async def agent(row, client, model):
+        said = await client.chat.completions.create(model=model, messages=QUESTION)
+        content = said.choices[0].message.content
+        assert content == "The"
+        messages = [*QUESTION, said.choices[0].message.model_dump()]
+        more = [*messages, {"role": "user", "content": "And?"}]
+        await client.chat.completions.create(model="any-name", messages=more)
+        return {"reward": 0.5, "turns_taken": 2, "kind": "text"}
+
+    found = play(agent, [{}], lambda prompt, seed: drawn)
+    (response,) = found.responses
+    assert response.earlier_sequences == ()
+    first, second = (each.prompts[0] for each in found.script.rounds)
+    assert tuple(first) == response.prompt
+    assert second[: len(first) + 4] == [*first, *drawn]
+    assert [*response.prompt, *response.tokens] == [*second, *drawn]
+    read = len(second) - len(first) - 4
+    assert response.actor_mask == (*[True] * 4, *[False] * read, *[True] * 4)
+    assert tokenizer.decode(response.tokens[4 : 4 + read]).split() == [
+        "Human:",
+        "And?",
+        "Assistant:",
+    ]
+    assert response.logprobs == (-0.5,) * 8
+    assert response.sampler_logprobs == (-0.25,) * 8
+    assert (response.environment_reward, response.logged) == (0.5, {"turns_taken": 2.0})
+    assert (response.num_calls, response.ended, response.failure) == (2, True, "")
+    assert found.script.rounds[1].prefixes == [(0, len(first) + 3)]
+    assert json.loads(response.earlier)[-2:] == [
+        {"role": "assistant", "content": "The"},
+        {"role": "user", "content": "And?"},
+    ]
+
+
+def test_what_rewrites_its_history_or_asks_beside_it_has_sequences_of_its_own(play, tokenizer):
+    async def agent(row, client, model):
+        async def ask(messages, **options):
+            found = await client.chat.completions.create(model=model, messages=messages, **options)
+            return [each.message.content for each in found.choices]
+
+        (first,) = await ask(QUESTION)
+        rewritten = [*QUESTION, {"role": "assistant", "content": f"Not {first}"}]
+        await ask([*rewritten, {"role": "user", "content": "Why?"}])
+        await ask([{"role": "user", "content": "sub"}], n=2)
+        going_on = [*QUESTION, {"role": "assistant", "content": first}]
+        await ask([*going_on, {"role": "user", "content": "Go on."}])
+        await ask([*going_on, {"role": "user", "content": "Go back."}])  # a branch of the first
+        return 1
+
+    found = play(agent, [{}], lambda prompt, seed: "one")
+    (response,) = found.responses
+    assert [sum(each.actor_mask) for each in response.sequences] == [2, 2, 2, 4, 2]
+    assert response.num_actor_tokens == 12
+    texts = [tokenizer.decode(each.prompt) for each in response.sequences]
+    assert ["Not one" in text for text in texts] == [True, False, False, False, False]
+    assert ["sub" in text for text in texts] == [False, True, True, False, False]
+    # The branch reads the answer that the other sequence learns from, and learns its own alone.
+    assert "one" in texts[4]
+    assert "Go back." in texts[4]
+    assert "one" not in texts[3]
+    seeds = [seed for each in found.script.rounds for own in each.seeds for seed in own]
+    assert len(set(seeds)) == 6
+
+
+def test_seeds_are_of_the_row_and_of_what_is_asked_in_whatever_order_calls_come(play):
+    async def agent(row, client, model):
+        async def ask(text, wait):
+            await asyncio.sleep(wait)
+            await client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": text}]
+            )
+
+        order = row["order"]
+        await asyncio.gather(*(ask(text, 0.001 * n) for n, text in enumerate(order)))
+        return 0
+
+    def asked(order):
+        found = play(agent, [{"order": order}], lambda prompt, seed: "one").script.rounds
+        return {
+            tuple(prompt): seeds[0]
+            for each in found
+            for prompt, seeds in zip(each.prompts, each.seeds, strict=True)
+        }
+
+    first, second = asked("abc"), asked("cba")
+    assert first == second
+    assert len(set(first.values())) == 3
+
+
+def test_prompts_that_are_equal_are_read_once(play):
+    async def agent(row, client, model):
+        await client.chat.completions.create(model=model, messages=QUESTION)
+        return 0
+
+    found = play(agent, [{}], lambda prompt, seed: "one", copies=4)
+    (only,) = found.script.rounds
+    assert len(only.prompts) == 1
+    assert len({*only.seeds[0]}) == 4
+    assert len(found.responses) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3_1", "qwen2_5"])
+def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, family):
+    try:
+        tokenizer = build_chat_tokenizer(family)
+    except FileNotFoundError:
+        pytest.skip("the installed TRL has no such template")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    if family == "llama3_1":
+        call = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "description": "Add.",
+                "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+            },
+        }
+    ]
+
+    async def agent(row, client, model):
+        messages = list(QUESTION)
+        said = await client.chat.completions.create(model=model, messages=messages, tools=tools)
+        asked = said.choices[0].message
+        assert said.choices[0].finish_reason == "tool_calls"
+        (wanted,) = asked.tool_calls
+        assert wanted.function.name == "add"
+        assert json.loads(wanted.function.arguments) == {"a": 1, "b": 2}
+        result = {"role": "tool", "tool_call_id": wanted.id, "content": "3"}
+        messages += [asked.model_dump(), result]
+        last = await client.chat.completions.create(model=model, messages=messages, tools=tools)
+        return float(last.choices[0].message.content == "It is 3.")
+
+    answers = iter([call, "It is 3."])
+    found = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer)
+    (response,) = found.responses
+    assert (response.failure, response.environment_reward) == ("", 1.0)
+    assert response.earlier_sequences == ()
+    assert "Add." in tokenizer.decode(response.prompt)
+    assert call in tokenizer.decode(response.tokens)
+
+
+# ---------------------------------------------------------------------------- what goes wrong
+
+
+def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.5)
+
+    async def agent(row, client, model):
+        kind = row["kind"]
+        if kind == "crash":
+            raise KeyError("not there")
+        if kind == "hang":
+            await asyncio.sleep(1000)
+        if kind == "silent":
+            return 1.0
+        for _ in range(9 if kind == "greedy" else 2):
+            await client.chat.completions.create(model=model, messages=QUESTION)
+        return "good" if kind == "text" else None if kind == "none" else 0.5
+
+    kinds = ["good", "crash", "hang", "greedy", "text", "none", "silent"]
+    start = time.monotonic()
+    rows = [{"kind": kind} for kind in kinds]
+    found = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(1.0, 0, 4))
+    assert time.monotonic() - start < 5
+    failures = {kind: r.failure for kind, r in zip(kinds, found.responses, strict=True)}
+    assert failures["good"] == failures["none"] == ""
+    assert failures["crash"] == "KeyError: 'not there'"
+    assert failures["hang"] == "timed out after 1 seconds (--agent_timeout)"
+    assert "the episode has had its 4 answers (--agent_max_calls)" in failures["greedy"]
+    assert "an agent gave 'good'; its reward is a finite number" in failures["text"]
+    assert failures["silent"] == "it asked nothing"
+    for response in found.responses:
+        assert response.is_left_out == bool(response.failure)
+        assert (response.tokens == ()) == bool(response.failure)
+    assert [r.environment_reward for r in found.responses] == [0.5, *[None] * 6]
+
+
+def test_a_failed_episode_is_begun_again_with_other_random_numbers(play):
+    calls = []
+
+    async def agent(row, client, model):
+        await client.chat.completions.create(model=model, messages=QUESTION)
+        calls.append(row["n"])
+        if len(calls) < 3:
+            raise RuntimeError("once more")
+        return 1.0
+
+    found = play(agent, [{"n": 5}], lambda p, seed: "one", limits=AgentLimits(5.0, 3, 9))
+    (response,) = found.responses
+    assert (response.failure, response.num_retries, response.num_calls) == ("", 2, 1)
+    assert len({each.seeds[0][0] for each in found.script.rounds}) == 3
+
+
+def test_where_all_episodes_fail_the_error_is_the_first_ones(play):
+    def agent(row):
+        raise ZeroDivisionError("mine")
+
+    found = play(agent, [{}, {}], None)
+    with pytest.raises(AgentFailedError) as caught:
+        found.agents.check(found.responses)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    found.agents.check([*found.responses, Response((1,), (2,), True, 0)])
+
+
+def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
+    def agent(client, model, wait, base_url):
+        assert isinstance(client, openai.OpenAI)
+        assert str(client.base_url).rstrip("/") == base_url
+        time.sleep(wait)
+        with client.chat.completions.create(model=model, messages=QUESTION, stream=True) as found:
+            text = "".join(each.choices[0].delta.content or "" for each in found)
+        return float(text == "one two")
+
+    start = time.monotonic()
+    found = play(agent, [{"wait": 0.5}] * 8, lambda prompt, seed: "one two")
+    assert time.monotonic() - start < 3
+    assert [r.environment_reward for r in found.responses] == [1.0] * 8
+    assert len(found.script.rounds) == 1
+
+
+def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
+    async def agent(row, client, model):
+        short = await client.chat.completions.create(
+            model=model, messages=QUESTION, max_tokens=2, temperature=0, seed=3, top_p=0.5
+        )
+        assert short.choices[0].finish_reason == "length"
+        assert short.usage.completion_tokens == 2
+        other = [{"role": "user", "content": "And?"}]
+        stopped = await client.chat.completions.create(model=model, messages=other, stop=[" cd"])
+        assert stopped.choices[0].finish_reason == "stop"
+        assert stopped.choices[0].message.content == "ab"
+        long = [{"role": "user", "content": "no " * 500}]
+        with pytest.raises(openai.BadRequestError, match="has room for 400 tokens"):
+            await client.chat.completions.create(model=model, messages=long)
+        return 1.0
+
+    found = play(agent, [{}], lambda prompt, seed: "ab cd ef gh")
+    (response,) = found.responses
+    assert response.environment_reward == 1.0
+    first, last = response.sequences
+    assert len(first.tokens) == 2
+    assert tokenizer.decode(last.tokens).rstrip().endswith("cd")
+
+
+def test_an_episode_that_is_over_asks_nothing_more(play):
+    kept = []
+
+    async def agent(row, client, model):
+        await client.chat.completions.create(model=model, messages=QUESTION)
+        kept.append(client)
+        return 1.0
+
+    play(agent, [{}], lambda prompt, seed: "one")
+    # In another thread than the client's loop: by its address.
+    url, key = str(kept[0].base_url), kept[0].api_key
+    late = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="the episode is over"):
+        late.chat.completions.create(model="actor", messages=QUESTION)
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import json, os, sys, urllib.request
+    from openai import OpenAI
+
+    row, client = json.loads(sys.stdin.read()), OpenAI()
+    said = client.chat.completions.create(model="gpt-4o", messages=row["prompt"])
+    print("not the reward")
+    kind = row["kind"]
+    if kind == "post":
+        body = json.dumps({"reward": 0.25, "seen": 1}).encode()
+        head = {"Content-Type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(os.environ["REWARD_URL"], body, head))
+    elif kind == "fail":
+        sys.exit("it went wrong")
+    elif kind == "print":
+        print(json.dumps({"reward": 0.75}))
+    elif kind == "hang":
+        import subprocess
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(777)"])
+        print("started", file=open(row["file"], "w"))
+        import time
+        time.sleep(777)
+    """
+)
+
+
+def test_a_command_plays_an_episode_and_nothing_of_it_stays(play, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.5)
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    kinds = ["print", "post", "fail", "hang", "nothing"]
+    marker = str(tmp_path / "marker")
+    rows = [{"kind": kind, "prompt": QUESTION, "file": marker} for kind in kinds]
+    command = AgentCommand(f"{sys.executable} {tmp_path}/agent.py")
+    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(8.0, 0, 9))
+    rewards = {k: r.environment_reward for k, r in zip(kinds, found.responses, strict=True)}
+    assert rewards == {"print": 0.75, "post": 0.25, "fail": None, "hang": None, "nothing": None}
+    failures = [r.failure for r in found.responses]
+    assert failures[0] == failures[1] == failures[4] == ""
+    assert failures[2] == "RuntimeError: it ended with exit code 1: it went wrong"
+    assert failures[3].startswith("timed out")
+    assert (tmp_path / "marker").exists()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and (left := sleepers()):
+        time.sleep(0.05)
+    assert not left
+
+
+def sleepers():
+    """Processes that the hanging program has left behind."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if "time.sleep(777)" in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (1, (1.0, {})),
+        (None, (None, {})),
+        ({"reward": None, "tries": 3}, (None, {"tries": 3.0})),
+        ({"reward": True, "text": "x", "share": float("inf")}, (1.0, {})),
+    ],
+)
+def test_a_reward_is_a_number_or_stands_in_a_dict(found, expected):
+    assert reward_and_metrics(found) == expected
+
+
+@pytest.mark.parametrize("found", ["1", float("nan"), {"score": 1}, [1]])
+def test_what_is_no_reward_is_refused_by_what_was_given(found):
+    with pytest.raises(ValueError, match="an agent gave .*its reward is a finite number"):
+        reward_and_metrics(found)
+
+
+def test_an_agent_must_take_what_there_is():
+    def good(row, client, answer, more=1):
+        pass
+
+    AgentFunction("m:f", good).check_columns({"answer"})
+    with pytest.raises(ValueError, match="--agent m:f asks for answer; it may take row, client"):
+        AgentFunction("m:f", good).check_columns({"prompt"})
+
+
+def test_a_history_that_the_template_would_not_append_to_is_tokenised_anew():
+    template = "{% for m in messages %}{{ loop.index if messages|length > 1 }}{{ m.content }}"
+    tokenizer = build_chat_tokenizer("qwen3", template=template + "|{% endfor %}")
+    to, own = prompt_tokens(tokenizer), Conversations((1,))
+    ids = own.prompt_ids(QUESTION, {}, to)
+    conversation = own.continued_by(ids)
+    conversation.add((), [3, 4], [0.0] * 2, [0.0] * 2)
+    answer = {"role": "assistant", "content": tokenizer.decode([3, 4])}
+    own.answered(conversation, QUESTION, {}, answer)
+    longer = own.prompt_ids([*QUESTION, answer, *QUESTION], {}, to)
+    assert longer[: len(ids)] != ids
+    assert own.continued_by(longer) is not conversation
