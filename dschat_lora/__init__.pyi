@@ -619,6 +619,7 @@ def rlhf(
     *,
     rewards: Reward | Sequence[Reward] = (),
     environment: Callable[..., Any] | Mapping[str, Callable[[], Any]] | str | None = None,
+    agent: Callable[..., Any] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -694,6 +695,10 @@ def rlhf(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
+    agent_command: str | None = None,
+    agent_timeout: float = 600.0,
+    agent_retries: int = 0,
+    agent_max_calls: int = 100,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_batch: Literal['all', 'group'] = 'all',
@@ -792,6 +797,8 @@ def rlhf(
             has a weight.
         environment: function that answers the actor's turns, or a class whose objects do, each
             through an episode, or a dict of classes by the rows' column ``environment``.
+        agent: function, ``async`` or not, that plays an episode: it gets ``row``, a ``client`` of
+            the ``openai`` package for the policy, and the ``model``'s name, and returns the reward.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -871,6 +878,10 @@ def rlhf(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
+        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
+        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
+        agent_retries (int): further attempts at an agent's episode that failed
+        agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward function in the sum of scores, and last that of the reward model, if there is one; 1 each by default
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt

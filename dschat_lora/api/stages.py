@@ -204,6 +204,7 @@ def rlhf(
     *,
     rewards: Reward | Sequence[Reward] = (),
     environment: Callable[..., Any] | Mapping[str, Callable[[], Any]] | str | None = None,
+    agent: Callable[..., Any] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -225,6 +226,8 @@ def rlhf(
             has a weight.
         environment: function that answers the actor's turns, or a class whose objects do, each
             through an episode, or a dict of classes by the rows' column ``environment``.
+        agent: function, ``async`` or not, that plays an episode: it gets ``row``, a ``client`` of
+            the ``openai`` package for the policy, and the ``model``'s name, and returns the reward.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -238,6 +241,7 @@ def rlhf(
         named = {
             "actor_model_name_or_path": model,
             "environment": environment,
+            "agent": agent,
             **_common(data, eval_data, output_dir, resume),
         }
         weights = options.pop("reward_weights", None)

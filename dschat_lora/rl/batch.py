@@ -28,7 +28,7 @@ class TokenSequence:
 
     @property
     def actor_positions(self) -> NDArray[np.int64]:
-        """Places of the actor's tokens in prompt and response; nothing predicts the first of all."""
+        """(n,) places of the actor's tokens; nothing predicts the first of all."""
         steps = np.arange(len(self.prompt), len(self.prompt) + len(self.tokens))
         if self.actor_mask:
             steps = steps[np.array(self.actor_mask)]

@@ -163,11 +163,11 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
     return json.dumps([said, columns], sort_keys=True, default=str)
 
 
-def _arguments(arguments: Any) -> Any:
+def _arguments(value: Any) -> Any:
     """Arguments of a call, which may be JSON text."""
-    if not isinstance(arguments, str):
-        return arguments
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(arguments or "{}")
+        return json.loads(value or "{}")
     except ValueError:
-        return arguments
+        return value

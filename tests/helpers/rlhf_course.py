@@ -162,7 +162,7 @@ async def asks_on(row, client, model):
 
 
 async def branches(row, client, model):
-    """An agent that rewrites its history, asks a sub-agent twice at once, and fails now and then."""
+    """An agent that rewrites its history, asks a helper twice at once, and fails at times."""
     ask = client.chat.completions.create
     question = list(row["prompt"])
     first = (await ask(model=model, messages=question)).choices[0].message.content
