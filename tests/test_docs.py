@@ -58,8 +58,11 @@ def documents():
     return [path for path in found if path.is_file()]
 
 
+_FILE = re.compile(r"cat > (\S+) <<'EOT'\n(.*?)EOT", re.DOTALL)
+
+
 def commands():
-    """(document, stage, arguments) of each quoted command; lines that go on are joined."""
+    """(stage, arguments, files) of each quoted command; lines that go on are joined."""
     for path in documents():
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
         for line in text.splitlines():
@@ -67,11 +70,15 @@ def commands():
                 match = _COMMAND.match(quoted.removeprefix("$ "))
                 if match and "..." not in quoted:
                     arguments = quoted.removeprefix("$ ")[match.end() :].split(" #")[0]
-                    yield pytest.param(match[1], arguments, id=f"{path.name}:{quoted[:60]}")
+                    files = {name: body for name, body in _FILE.findall(text) if name in arguments}
+                    yield pytest.param(match[1], arguments, files, id=f"{path.name}:{quoted[:60]}")
 
 
-@pytest.mark.parametrize(("stage", "arguments"), commands())
-def test_quoted_command_parses(stage, arguments):
+@pytest.mark.parametrize(("stage", "arguments", "files"), commands())
+def test_quoted_command_parses(stage, arguments, files, tmp_path, monkeypatch):
+    for name, body in files.items():  # that the page writes before
+        (tmp_path / name).write_text(body)
+        monkeypatch.chdir(tmp_path)
     script = ROOT / "training" / stage / "main.py"
     assert script.is_file(), f"{script} does not exist"
     verb, argv = chosen_verb(shlex.split(arguments), list(STAGES[stage]))
