@@ -151,6 +151,7 @@ def rollouts(argv: list[str]) -> None:
         "worst": "show N responses of the lowest reward",
         "changed": "show N prompts whose mean reward changed most, by the best response before "
         "and after",
+        "failed": "show the last N episodes of an agent that failed, and why",
     }
     for name, text in numbers.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, default=0, help=text)

@@ -108,7 +108,11 @@ def _is_rollout(row: object) -> bool:
     if not isinstance(row, dict):
         return False
     has_rewards = isinstance(row.get("rewards"), dict) and type(row.get("iteration")) is int
-    texts = [row.get(name) for name in ("prompt", "response")]
+    sequences = row.get("earlier_sequences", [])
+    if not isinstance(sequences, list) or not all(isinstance(each, dict) for each in sequences):
+        return False
+    texts = [each.get(name) for each in (row, *sequences) for name in ("prompt", "response")]
+    texts.append(row.get("failure", ""))
     numbers = [row.get(name) for name in ("reward", "advantage", "kl", "length")]
     if not has_rewards or not all(isinstance(text, str) for text in texts):
         return False
@@ -150,6 +154,7 @@ class RolloutQuery:
     best: int = 0
     worst: int = 0
     changed: int = 0  # prompts
+    failed: int = 0
     contains: str | None = None  # text of prompt or response
     prompt: str | None = None  # text of the prompt
     limit: int = 20  # responses of the last two
@@ -170,8 +175,9 @@ def show_rollouts(directory: Path, *, json: bool, **selection: Any) -> None:
     for name, chosen in selected.items():
         lines.append(f"{name}:")
         for row in chosen:
-            lines += [f"  {rollout_text(row)}", f"    {row['prompt']!r}"]
-            lines.append(f"    -> {row['response']!r}")
+            lines.append(f"  {rollout_text(row)}")
+            for each in (*row.get("earlier_sequences", ()), row):
+                lines += [f"    {each['prompt']!r}", f"    -> {each['response']!r}"]
         if not chosen:
             lines.append("  none")
     log_once("\n".join(lines))
@@ -194,6 +200,8 @@ def select_rollouts(rows: Sequence[Rollout], query: RolloutQuery) -> dict[str, l
         found["worst"] = scored[: query.worst]
     if query.changed:
         found["changed"] = _most_changed(scored, query.changed)
+    if query.failed:
+        found["failed"] = [row for row in rows if row.get("failure")][-query.failed :]
     if query.prompt is not None:
         own = [row for row in rows if query.prompt in row["prompt"]]
         own.sort(key=lambda row: row["iteration"])
@@ -262,7 +270,7 @@ def rollout_text(row: Rollout) -> str:
     """What is known of a response, in a line."""
     parts = [f"{name} {_number(value)}" for name, value in row["rewards"].items()]
     more = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-    ended = "" if row.get("ended") else ", cut off"
+    ended = "" if row.get("ended") else f", {row.get('failure') or 'cut off'}"
     return (
         f"iteration {row['iteration']}  reward {_number(row['reward'])}{more}  advantage "
         f"{_number(row['advantage'])}  kl {_number(row['kl'])}  {row['length']} tokens{ended}"

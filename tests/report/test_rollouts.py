@@ -186,6 +186,18 @@ def test_best_and_worst_are_shown_where_nothing_is_asked_for(looked, run):
     assert "Tom" not in said
 
 
+def test_episodes_of_agents_are_shown_with_all_sequences_and_why_they_failed(looked, tmp_path):
+    log = kept(tmp_path)
+    beside = [{"prompt": "helper?", "response": "it helps"}]
+    log.write([row(1, "asked", "done", earlier_sequences=beside)])
+    log.write([row(2, "lost", "", None, ended=False, failure="timed out after 3 seconds")])
+    said = looked(tmp_path, "--best", 1, "--failed", 2)
+    assert "    'helper?'\n    -> 'it helps'\n    'asked'\n    -> 'done'\nfailed:\n" in said
+    assert "iteration 2  reward -  advantage 0.5  kl 0.25  3 tokens, timed out after" in said
+    log.write([row(3, earlier_sequences=["text"])])
+    assert "holds no responses of a run" in looked(tmp_path, "--best", 1, code=2)
+
+
 def test_a_directory_without_responses_is_refused_in_one_line(looked, tmp_path):
     said = looked(tmp_path / "nothing", code=2)
     assert said.startswith("error: ")
