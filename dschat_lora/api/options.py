@@ -36,7 +36,7 @@ Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
-_FUNCTIONS = ("reward_function", "judge_function", "environment", "agent")
+_FUNCTIONS = ("reward_function", "judge_function", "environment", "agent", "reward_gate")
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path")
 _MODELS = ("model_name_or_path", "reward_model")
 # Options whose objects in Python are more than the text of the command line.
@@ -46,6 +46,7 @@ _TYPES = {
     "chat_template_kwargs": "str | Mapping[str, Any] | None",
     "judge_function": "str | Callable[..., Any] | None",
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
+    "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
 }
 

@@ -200,6 +200,11 @@ class RewardsConfig:
         help="weight of each reward function in the sum of scores, and last that of the reward "
         "model, if there is one; 1 each by default",
     )
+    reward_gate: tuple[str, ...] = option(
+        (),
+        help="functions, named as those of --reward_function: where one of them scores 0 or less, "
+        "so does the response, whatever else it is worth",
+    )
     reward_batch: Literal["all", "group"] = option(
         "all",
         help="responses of a call: all that a process has, or those to one prompt",
@@ -239,10 +244,12 @@ class RewardsConfig:
         require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
         require_numbers(self, ">= 0", "soft_overlong_tokens")
         require_numbers(self, ">= 0", "reward_retries", "reward_timeout")
-        if isinstance(self.reward_function, str):
-            object.__setattr__(self, "reward_function", (self.reward_function,))
-        for name in self.reward_function:
-            _check_name("reward_function", name)
+        for option in ("reward_function", "reward_gate"):
+            names = getattr(self, option)
+            if isinstance(names, str):
+                object.__setattr__(self, option, (names,))
+            for name in getattr(self, option):
+                _check_name(option, name)
         if self.judge_function is not None:
             _check_name("judge_function", self.judge_function)
         count, weights = len(self.reward_function), self.reward_weights

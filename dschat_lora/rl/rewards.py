@@ -613,6 +613,7 @@ class RewardFunctions:
     log: RewardLog = field(default_factory=RewardLog)  # of all functions
     environment: str | None = None  # the name of the reward that an environment gives, if any
     objects: Mapping[int, Any] | None = None  # a stateful environment's, by number of the response
+    gates: tuple[RewardFunction, ...] = ()  # where one scores 0 or less, the sum is 0
 
     @property
     def logs(self) -> bool:
@@ -622,7 +623,7 @@ class RewardFunctions:
             or not {"log_extra", "log_metric", "solution_str", "queries"}.isdisjoint(
                 named_parameters(each.function)
             )
-            for each in self.functions
+            for each in (*self.functions, *self.gates)
         )
 
     def __call__(
@@ -644,9 +645,11 @@ class RewardFunctions:
     def total(self, rewards: "dict[str, Tensor]", model: Tensor | None) -> Tensor:
         """(N,) weighted sum of the functions' scores and the reward ``model``'s, if there is one.
 
-        A function's NaN is left out; the sum is NaN where nothing else came.
+        A function's NaN is left out; the sum is NaN where nothing else came. It is 0 where a gate
+        is closed.
         """
-        weights = dict(zip(self.by_label(), self.weights, strict=True))
+        labels = list(self.by_label())
+        weights = dict(zip(labels, self.weights, strict=False))
         if self.environment is not None:
             weights[self.environment] = 1.0
         total = torch.zeros_like(next(iter(rewards.values())))
@@ -657,12 +660,14 @@ class RewardFunctions:
             missing = rewards[label].isnan()
             total = total + torch.where(missing, 0, weight * rewards[label])
             scored = scored | ~missing
+        for label in labels[len(self.functions) :]:
+            total = torch.where(rewards[label] <= 0, 0, total)
         return total.masked_fill(~scored, torch.nan)
 
     def by_label(self) -> dict[str, RewardFunction]:
         """The functions by name, those of one name numbered from the second on."""
         found: dict[str, RewardFunction] = {}
-        for each in self.functions:
+        for each in (*self.functions, *self.gates):
             label, number = each.label, 2
             while label in found:
                 label, number = f"{each.label}_{number}", number + 1
@@ -671,23 +676,26 @@ class RewardFunctions:
 
 
 def load_functions(config: RewardsConfig, tokenizer: Tokenizer) -> RewardFunctions:
-    """The functions of ``--reward_function`` with their weights.
+    """The functions of ``--reward_function`` with their weights, and those of ``--reward_gate``.
 
     Raises:
         ValueError: if one cannot be used.
     """
     log = RewardLog()
-    functions = tuple(
-        load_function(
-            "reward_function",
-            name,
-            tokenizer,
-            batch=config.reward_batch,
-            retries=config.reward_retries,
-            timeout=config.reward_timeout,
-            log=log,
+    functions, gates = (
+        tuple(
+            load_function(
+                option,
+                name,
+                tokenizer,
+                batch=config.reward_batch,
+                retries=config.reward_retries,
+                timeout=config.reward_timeout,
+                log=log,
+            )
+            for name in getattr(config, option)
         )
-        for name in config.reward_function
+        for option in ("reward_function", "reward_gate")
     )
     weights = config.reward_weights or (1.0,) * len(functions)
     return RewardFunctions(
@@ -695,6 +703,7 @@ def load_functions(config: RewardsConfig, tokenizer: Tokenizer) -> RewardFunctio
         weights[: len(functions)],
         weights[len(functions)] if len(weights) > len(functions) else 1.0,
         log,
+        gates=gates,
     )
 
 

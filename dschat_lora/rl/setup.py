@@ -234,7 +234,7 @@ def _check_columns(
         other.check_columns(columns)
     if scorer is not None:
         objects = set() if scorer.objects is None else {"environments", "environment"}
-        for function in scorer.functions:
+        for function in (*scorer.functions, *scorer.gates):
             function.check_columns(columns | objects)
 
 
@@ -256,9 +256,11 @@ def _scorer(
     if isinstance(environment, StatefulEnvironment):
         scorer = load_functions(config.rewards, tokenizer)
         found = replace(scorer, environment=environment.label(), objects=environment.objects)
-        if found.environment is not None or found.functions:
+        if found.environment is not None or found.functions or found.gates:
             return found
-    elif config.rewards.reward_function:
+    elif config.rewards.reward_function or (
+        config.rewards.reward_gate and config.critic.model_name_or_path
+    ):
         return load_functions(config.rewards, tokenizer)
     if config.critic.model_name_or_path is None:
         raise ValueError(

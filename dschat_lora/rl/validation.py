@@ -130,7 +130,11 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
     rewards = config.rewards
     judges = () if rewards.judge_function is None else (rewards.judge_function,)
-    for option, names in (("reward_function", rewards.reward_function), ("judge_function", judges)):
+    for option, names in (
+        ("reward_function", rewards.reward_function),
+        ("reward_gate", rewards.reward_gate),
+        ("judge_function", judges),
+    ):
         for name in names:
             if not (is_builtin(name) or is_remote(name)):
                 check_function(option, name)

@@ -79,7 +79,10 @@ _OF_THE_PROCESS = (
 )
 # What runs code of the user's choice, or writes outside the run: a checkpoint, which may be
 # somebody else's, decides neither.
-RUNS_CODE = ("trust_remote_code", "reward_function", "judge_function")
+RUNS_CODE = (
+    *("trust_remote_code", "reward_function", "reward_gate", "judge_function"),
+    *("environment", "agent", "agent_command"),
+)
 _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
 # Of these, one that is typed does away with the others.
 _RIVALS = (

@@ -124,7 +124,8 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
         said = await client.chat.completions.create(model=model, messages=QUESTION)
         content = said.choices[0].message.content
         assert content == "The"
-        messages = [*QUESTION, said.choices[0].message.model_dump()]
+        # White space around an answer is no rewriting.
+        messages = [*QUESTION, {**said.choices[0].message.model_dump(), "content": " The\n"}]
         more = [*messages, {"role": "user", "content": "And?"}]
         await client.chat.completions.create(model="any-name", messages=more)
         return {"reward": 0.5, "turns_taken": 2, "kind": "text"}
@@ -149,7 +150,7 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
     assert (response.num_calls, response.ended, response.failure) == (2, True, "")
     assert found.script.rounds[1].prefixes == [(0, len(first) + 3)]
     assert json.loads(response.earlier)[-2:] == [
-        {"role": "assistant", "content": "The"},
+        {"role": "assistant", "content": " The\n"},
         {"role": "user", "content": "And?"},
     ]
 

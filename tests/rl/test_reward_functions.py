@@ -176,6 +176,30 @@ def test_scores_are_weighted_and_added_to_the_reward_models():
     assert functions.total(rewards, None).tolist() == [2.0, -1.0, 16.0]
 
 
+def test_where_a_gate_is_closed_nothing_else_is_worth_anything():
+    functions = RewardFunctions(
+        (made(lambda responses: [1, 2, None], "a:right"),),
+        (2.0,),
+        gates=(
+            made(lambda responses: [1, 0, 1], "b:right"),
+            made(lambda responses: [None, 3, -1], "c:kept"),
+        ),
+    )
+    rewards = functions(RESPONSES, CPU)
+    assert list(rewards) == ["right", "right_2", "kept"]
+    assert functions.total(rewards, None)[:2].tolist() == [2.0, 0.0]
+    assert functions.total(rewards, None)[2].isnan()
+    assert functions.total(rewards, torch.tensor([5.0, 5.0, 5.0])).tolist() == [7.0, 0.0, 0.0]
+
+
+def test_gates_are_named_as_functions_are():
+    config = RewardsConfig(reward_gate="builtin:format_tags", reward_function="builtin:length=3")
+    found = load_functions(config, Words())
+    assert list(found.by_label()) == ["length", "format_tags"]
+    with pytest.raises(ValueError, match="--reward_gate must be module:function"):
+        RewardsConfig(reward_gate=("x",))
+
+
 def test_a_response_that_no_function_scores_does_not_count():
     functions = RewardFunctions(
         (

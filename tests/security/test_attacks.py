@@ -28,7 +28,7 @@ from dschat_lora.models.loading import load_causal_lm, load_config, load_tokeniz
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import options_to_keep, settle
+from dschat_lora.runtime.resume import RUNS_CODE, options_to_keep, settle
 from helpers.step1 import checked, parsed, refused, write_adapter_config, write_jsonl
 
 __all__ = ["refused"]
@@ -106,7 +106,7 @@ def test_one_that_is_typed_again_is_trusted(checkpoint):
     assert settle(parsed(*argv), stage="sft").model.trust_remote_code
 
 
-@pytest.mark.parametrize("name", ["reward_function", "judge_function"])
+@pytest.mark.parametrize("name", sorted({*RUNS_CODE} - {"trust_remote_code"}))
 def test_a_checkpoint_cannot_choose_functions(checkpoint, name):
     checkpoint(**{name: "out.evil:score"})
     assert f"--{name} out.evil:score, which runs code" in message(resume, RlhfConfig)
