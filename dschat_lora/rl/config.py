@@ -244,12 +244,12 @@ class RewardsConfig:
         require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
         require_numbers(self, ">= 0", "soft_overlong_tokens")
         require_numbers(self, ">= 0", "reward_retries", "reward_timeout")
-        for option in ("reward_function", "reward_gate"):
-            names = getattr(self, option)
+        for field in ("reward_function", "reward_gate"):
+            names = getattr(self, field)
             if isinstance(names, str):
-                object.__setattr__(self, option, (names,))
-            for name in getattr(self, option):
-                _check_name(option, name)
+                object.__setattr__(self, field, (names,))
+            for name in getattr(self, field):
+                _check_name(field, name)
         if self.judge_function is not None:
             _check_name("judge_function", self.judge_function)
         count, weights = len(self.reward_function), self.reward_weights

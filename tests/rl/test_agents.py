@@ -300,6 +300,24 @@ def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play,
     assert [r.environment_reward for r in found.responses] == [0.5, *[None] * 6]
 
 
+def test_an_episode_that_hangs_is_waited_for_once(play, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.5)
+    took = []
+
+    async def agent(row, client, model):
+        if row["hangs"]:
+            await asyncio.sleep(1000)
+        start = time.monotonic()
+        for _ in range(5):
+            await client.chat.completions.create(model=model, messages=QUESTION)
+        took.append(time.monotonic() - start)
+        return 0.5
+
+    rows = [{"hangs": False}, {"hangs": True}]
+    play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(3.0, 0, 9))
+    assert 0.5 < took[0] < 2.0  # not five times
+
+
 def test_a_failed_episode_is_begun_again_with_other_random_numbers(play):
     calls = []
 
