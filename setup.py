@@ -16,6 +16,8 @@ NLG = ["nltk>=3.9.1,<4", "sacrebleu>=2.4,<3"]
 METEOR = ["pycocoevalcap>=1.2,<2"]
 # dschat-lora serve.
 SERVE = ["starlette>=1.0.1,<2", "uvicorn>=0.35,<1"]
+# Answers of dschat-lora serve that follow a JSON schema, and tool calls that are demanded.
+STRUCTURED = ["llguidance>=1.9,<2"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.
 DOCS = [
     "mkdocs>=1.6,<2",
@@ -43,6 +45,7 @@ TEST = [
     *GLUE,
     *NLG,
     *SERVE,
+    *STRUCTURED,
     *QLORA,
     *REWARDS,
     *ENVIRONMENTS,
@@ -103,6 +106,7 @@ setup(
         "qlora": QLORA,
         "rewards": REWARDS,
         "serve": SERVE,
+        "structured": STRUCTURED,
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,
         "wandb": WANDB,
