@@ -12,7 +12,7 @@ from dschat_lora.endpoint.guard import invalid
 MAX_SCHEMA_BYTES = 2**16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # Between the parts of a JSON text; without a bound a model may write white space for ever.
-_SPACE = {"whitespace_pattern": r"[ \n]{0,8}"}
+_SPACE = {"whitespace_pattern": r"( |\n {0,8})?"}
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,9 @@ def _has_tags(chat_template: object) -> bool:
 
 
 def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call's arguments, which are an object."""
-    return {**(tool["function"].get("parameters") or {}), "type": "object"}
+    """The schema of a call's arguments, an object; without one, as OpenAI, there are none."""
+    none = {"properties": {}, "additionalProperties": False}
+    return {**(tool["function"].get("parameters") or none), "type": "object"}
 
 
 def _call_rules(tools: Sequence[dict[str, Any]], *, parallel: bool, tags: bool) -> list[str]:

@@ -49,8 +49,7 @@ def chat_ids(
         return f"{mark}{len(typed) - 1};"
 
     hidden = _mapped(list(messages), pattern, hide)
-    if columns:
-        chat = _with_columns(chat, columns, pattern, hide)
+    chat = _with_columns(chat, columns or {}, pattern, hide)
     for message in hidden:
         content = message.get("content")
         if isinstance(content, list) and (found := pattern.search(content_text(content))):
@@ -83,6 +82,8 @@ def _with_columns(
     hide: Callable[[re.Match[str]], str],
 ) -> Chat:
     """The chat with a request's tools, in which special tokens are hidden, and variables."""
+    if not columns:
+        return chat
     variables = json.dumps(columns.get("chat_template_kwargs"), ensure_ascii=False)
     if found := pattern.search(variables):
         raise ValueError(f"chat_template_kwargs must not hold the special token {found[0]!r}")
