@@ -18,6 +18,8 @@ METEOR = ["pycocoevalcap>=1.2,<2"]
 SERVE = ["starlette>=1.0.1,<2", "uvicorn>=0.35,<1"]
 # --agent and --agent_command: the server, and the client that programs get.
 AGENTS = [*SERVE, "openai>=3,<4"]
+# Answers of dschat-lora serve that follow a JSON schema, and tool calls that are demanded.
+STRUCTURED = ["llguidance>=1.9,<2"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.
 DOCS = [
     "mkdocs>=1.6,<2",
@@ -45,6 +47,7 @@ TEST = [
     *GLUE,
     *NLG,
     *AGENTS,
+    *STRUCTURED,
     *QLORA,
     *REWARDS,
     *ENVIRONMENTS,
@@ -105,6 +108,7 @@ setup(
         "qlora": QLORA,
         "rewards": REWARDS,
         "serve": SERVE,
+        "structured": STRUCTURED,
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,
         "wandb": WANDB,

@@ -107,9 +107,9 @@ FLOORS = [
             "launch recipe run stages verbs",
         ),
         "serving": Room(
-            "checkpoint config data endpoint engine generation lora models report runtime"
+            "algos checkpoint config data endpoint engine generation lora models report runtime"
             " supervised",
-            "h11 starlette torch uvicorn",
+            "h11 llguidance starlette torch uvicorn",
             "config verbs",
         ),
     },

@@ -21,6 +21,7 @@ from dschat_lora.data.templates import (
     render_built_in,
 )
 
+_MOST_FACTS = 64
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -124,6 +125,8 @@ class Chat:
         """What rendering a probe tells of the template."""
         key = json.dumps([self.template, self.variables], sort_keys=True, default=str)
         if key not in self._facts:
+            if len(self._facts) >= _MOST_FACTS:  # variables may come from clients
+                self._facts.clear()
             self._facts[key] = probe_template(lambda messages: self._render(messages, False))
         return self._facts[key]
 

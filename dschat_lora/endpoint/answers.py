@@ -6,18 +6,16 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from dschat_lora.endpoint.guard import ApiError, invalid
 from dschat_lora.endpoint.requests import AnsweringModel, AnswerOptions, AnswerRequest
-
-Kind = Literal["chat", "text"]
-Finish = Literal["stop", "length"]
+from dschat_lora.endpoint.turns import Delta, Finish, Kind, Piece, Turn
 
 
 class BusyError(Exception):
@@ -32,22 +30,15 @@ class TooLongError(ValueError):
     """Prompt and answer do not fit the model."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Text of an answer as it comes; the last one says how it ended."""
+class UnsupportedError(ValueError):
+    """What decodes answers cannot do what is asked; ``param`` is the field that asks for it."""
 
-    text: str
-    tokens: int  # of the answer so far, the end token included
-    finish: Finish | None = None
-    error: str | None = None  # why there will be no more
-    stopped: bool = False  # whether that is the decoder's end
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing follows."""
-        return self.finish is not None or self.error is not None
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
+__all__ = ["Finish", "Kind", "Piece"]
 Emit = Callable[[Piece], None]
 
 
@@ -59,6 +50,7 @@ class AnswerSource(Protocol):
 
         Raises:
             TooLongError: if the model has no room for it and its answer.
+            UnsupportedError: if it has no log-probabilities, or cannot follow the grammar.
             BusyError: if too many wait.
             StoppedError: if nothing is answered any more.
         """
@@ -98,7 +90,7 @@ class RequestAnswers:
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         self._decoder, self._answers = decoder, list[Any]()
         self._open = len(request.prompts) * request.n
-        self.request, self.tokens = request, [0] * self._open
+        self.request, self.tokens, self._cached = request, [0] * self._open, [0] * self._open
 
         def emit(index: int, piece: Piece) -> None:
             with suppress(RuntimeError):  # the loop has been closed: nobody reads
@@ -112,8 +104,10 @@ class RequestAnswers:
                 prompt = request.prompts[index // request.n]
                 answer = decoder.submit(request.model, prompt, options, partial(emit, index))
                 self._answers.append(answer)
-        except (TooLongError, BusyError, StoppedError) as error:
+        except (TooLongError, UnsupportedError, BusyError, StoppedError) as error:
             self.leave()
+            if isinstance(error, UnsupportedError):
+                raise invalid(str(error), error.param) from error
             if isinstance(error, TooLongError):
                 raise invalid(str(error), code="context_length_exceeded") from error
             is_busy = isinstance(error, BusyError)
@@ -134,6 +128,7 @@ class RequestAnswers:
         while self._open:
             index, piece = await self._pieces.get()
             self.tokens[index] = piece.tokens
+            self._cached[index] = max(self._cached[index], piece.cached)
             if piece.error is not None:
                 self.leave()
                 status, code = (503, "stopped") if piece.stopped else (500, None)
@@ -142,13 +137,14 @@ class RequestAnswers:
             yield index, piece
 
     @property
-    def usage(self) -> dict[str, int]:
-        """Tokens so far."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt with several answers counts once."""
         prompt, answers = sum(map(len, self.request.prompts)), sum(self.tokens)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answers,
             "total_tokens": prompt + answers,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached[:: self.request.n])},
         }
 
 
@@ -164,6 +160,20 @@ class AnswerResponse(Response):
             "created": int(time.time()),
             "model": self._request.model.name,
         }
+        options, n = self._request.options, self._request.n
+        self._turns = [
+            Turn(
+                self._request.model.tokenizer,
+                kind,
+                prompt=prompt,
+                reads_calls=self._request.reads_calls,
+                parallel_calls=self._request.parallel_calls,
+                stop=options.stop,
+                logprobs=options.logprobs,
+            )
+            for prompt in self._request.prompts
+            for _ in range(n)
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, until the client leaves."""
@@ -184,20 +194,23 @@ class AnswerResponse(Response):
             self._answers.leave()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        texts, finishes = [""] * len(self._answers.tokens), [""] * len(self._answers.tokens)
+        wholes = [Delta() for _ in self._turns]
         try:
             async for index, piece in self._answers.pieces():
-                texts[index] += piece.text
-                finishes[index] = piece.finish or ""
+                wholes[index] = _joined(wholes[index], self._turns[index].add(piece))
         except ApiError as error:
             await JSONResponse(error.body, error.status)(scope, receive, send)
             return
         is_chat, choices = self._kind == "chat", []
-        for index, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
-            content: dict[str, Any] = {"text": text}
+        for index, whole in enumerate(wholes):
+            content: dict[str, Any] = {"text": whole.text}
             if is_chat:
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish})
+                said = None if whole.calls and not whole.text else whole.text
+                content = {"message": {"role": "assistant", "content": said, "refusal": None}}
+                if whole.calls:
+                    content["message"]["tool_calls"] = whole.calls
+            ended = {"logprobs": whole.logprobs, "finish_reason": whole.finish}
+            choices.append({"index": index, **content, **ended})
         kind = "chat.completion" if is_chat else "text_completion"
         body = {**self._head, "object": kind, "choices": choices, "usage": self._answers.usage}
         await JSONResponse(body)(scope, receive, send)
@@ -217,10 +230,9 @@ class AnswerResponse(Response):
                 for index in range(len(self._answers.tokens)):
                     await send_event(self._chunk(index, {"role": "assistant", "content": ""}))
             async for index, piece in self._answers.pieces():
-                if piece.text:
-                    await send_event(self._chunk(index, {"content": piece.text}))
-                if piece.finish is not None:
-                    await send_event(self._chunk(index, {}, piece.finish))
+                delta = self._turns[index].add(piece)
+                for event in self._delta_events(index, delta):
+                    await send_event(event)
             if self._request.include_usage:
                 await send_event(self._event(usage=self._answers.usage, choices=[]))
             await send_event("[DONE]")
@@ -228,14 +240,46 @@ class AnswerResponse(Response):
             await send_event(json.dumps(error.body, ensure_ascii=False))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _chunk(self, index: int, delta: dict[str, str], finish: str | None = None) -> str:
+    def _delta_events(self, index: int, delta: Delta) -> list[str]:
+        """Text, calls and the end, each as a chunk; log-probabilities come with the first."""
+        logprobs, events = delta.logprobs, []
+        if delta.text:
+            events.append(self._chunk(index, {"content": delta.text}, logprobs=logprobs))
+            logprobs = None
+        for number, call in enumerate(delta.calls):
+            called = {"tool_calls": [{"index": number, **call}]}
+            events.append(self._chunk(index, called, logprobs=logprobs))
+            logprobs = None
+        if delta.finish is not None:
+            events.append(self._chunk(index, {}, delta.finish, logprobs=logprobs))
+        return events
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        *,
+        logprobs: dict[str, Any] | None = None,
+    ) -> str:
         content: dict[str, Any] = {"delta": delta}
         if self._kind == "text":
             content = {"text": delta.get("content", "")}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self._request.include_usage else {}
         return self._event(**usage, choices=[choice])
 
     def _event(self, **fields: object) -> str:
         kind = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
         return json.dumps({**self._head, "object": kind, **fields}, ensure_ascii=False)
+
+
+def _joined(whole: Delta, new: Delta) -> Delta:
+    """An answer so far with what is new."""
+    logprobs = whole.logprobs or new.logprobs
+    if whole.logprobs is not None and new.logprobs is not None:
+        logprobs = {
+            name: values and values + new.logprobs[name] for name, values in whole.logprobs.items()
+        }
+    calls = [*whole.calls, *new.calls]
+    return Delta(whole.text + new.text, calls, logprobs, new.finish or whole.finish)

@@ -1,16 +1,19 @@
 """Bodies of requests for answers, in OpenAI's interface, checked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dschat_lora.data.messages import Message, check_message
+from dschat_lora.endpoint.grammars import Grammar, request_grammar, response_schema, tool_choice
 from dschat_lora.endpoint.guard import ApiError, invalid
+from dschat_lora.models.loading import Tokenizer
 
 MAX_CHOICES = 16
 # Logits of up to 1e32 divided by it are finite in fp32.
 MIN_TEMPERATURE = 1e-6
 _MAX_STOPS = 16
+_MAX_LOGPROBS = 20
 # Fields without effect on an answer.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # Fields that are taken with a value that asks for nothing.
@@ -18,12 +21,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
     "echo": (False,),
@@ -66,11 +63,17 @@ class AnsweringModel(Protocol):
     def vocabulary_size(self) -> int:
         """Tokens are below it."""
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of prompts and answers."""
+
     def prompt_ids(self, prompt: str) -> list[int]:
         """Tokens of a prompt as a text."""
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> list[int]:
         """Tokens of messages up to the assistant's turn.
+
+        ``columns`` holds ``tools`` and ``chat_template_kwargs`` where the request has them.
 
         Raises:
             ValueError: if the chat template refuses them.
@@ -89,6 +92,9 @@ class AnswerOptions:
     seed: int | None = None
     strip: bool = False  # leave out white space in front
     cut: bool = False  # take fewer tokens where the model has no room for ``max_new_tokens``
+    # Give log-probabilities of the answer's tokens, and of so many of the most probable ones.
+    logprobs: int | None = None
+    grammar: Grammar | None = None  # that the answer follows
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,8 @@ class AnswerRequest:
     n: int
     stream: bool
     include_usage: bool  # at the end of a stream
+    reads_calls: bool = False  # tool calls in the text become calls
+    parallel_calls: bool = True  # False keeps the first one
 
 
 class Fields:
@@ -149,11 +157,33 @@ def chat_request(
     fields = Fields(body)
     model = _model(fields, models)
     messages = checked_messages(fields.take("messages", list, "a list of messages"))
+    parallel = fields.take("parallel_tool_calls", bool, "true or false")
+    tools = tool_choice(
+        fields.take("tools", list, "a list of tools"),
+        fields.take("tool_choice", (str, dict), "text or an object"),
+        parallel=parallel is not False,
+    )
+    schema = response_schema(fields.take("response_format", dict, "an object"))
+    template = getattr(model.tokenizer, "chat_template", None)
+    grammar = request_grammar(tools, schema, template)
+    given = {
+        "tools": list(tools.shown),
+        "chat_template_kwargs": fields.take("chat_template_kwargs", dict, "an object"),
+    }
+    columns = {name: value for name, value in given.items() if value}
     try:
-        prompt = tuple(model.chat_ids(messages))
+        prompt = tuple(model.chat_ids(messages, columns))
     except ValueError as error:
         raise invalid(str(error), "messages") from error
-    return _request(fields, model, (prompt,), defaults, default_tokens=None)
+    top = fields.number("top_logprobs", 0, _MAX_LOGPROBS, whole=True)
+    asked = fields.take("logprobs", bool, "true or false")
+    if top and not asked:
+        raise invalid("top_logprobs is for logprobs: true", "top_logprobs")
+    request = _request(fields, model, (prompt,), defaults, default_tokens=None)
+    options = replace(request.options, logprobs=(top or 0) if asked else None, grammar=grammar)
+    return replace(
+        request, options=options, reads_calls=bool(tools.shown), parallel_calls=tools.parallel
+    )
 
 
 def text_request(
@@ -183,7 +213,9 @@ def text_request(
         if not all(0 <= token < size for token in each):
             raise invalid(f"tokens of prompt must be in [0, {size - 1}]", "prompt")
         prompts.append(tuple(each))
-    return _request(fields, model, tuple(prompts), defaults, default_tokens=16)
+    logprobs = fields.number("logprobs", 0, _MAX_LOGPROBS, whole=True)
+    request = _request(fields, model, tuple(prompts), defaults, default_tokens=16)
+    return replace(request, options=replace(request.options, logprobs=logprobs))
 
 
 def checked_messages(messages: object, param: str = "messages") -> list[Message]:

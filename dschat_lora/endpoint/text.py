@@ -1,8 +1,10 @@
 """Text of a chat as tokens, where special tokens that a user typed stay text; tokens as text."""
 
+import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dschat_lora.data.chat import Chat
@@ -20,17 +22,20 @@ def chat_ids(
     encoder: Encoder,
     tokenizer: Tokenizer,
     *,
+    columns: Mapping[str, Any] | None = None,
     most: int = 2**31,
 ) -> list[int]:
     """Tokens of messages up to the assistant's turn; only the template's special tokens are such.
 
-    Those that stand in a message, such as ``<|im_end|>``, would let it forge turns of others. They
-    are left out when the messages are rendered, and put in place as the tokens of their text.
+    Those that stand in a message or a tool, such as ``<|im_end|>``, would let it forge turns of
+    others. They are left out when the messages are rendered, and put in place as the tokens of
+    their text. ``columns`` holds a request's ``tools`` and ``chat_template_kwargs``, if any.
 
     Raises:
-        ValueError: if the chat template refuses the messages or changes their texts, the tokenizer
-            cannot read a special token as text, one is spelt over several parts of a content, or
-            there are more than ``most``.
+        ValueError: if the chat template refuses the messages, has no place for the tools, or
+            changes their texts, the tokenizer cannot read a special token as text, one is spelt
+            over several parts of a content or stands in ``chat_template_kwargs``, or there are more
+            than ``most``.
     """
     added = tokenizer.added_tokens_decoder.items()
     special = {token.content: number for number, token in added if token.special}
@@ -44,6 +49,7 @@ def chat_ids(
         return f"{mark}{len(typed) - 1};"
 
     hidden = _mapped(list(messages), pattern, hide)
+    chat = _with_columns(chat, columns or {}, pattern, hide)
     for message in hidden:
         content = message.get("content")
         if isinstance(content, list) and (found := pattern.search(content_text(content))):
@@ -69,6 +75,26 @@ def chat_ids(
     return ids
 
 
+def _with_columns(
+    chat: Chat,
+    columns: Mapping[str, Any],
+    pattern: re.Pattern[str],
+    hide: Callable[[re.Match[str]], str],
+) -> Chat:
+    """The chat with a request's tools, in which special tokens are hidden, and variables."""
+    if not columns:
+        return chat
+    variables = json.dumps(columns.get("chat_template_kwargs"), ensure_ascii=False)
+    if found := pattern.search(variables):
+        raise ValueError(f"chat_template_kwargs must not hold the special token {found[0]!r}")
+    chat = chat.with_columns(columns)
+    if not columns.get("tools"):
+        return chat
+    if "tools" not in chat.template:
+        raise ValueError("the chat template has no place for tools")
+    return replace(chat, tools=_mapped(chat.tools, pattern, hide))
+
+
 def _mapped(value: Any, pattern: re.Pattern[str], hide: Callable[[re.Match[str]], str]) -> Any:
     """The value with ``hide`` in the place of matches in all its texts."""
     if isinstance(value, str):
@@ -89,7 +115,7 @@ class TextStream:
     Text is held back while it may be part of a character or the beginning of a stop string.
 
     Args:
-        tokenizer: of the model; special tokens leave no text.
+        tokenizer: of the model; special tokens leave no text unless they are ``shown``.
         stop: strings that end the text, which are left out of it.
         strip: leave out white space in front.
 
@@ -97,7 +123,15 @@ class TextStream:
         stopped: whether a stop string was met.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, strip: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        strip: bool,
+        shown: bool = False,
+    ) -> None:
+        self._shown = shown
         self._tokenizer, self._stop, self._strip = tokenizer, tuple(stop), strip
         self._ids: list[int] = []
         self._start = self._read = 0  # a token's text depends on those from ``start`` on
@@ -134,7 +168,9 @@ class TextStream:
     def _new_text(self) -> str:
         known, text = (
             self._tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                ids,
+                skip_special_tokens=not self._shown,
+                clean_up_tokenization_spaces=False,
             )
             for ids in (self._ids[self._start : self._read], self._ids[self._start :])
         )

@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.messages import Message
-from dschat_lora.data.tool_calls import parse_tool_calls
-from dschat_lora.endpoint.answers import BusyError, Emit, Piece, StoppedError, fitting
+from dschat_lora.endpoint.answers import (
+    BusyError,
+    Emit,
+    StoppedError,
+    UnsupportedError,
+    fitting,
+)
 from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.endpoint.text import TextStream
+from dschat_lora.endpoint.turns import Finish, Piece, Turn
 from dschat_lora.engine.distributed import gather_texts, grid, max_over_ranks, rank, tensor_rank
 from dschat_lora.generation.sampling import Responses, undrawn_reason
 from dschat_lora.report.terminal import note
@@ -190,15 +196,12 @@ class AgentModel:
         with self.lock:
             return self.to.encoder.encode([prompt])[0]
 
-    def chat_ids(
-        self, messages: Sequence[Message], columns: Mapping[str, Any] | None = None
-    ) -> list[int]:
+    def chat_ids(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> list[int]:
         """Tokens of messages, of earlier answers those that were drawn.
 
         Raises:
             ValueError: if the chat template refuses them.
         """
-        columns = dict(columns or {})
         with self.lock:
             self.asked.append((messages, columns))
             return self.episode.conversations.prompt_ids(messages, columns, self.to)
@@ -305,9 +308,16 @@ class Agents:
 
         Raises:
             TooLongError: if the model has no room for it.
+            UnsupportedError: for what would change the distribution that tokens are drawn from.
             BusyError: if the episode has had its calls.
             StoppedError: if it is over.
         """
+        if options.grammar is not None:
+            field = options.grammar.field
+            raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
+        if options.logprobs:
+            field = "top_logprobs"
+            raise UnsupportedError("no other tokens' log-probabilities are kept", field)
         most = min(options.max_new_tokens, self.max_new_tokens)
         options = fitting(model, prompt, replace(options, max_new_tokens=most, cut=True))
         call = Call(model.episode, model, tuple(prompt), options, emit)
@@ -467,15 +477,14 @@ class Agents:
         ended: bool,
     ) -> tuple[Piece, Message]:
         """The whole answer to a call, and the message that it is."""
-        stream = TextStream(self.to.tokenizer, call.options.stop, strip=call.options.strip)
-        text = "".join([*(stream.add(token) for token in tokens), stream.finish()])
-        answer: Message = {"role": "assistant", "content": text}
-        if columns.get("tools"):
-            content, tools = parse_tool_calls(self.to.tokenizer.decode(list(tokens)))
-            if tools:
-                calls = [{"function": tool._asdict()} for tool in tools]
-                answer = {"role": "assistant", "content": content, "tool_calls": calls}
-        return Piece(text, len(tokens), "stop" if ended else "length"), answer
+        stop, tokenizer = call.options.stop, self.to.tokenizer
+        stream = TextStream(tokenizer, stop, strip=call.options.strip)
+        text = "".join([*map(stream.add, tokens), stream.finish()])
+        finish: Finish = "stop" if ended else "length"
+        piece = Piece(text, len(tokens), finish, ids=tuple(tokens), logprobs=tuple(logprobs))
+        reads_calls = bool(columns.get("tools"))
+        said = Turn(tokenizer, "chat", reads_calls=reads_calls, stop=stop).add(piece)
+        return piece, {"role": "assistant", "content": said.text, "tool_calls": said.calls}
 
 
 def _order(call: Call) -> tuple[int, str]:

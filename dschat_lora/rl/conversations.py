@@ -140,9 +140,11 @@ class Conversations:
         self.all.remove(conversation)
         self.all.append(conversation)
         conversation.messages = messages
-        if messages:
-            known = conversation, len(conversation)
-            self._known[_canonical([*messages, answer], columns)] = known
+        calls = answer.get("tool_calls") or []
+        # A request without parallel_tool_calls got the first call alone.
+        for kept in {len(calls), min(1, len(calls))} if messages else ():
+            told = [*messages, {**answer, "tool_calls": calls[:kept]}]
+            self._known[_canonical(told, columns)] = conversation, len(conversation)
 
 
 def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:

@@ -6,19 +6,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from random import Random
+from typing import NamedTuple
 
 import torch
 
+from dschat_lora.algos.segments import to_device
 from dschat_lora.endpoint.answers import BusyError, Emit, Finish, Piece, StoppedError, fitting
 from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.endpoint.text import TextStream
 from dschat_lora.generation.sampling import NO_TOKEN, Sampling, undrawn_reason
 from dschat_lora.generation.slots import sample_each
+from dschat_lora.serving.grammars import GrammarError
 from dschat_lora.serving.models import BaseBatch, ServedModel
 
 # Tokens, padding included, of prompts that are read between two steps of the running rows.
 PROMPT_TOKENS = 8192
 STOPPING = "the server is stopping"
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities in nats of a token and of the most probable ones in its place."""
+
+    chosen: float
+    best: tuple[tuple[int, float], ...]
 
 
 class RunningAnswer:
@@ -39,28 +49,54 @@ class RunningAnswer:
         self._text = TextStream(model.tokenizer, options.stop, strip=options.strip)
         self._count = 0
         self.last_token = -1
+        grammar = options.grammar
+        self.grammar = None if grammar is None else model.grammars.start(grammar)
+        self.cached = 0  # tokens of the prompt that were not computed again
+        self._new_ids: list[int] = []  # since the last piece
+        self._new_logprobs: list[TokenLogprobs] = []
 
     def uniform(self) -> float:
         """The next number in (0, 1] to draw a token by."""
         return 1.0 - self._random.random() if self.sampling.do_sample else 1.0
 
-    def push(self, token: int) -> bool:
-        """Take the next token; returns whether it was the last one."""
+    def push(self, token: int, logprobs: "TokenLogprobs | None" = None) -> bool:
+        """Take the next token; returns whether it was the last one.
+
+        Raises:
+            GrammarError: if its grammar cannot go on.
+        """
         self._count, self.last_token = self._count + 1, token
+        self._new_ids.append(token)
+        if logprobs is not None:
+            self._new_logprobs.append(logprobs)
+        is_whole = self.grammar is not None and self.grammar.take(token)
         text = ""
         finish: Finish | None = None
         if token in self.model.end_ids:
             finish = "stop"
         else:
             text = self._text.add(token)
-            if self._text.stopped:
+            if self._text.stopped or is_whole:
                 finish = "stop"
             elif self._count == self.options.max_new_tokens:
                 finish = "length"
         if finish is not None:
             text += self._text.finish()
         if text or finish is not None:
-            self._emit(Piece(text, self._count, "stop" if self._text.stopped else finish))
+            if self._text.stopped:
+                finish = "stop"
+            self._emit(
+                Piece(
+                    text,
+                    self._count,
+                    finish,
+                    ids=tuple(self._new_ids),
+                    logprobs=tuple(each.chosen for each in self._new_logprobs),
+                    top_logprobs=tuple(each.best for each in self._new_logprobs),
+                    cached=self.cached,
+                )
+            )
+            self._new_ids, self._new_logprobs = [], []
         return finish is not None
 
     def fail(self, reason: str, *, stopped: bool = False) -> None:
@@ -109,6 +145,7 @@ class AnswerDecoder:
 
         Raises:
             TooLongError: if the model has no room for it and its answer.
+            UnsupportedError: if it cannot follow its grammar.
             BusyError: if too many wait.
             StoppedError: after :meth:`close`.
         """
@@ -243,15 +280,69 @@ def sampling_of(options: AnswerOptions) -> Sampling:
 
 
 def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:
-    """Choose the next token of each answer; returns which ended with it."""
-    samplings = [answer.sampling for answer in answers]
-    tokens = sample_each(logits, samplings, [answer.uniform() for answer in answers])
+    """Choose the next token of each answer by (B, V) logits; returns which ended with it."""
+    failed = dict[int, str]()
+    allowed = _allowed(answers, logits, failed)
+    tokens = sample_each(
+        allowed,
+        [answer.sampling for answer in answers],
+        [answer.uniform() for answer in answers],
+    )
+    logprobs = _logprobs(answers, logits, tokens)
     ended = []
-    for answer, token in zip(answers, tokens, strict=True):
+    for row, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
         if token == NO_TOKEN:
-            answer.fail(undrawn_reason(answer.model.batch.broken_weights))
-        ended.append(token == NO_TOKEN or answer.push(token))
+            failed.setdefault(row, undrawn_reason(answer.model.batch.broken_weights))
+        try:
+            ended.append(row in failed or answer.push(token, logprobs.get(row)))
+        except GrammarError as error:
+            failed[row] = str(error)
+            ended.append(True)
+        if row in failed:
+            answer.fail(failed[row])
     return ended
+
+
+def _allowed(
+    answers: Sequence[RunningAnswer], logits: torch.Tensor, failed: dict[int, str]
+) -> torch.Tensor:
+    """(B, V) logits, -inf where a grammar excludes a token.
+
+    Rows whose grammar allows none are kept as they are, and noted in ``failed``.
+    """
+    grammars = {row: a.grammar for row, a in enumerate(answers) if a.grammar is not None}
+    if not grammars:
+        return logits
+    masks = torch.ones(logits.shape, dtype=torch.bool)
+    for row, grammar in grammars.items():
+        try:
+            masks[row] = grammar.allowed(logits.shape[1])
+        except GrammarError as error:
+            failed[row] = str(error)
+    return logits.masked_fill(~to_device(masks, logits.device), -torch.inf)
+
+
+def _logprobs(
+    answers: Sequence[RunningAnswer], logits: torch.Tensor, tokens: Sequence[int]
+) -> dict[int, TokenLogprobs]:
+    """Log-probabilities of the rows that ask for them, by row.
+
+    They are the model's own: at temperature 1, before a grammar, top-k and top-p.
+    """
+    counts = {row: n for row, a in enumerate(answers) if (n := a.options.logprobs) is not None}
+    if not counts:
+        return {}
+    rows = [*counts]
+    table = logits[to_device(torch.tensor(rows), logits.device)].float().log_softmax(-1)
+    own = to_device(torch.tensor([max(0, tokens[row]) for row in rows]), logits.device)
+    chosen = table.gather(1, own[:, None])[:, 0].tolist()
+    best = table.topk(min(max(counts.values()), table.shape[1]), sorted=True)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    found = {}
+    for at, (row, count) in enumerate(counts.items()):
+        top = zip(ids[at][:count], values[at][:count], strict=True)
+        found[row] = TokenLogprobs(chosen[at], tuple(top))
+    return found
 
 
 def _in_short(error: BaseException) -> str:

@@ -1,9 +1,10 @@
 """Models that answer together, the adapters of one base in one batch; and one that scores."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.report.terminal import note
 from dschat_lora.serving.config import AnswerConfig, NamedSource, find_models
+from dschat_lora.serving.grammars import Grammars
 from dschat_lora.supervised.score import Scorer
 
 NO_LIMIT = 2**31
@@ -76,18 +78,31 @@ class ServedModel:
         """Tokens are below it."""
         return int(self.batch.base.get_input_embeddings().num_embeddings)
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """That answers of this model follow."""
+        return Grammars(self.tokenizer, vocabulary_size=self.vocabulary_size, end_ids=self.end_ids)
+
     def prompt_ids(self, prompt: str) -> list[int]:
         """Tokens of a prompt as a text, with beginning-of-sequence where the tokenizer adds one."""
         return self.encoder.encode([prompt])[0]
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(
+        self, messages: Sequence[Message], columns: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Tokens of messages up to the assistant's turn; see :func:`chat_ids`.
 
         Raises:
             ValueError: if the chat template refuses them.
         """
-        most = self.batch.limit
-        return chat_ids(messages, self.chat, self.encoder, self.tokenizer, most=most)
+        return chat_ids(
+            messages,
+            self.chat,
+            self.encoder,
+            self.tokenizer,
+            columns=columns,
+            most=self.batch.limit,
+        )
 
 
 @torch.no_grad()

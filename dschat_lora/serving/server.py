@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers
+from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers, UnsupportedError
 from dschat_lora.endpoint.guard import ApiError, Guard, invalid, read_json
 from dschat_lora.endpoint.requests import (
     AnswerRequest,
@@ -97,6 +97,12 @@ class Service:
                 return parse(body, self.models, self.config)
 
         parsed = await asyncio.to_thread(parse_alone)  # beside the event loop
+        if (grammar := parsed.options.grammar) is not None:
+            model = self.models[parsed.model.name]
+            try:  # compiled here, found by the decoder
+                await asyncio.to_thread(model.grammars.start, grammar)
+            except UnsupportedError as error:
+                raise invalid(str(error), error.param) from error
         return AnswerResponse(RequestAnswers(parsed, self.decoder), kind)
 
     async def health(self, request: Request) -> Response:

@@ -78,18 +78,18 @@ def play(tokenizer):
     """Plays a program over rows; closes its server."""
     opened = []
 
-    def run(program, rows, answer, *, copies=1, limits=None, tokenizer=tokenizer, script=None):
+    def run(program, rows, answer, *, copies=1, limits=None, tokenizer=tokenizer, limit=400):
         if not isinstance(program, AgentCommand):
             program = AgentFunction("mine:play", program)
         agents = Agents(
             program,
-            prompt_tokens(tokenizer),
+            prompt_tokens(tokenizer, limit),
             limits or AgentLimits(5.0, 0, 100),
-            max_new_tokens=40,
+            max_new_tokens=100,
             end_of_text=lambda tokens, stop: end_of_text(tokens, stop, tokenizer.decode),
         )
         opened.append(agents)
-        script = script or Script(tokenizer, answer)
+        script = Script(tokenizer, answer)
         blanks = [
             (Response((7, 8), (), False, n, json.dumps(row).encode()), (n, k))
             for n, row in enumerate(rows)
@@ -256,7 +256,7 @@ def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, fam
         return float(last.choices[0].message.content == "It is 3.")
 
     answers = iter([call, "It is 3."])
-    found = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer)
+    found = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer, limit=2000)
     (response,) = found.responses
     assert (response.failure, response.environment_reward) == ("", 1.0)
     assert response.earlier_sequences == ()
@@ -420,7 +420,7 @@ PROGRAM = textwrap.dedent(
         print(json.dumps({"reward": 0.75}))
     elif kind == "hang":
         import subprocess
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(777)"])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(777)", row["file"]])
         print("started", file=open(row["file"], "w"))
         import time
         time.sleep(777)
@@ -444,17 +444,17 @@ def test_a_command_plays_an_episode_and_nothing_of_it_stays(play, tmp_path, monk
     assert failures[3].startswith("timed out")
     assert (tmp_path / "marker").exists()
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and (left := sleepers()):
+    while time.monotonic() < deadline and (left := sleepers(marker)):
         time.sleep(0.05)
     assert not left
 
 
-def sleepers():
-    """Processes that the hanging program has left behind."""
+def sleepers(marker):
+    """Processes that the hanging program of a test has left behind."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or ())
-        if "time.sleep(777)" in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if marker in line and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process.pid)
     return found
 

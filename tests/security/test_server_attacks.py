@@ -386,7 +386,8 @@ VALUES = (
 FIELDS = (
     *("model", "messages", "prompt", "n", "stream", "stream_options", "max_tokens", "stop"),
     *("max_completion_tokens", "temperature", "top_p", "top_k", "seed", "tools", "user"),
-    *("response_format", "logit_bias", "min_p", "__class__"),
+    *("response_format", "logit_bias", "min_p", "__class__", "tool_choice", "parallel_tool_calls"),
+    *("logprobs", "top_logprobs", "chat_template_kwargs"),
 )
 
 

@@ -134,7 +134,8 @@ WRONG = {
     "top_p": ({"top_p": 0, "temperature": 1}, 400, "top_p must be in (0, 1], found 0"),
     "stop": ({"stop": [""]}, 400, "stop must be up to 16 texts, none empty"),
     "n": ({"n": 99}, 400, "n must be a whole number in [1, 16], found 99"),
-    "tools": ({"tools": [{"type": "function"}]}, 400, "is not supported here"),
+    "tools": ({"tools": [{"type": "function"}]}, 400, "tools: entry 1 must be"),
+    "penalty": ({"frequency_penalty": 1}, 400, "frequency_penalty 1 is not supported here"),
     "unknown field": ({"min_p": 0.1}, 400, "min_p is no known field"),
     "stream": ({"stream": "yes"}, 400, "stream must be true or false, found 'yes'"),
 }
