@@ -81,8 +81,9 @@ FLOORS = [
         "rl": Room(
             "algos checkpoint config data endpoint engine generation lora models perf report"
             " runtime",
-            "jsonschema math_verify numpy reasoning_gym torch",
-            "algorithms builtin_rewards config external_rewards inputs role_config validation",
+            "gymnasium jsonschema math_verify mcp numpy openenv reasoning_gym torch verifiers",
+            "algorithms builtin_rewards config coroutines environment_adapters external_rewards"
+            " inputs role_config validation",
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",
