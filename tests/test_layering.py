@@ -46,7 +46,7 @@ FLOORS = [
         "data": Room(
             "algos config",
             "datasets jinja2 numpy pyarrow tokenizers torch transformers",
-            "arrow_rows json_stream layouts messages nlg readers rows sources templates",
+            "arrow_rows json_stream layouts messages nlg readers rows sources templates tool_calls",
         ),
         "engine": Room(
             "algos config", "deepspeed psutil torch", "ds_config failure_detection rendezvous"
@@ -83,7 +83,7 @@ FLOORS = [
             " runtime",
             "gymnasium jsonschema math_verify mcp numpy openenv reasoning_gym torch verifiers",
             "algorithms builtin_rewards config coroutines environment_adapters external_rewards"
-            " inputs role_config validation",
+            " inputs role_config validation verifiers_environment",
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",

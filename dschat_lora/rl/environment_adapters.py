@@ -5,7 +5,7 @@ import json
 import shlex
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dschat_lora.runtime.checks import require_packages, working_directory
@@ -238,12 +238,12 @@ class McpServer:
                 (self._sessions[server],) = run_together([_open_mcp(server)])
             except Exception as error:
                 raise ValueError(f"--environment {self._where} is no server: {error}") from error
-        self._client, self.tools = self._sessions[server]
+        self._client, self.tool_schemas = self._sessions[server]
 
     def reset(self) -> None:
         """Nothing: the prompt is that of the data."""
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, values: dict[str, Any]) -> str:
         """What a tool returns, or what the server finds wrong with the call, as text.
 
         Raises:
@@ -253,7 +253,7 @@ class McpServer:
         from mcp.types import CONNECTION_CLOSED
 
         try:
-            result = await self._client.call_tool(name, arguments)
+            result = await self._client.call_tool(name, values)
         except MCPError as error:
             if error.error.code == CONNECTION_CLOSED:
                 raise RuntimeError(f"the server of --environment {self._where} ended") from error
@@ -320,12 +320,19 @@ async def _tools_of(client: Any) -> list[dict[str, Any]]:
             return found
 
 
+def _make_verifiers(name: str) -> Any:
+    from dschat_lora.rl.verifiers_environment import Verifiers
+
+    return Verifiers(name)
+
+
 # By the word before the colon: the class, the module it needs and the extra that installs it.
 ADAPTERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "gymnasium": (Gymnasium, "gymnasium", "gymnasium"),
     "mcp": (McpServer, "mcp", "mcp"),
     "openenv": (OpenEnv, "openenv", "openenv"),
     "reasoning_gym": (ReasoningGym, "reasoning_gym", "environments"),
+    "verifiers": (_make_verifiers, "verifiers", "verifiers"),
 }
 
 
@@ -340,4 +347,4 @@ def find_adapter(name: str) -> Callable[[], Any] | None:
         return None
     adapter, module, extra = ADAPTERS[library]
     require_packages(f"--environment {name}", module, extra=extra)
-    return partial(adapter, rest)
+    return lambda: adapter(rest)

@@ -124,7 +124,7 @@ class StatefulEnvironment(Environment):
             ValueError: naming a method whose hints or docstring do not say what it takes.
         """
         if _lists_tools(made):
-            return list(made.tools)
+            return list(made.tool_schemas)
         found = []
         for name, method in self._methods(made).items():
             try:
@@ -336,7 +336,7 @@ class StatefulEnvironment(Environment):
         """A tool's message; the error of a method is told to the actor, which may do better."""
         listed = _lists_tools(made)
         methods = {} if listed else self._methods(made)
-        names = [each["function"]["name"] for each in made.tools] if listed else [*methods]
+        names = [each["function"]["name"] for each in made.tool_schemas] if listed else [*methods]
         if call.name not in names:
             content = str({"error": f"there is no tool {call.name}; there are {', '.join(names)}"})
         elif listed:
@@ -412,8 +412,8 @@ def load_environment(
 
 
 def _lists_tools(made: Any) -> bool:
-    """Whether an object has its tools' schemas under ``tools``, and a method ``call`` for them."""
-    return hasattr(made, "tools") and hasattr(made, "call") and not hasattr(made, "step")
+    """Whether an object says by itself what its tools are, under ``tool_schemas``."""
+    return hasattr(made, "tool_schemas")
 
 
 def _is_async(made: Any) -> bool:

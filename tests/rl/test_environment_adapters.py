@@ -143,7 +143,7 @@ GREET = {"name": "greet", "description": "", "parameters": {}}
 class Listed:
     """Tools by their schemas, without methods."""
 
-    tools = ({"type": "function", "function": GREET},)
+    tool_schemas = ({"type": "function", "function": GREET},)
 
     def reset(self):
         pass
@@ -296,3 +296,51 @@ def test_fields_of_openenv_are_named_where_there_are_several():
     for none, words in (("localhost:80", "begins with http"), (address, "no description")):
         with pytest.raises(ValueError, match=words):
             load(f"openenv:{none}?field=x")
+
+
+def test_tasks_of_verifiers_are_answered_with_their_tools(monkeypatch):
+    pytest.importorskip("verifiers")
+    monkeypatch.chdir(HELPERS / "tasksets")
+    environment = load("verifiers:vf_sums")
+    assert environment.label() == "vf_sums"
+    turns = [
+        ["0" + END],
+        [call("adder_add", a=1, b=1) + END, "2" + END],
+        [call("adder_add", a="x") + call("add") + END, "5" + END],
+        ["0" + END],
+    ]
+    prompts, found = play(environment, episodes(0, 1, 2, 3), turns, copies=2)
+    assert questions(prompts) == ["0 plus 0?", "1 plus 1?", "2 plus 2?", "0 plus 0?"]
+    assert [m["role"] for m in json.loads(prompts[0].columns)["prompt"]] == ["system", "user"]
+    assert "The sum of two numbers." in TOKENIZER.decode(prompts[0].input_ids)
+    assert rewards(found)[::2] == rewards(found)[1::2] == [2.0, 2.5, 0.0, 2.0]
+    told = [m["content"] for m in json.loads(found[4].earlier) if m["role"] == "tool"]
+    assert "error" in told[0]
+    assert told[1] == "{'error': 'there is no tool add'}"
+
+
+def test_an_environment_of_verifiers_has_its_own_turns(monkeypatch):
+    pytest.importorskip("verifiers")
+    monkeypatch.chdir(HELPERS / "tasksets")
+    environment = load("verifiers:vf_digits?rounds=3")
+    turns = [["1" + END, "x" + END, "3" + END], ["no" + END] * 3]
+    prompts, found = play(environment, episodes(0, 5), turns)
+    assert questions(prompts) == ["Digit 0?", "Digit 5?"]
+    assert rewards(found) == [12.0, 10.0]
+    assert "2 more?" in read(found[0])
+    assert "1 more?" in read(found[0])
+    # An episode that was cut off leaves nothing to the next.
+    environment.begin(prompts, range(2), 1, ("seed", 4))
+    assert rewards(play(environment, episodes(0, 5), turns)[1]) == [12.0, 10.0]
+
+
+def test_what_verifiers_cannot_play_is_refused(monkeypatch):
+    pytest.importorskip("verifiers")
+    monkeypatch.chdir(HELPERS / "tasksets")
+    for name, words in (
+        ("vf_stops", "vf_stops needs hooks that stop or intercept the agent, which there is not"),
+        ("nosuch", "--environment verifiers:nosuch: taskset 'nosuch' not found"),
+        ("vf_digits?rounds=x", "--environment verifiers:vf_digits.rounds=x: .*rounds"),
+    ):
+        with pytest.raises(ValueError, match=f"(?s){words}"):
+            load(f"verifiers:{name}")
