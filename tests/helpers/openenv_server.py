@@ -10,7 +10,7 @@ from openenv.core.env_server.types import State
 
 class Said(Action):
     text: str
-    volume: int = 1
+    note: str = ""
 
 
 class Heard(Observation):

@@ -213,7 +213,7 @@ def play_mcp(server):
         [m["content"] for m in json.loads(each.earlier) if m["role"] == "tool"] for each in found
     ]
     assert told[0][0] == "42"
-    assert "error" in told[0][1]
+    assert told[0][1].startswith("{'error': ")
     assert "Input should be a valid integer" in told[0][1]
     assert told[2][0] == "{'error': 'there is no tool nosuch; there are add, leave'}"
     assert told[2][1] == "3"
@@ -331,7 +331,9 @@ def test_an_environment_of_verifiers_has_its_own_turns(monkeypatch):
     assert "1 more?" in read(found[0])
     # An episode that was cut off leaves nothing to the next.
     environment.begin(prompts, range(2), 1, ("seed", 4))
+    cut_off = [made._run for made, _ in environment.objects.values()]
     assert rewards(play(environment, episodes(0, 5), turns)[1]) == [12.0, 10.0]
+    assert [run.cancelled() for run in cut_off] == [True, True]
 
 
 def test_what_verifiers_cannot_play_is_refused(monkeypatch):
