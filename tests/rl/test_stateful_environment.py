@@ -301,23 +301,6 @@ def test_columns_that_reset_needs_are_asked_for():
     made(Quiz).check_columns(())
 
 
-def test_a_task_of_reasoning_gym_asks_and_scores():
-    gym = pytest.importorskip("reasoning_gym")
-    environment = load_environment(
-        "reasoning_gym:chain_sum", TOKENIZER, chat=CHAT, max_prompt_tokens=4000
-    )
-    environment.check_columns({"prompt", "episode"})
-    assert environment.label() == "ReasoningGym"
-    entries = gym.create_dataset("chain_sum", size=2**31, seed=0)
-    right, question = entries[5]["answer"], entries[5]["question"]
-    rows = [{"prompt": episode_prompt(5), "episode": 5}] * 2
-    prompts, found = play(environment, rows, [[right + END], ["none" + END]])
-    assert json.loads(prompts[0].columns)["prompt"] == [{"role": "user", "content": question}]
-    assert [each.environment_reward for each in found] == [1.0, 0.0]
-    with pytest.raises(ValueError, match="--environment reasoning_gym:nosuch: .*not registered"):
-        load_environment("reasoning_gym:nosuch", TOKENIZER, chat=CHAT, max_prompt_tokens=9)
-
-
 def test_episodes_without_data_are_rows_of_their_numbers(tmp_path):
     def config_of(*arguments):
         return parse_config(RlhfConfig, ["--data_output_path", str(tmp_path), *arguments])
