@@ -33,8 +33,12 @@ DOCS = [
 QLORA = ["bitsandbytes>=0.50,<1", "accelerate>=1.2,<2"]
 # Built-in rewards that compare formulas and JSON.
 REWARDS = ["math-verify>=0.9,<1", "jsonschema>=4.23,<5"]
-# --environment reasoning_gym:TASK.
+# --environment LIBRARY:NAME, by library.
 ENVIRONMENTS = ["reasoning-gym>=0.1.25,<0.2"]
+GYMNASIUM = ["gymnasium>=1.0,<2"]
+MCP = ["mcp>=2.3,<3"]
+OPENENV = ["openenv-core>=0.3,<0.4"]
+VERIFIERS = ["verifiers>=0.4,<0.5"]
 # Bases in GGUF files of most architectures.
 GGUF = ["gguf>=0.19,<1"]
 # What the benchmark compares with.
@@ -51,6 +55,8 @@ TEST = [
     *QLORA,
     *REWARDS,
     *ENVIRONMENTS,
+    *GYMNASIUM,
+    *MCP,
     *GGUF,
     *NOTEBOOK,
     "nbclient>=0.10,<1",
@@ -102,15 +108,19 @@ setup(
         "environments": ENVIRONMENTS,
         "gguf": GGUF,
         "glue": GLUE,
+        "gymnasium": GYMNASIUM,
+        "mcp": MCP,
         "meteor": METEOR,
         "nlg": NLG,
         "notebook": NOTEBOOK,
+        "openenv": OPENENV,
         "qlora": QLORA,
         "rewards": REWARDS,
         "serve": SERVE,
         "structured": STRUCTURED,
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,
+        "verifiers": VERIFIERS,
         "wandb": WANDB,
         "test": TEST,
         "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],

@@ -46,7 +46,7 @@ FLOORS = [
         "data": Room(
             "algos config",
             "datasets jinja2 numpy pyarrow tokenizers torch transformers",
-            "arrow_rows json_stream layouts messages nlg readers rows sources templates",
+            "arrow_rows json_stream layouts messages nlg readers rows sources templates tool_calls",
         ),
         "engine": Room(
             "algos config", "deepspeed psutil torch", "ds_config failure_detection rendezvous"
@@ -81,8 +81,10 @@ FLOORS = [
         "rl": Room(
             "algos checkpoint config data endpoint engine generation lora models perf report"
             " runtime",
-            "jsonschema math_verify numpy openai reasoning_gym starlette torch uvicorn",
-            "algorithms builtin_rewards config external_rewards inputs role_config validation",
+            "gymnasium jsonschema math_verify mcp numpy openai openenv reasoning_gym starlette torch"
+            " uvicorn verifiers",
+            "algorithms builtin_rewards config coroutines environment_adapters external_rewards"
+            " inputs role_config validation verifiers_environment",
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",

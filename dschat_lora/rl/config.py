@@ -11,6 +11,7 @@ from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig
 from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin, is_remote
+from dschat_lora.rl.environment_adapters import ADAPTERS
 from dschat_lora.rl.role_config import RoleConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -22,10 +23,16 @@ def _check_name(option: str, name: str) -> None:
     if scores and is_builtin(name):
         builtin_function(name)
         return
-    usable = _FUNCTION.fullmatch(name) or (scores and is_remote(name))
     allowed = "module:function such as my_rewards:is_right"
-    allowed += ", or the address of a server that scores" if scores else ""
-    require(bool(usable), option, name, allowed)
+    usable = bool(_FUNCTION.fullmatch(name))
+    if option == "environment":
+        library, _, rest = name.partition(":")
+        usable = bool(rest) if library in ADAPTERS else usable
+        allowed += f", or LIBRARY:NAME of {', '.join(ADAPTERS)}"
+    elif scores:
+        usable = usable or is_remote(name)
+        allowed += ", or the address of a server that scores"
+    require(usable, option, name, allowed)
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,9 @@ class RolloutConfig:
     environment: str | None = option(
         None,
         help="module:function that answers the actor's turns with messages of a user or tool, or "
-        "ends the episode; or module:Class of objects with reset, and step or tools, and rewards",
+        "ends the episode; or module:Class of objects with reset, and step or tools, and rewards; "
+        "or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND "
+        "and mcp:URL, whose tools are offered",
     )
     agent: str | None = option(
         None,

@@ -16,7 +16,7 @@ from collections.abc import (
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.coroutines import run_together, run_without_loop
 from dschat_lora.rl.environment import Environment, EnvironmentFailedError
+from dschat_lora.rl.environment_adapters import find_adapter
 from dschat_lora.rl.inputs import episode_prompt
 from dschat_lora.rl.rewards import (
     as_messages,
@@ -41,7 +42,6 @@ from dschat_lora.rl.rewards import (
     same_gradients,
     takes_all,
 )
-from dschat_lora.runtime.checks import require_packages
 
 # Methods that are no tools.
 RESERVED = ("reset", "step", "get_reward", "close")
@@ -98,7 +98,8 @@ class StatefulEnvironment(Environment):
             ValueError: naming what is missing.
         """
         for name, factory in self.factories.items():
-            made = factory()
+            with same_gradients():
+                made = factory()
             self._first[name], self._idle[name] = made, [made]
             where = f"--{self.option} {self.name}: {type(made).__name__}"
             if not callable(getattr(made, "reset", None)):
@@ -113,7 +114,7 @@ class StatefulEnvironment(Environment):
         """The name of the reward that objects give; None if they give none."""
         for made in self._first.values():
             if hasattr(made, "get_reward") or hasattr(made, "step"):
-                return type(made).__name__
+                return str(getattr(made, "reward_name", type(made).__name__))
         return None
 
     def tools_of(self, made: Any) -> list[dict[str, Any]]:
@@ -122,6 +123,8 @@ class StatefulEnvironment(Environment):
         Raises:
             ValueError: naming a method whose hints or docstring do not say what it takes.
         """
+        if _lists_tools(made):
+            return list(made.tool_schemas)
         found = []
         for name, method in self._methods(made).items():
             try:
@@ -253,10 +256,10 @@ class StatefulEnvironment(Environment):
             text = prompt = f"{prompt}{said}"
         else:
             prompt = [{**each} for each in as_messages(prompt)]
+            stands_in = prompt == episode_prompt(row.get("episode", -1))
             if isinstance(said, list | dict):
-                prompt += self._messages(said)
+                prompt = [*([] if stands_in else prompt), *self._messages(said)]
             elif said is not None:
-                stands_in = prompt == episode_prompt(row.get("episode", -1))
                 prompt[-1]["content"] = f"{'' if stands_in else prompt[-1]['content']}{said}"
             columns = {**row, "tools": tools} if tools else row
             text = self.chat.with_columns(columns).render(prompt, add_generation_prompt=True)
@@ -307,8 +310,7 @@ class StatefulEnvironment(Environment):
         made, turn = self.objects[place][0], list(response.last_turn)
         _, calls = parse_tool_calls(self.tokenizer.decode(turn))
         if not hasattr(made, "step"):
-            methods = self._methods(made)
-            return [await self._called(methods, call) for call in calls]
+            return [await self._called(made, call) for call in calls]
         said: Message = {
             "role": "assistant",
             "content": self.tokenizer.decode(turn, skip_special_tokens=True),
@@ -330,12 +332,15 @@ class StatefulEnvironment(Environment):
                 self._rewards[place] = self._rewards.get(place, 0.0) + self._number(reward)
         return {"role": "user", "content": reply} if isinstance(reply, str) else reply
 
-    async def _called(self, methods: Mapping[str, Callable[..., Any]], call: ToolCall) -> Message:
-        """A tool's message; what goes wrong is told to the actor, which may do better."""
-        if call.name not in methods:
-            content = str(
-                {"error": f"there is no tool {call.name}; there are {', '.join(methods)}"}
-            )
+    async def _called(self, made: Any, call: ToolCall) -> Message:
+        """A tool's message; the error of a method is told to the actor, which may do better."""
+        listed = _lists_tools(made)
+        methods = {} if listed else self._methods(made)
+        names = [each["function"]["name"] for each in made.tool_schemas] if listed else [*methods]
+        if call.name not in names:
+            content = str({"error": f"there is no tool {call.name}; there are {', '.join(names)}"})
+        elif listed:
+            content = str(await _result(made.call(call.name, call.arguments)))
         else:
             try:
                 content = str(await _result(methods[call.name](**call.arguments)))
@@ -377,42 +382,6 @@ class StatefulEnvironment(Environment):
             raise EnvironmentFailedError from error
 
 
-class ReasoningGym:
-    """A task of ``reasoning-gym``, whose questions have no end and are scored by itself.
-
-    Episode ``n`` has the task's question ``n``.
-    """
-
-    package = "reasoning_gym"
-    _tasks: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, task: str) -> None:
-        """Make the task's data set.
-
-        Raises:
-            ValueError: if there is no such task.
-        """
-        require_packages(f"--environment {self.package}:{task}", self.package, extra="environments")
-        from reasoning_gym import create_dataset
-
-        if task not in self._tasks:
-            try:
-                self._tasks[task] = create_dataset(task, size=2**31, seed=0)
-            except ValueError as error:
-                raise ValueError(f"--environment {self.package}:{task}: {error}") from error
-        self._task = self._tasks[task]
-
-    def reset(self, episode: int) -> str:
-        """The question."""
-        self._entry = self._task[episode]
-        return str(self._entry["question"])
-
-    def step(self, message: Message) -> tuple[None, float]:
-        """The end of the episode, and the score of its answer."""
-        answer = message["content"].strip()
-        return None, float(self._task.score_answer(answer=answer, entry=self._entry))
-
-
 def load_environment(
     name: str,
     tokenizer: Tokenizer,
@@ -422,17 +391,13 @@ def load_environment(
     retries: int = 0,
     timeout: float = 0.0,
 ) -> Environment:
-    """The environment behind ``module:function`` or ``module:Class``.
+    """The environment behind ``module:function``, ``module:Class`` or ``LIBRARY:NAME``.
 
     Raises:
         ValueError: if there is none, a function takes no responses, or a class lacks methods.
     """
     option = "environment"
-    package, _, task = name.partition(":")
-    if package == ReasoningGym.package:
-        found: Callable[..., Any] = partial(ReasoningGym, task)
-    else:
-        found = find_object(option, name)
+    found: Callable[..., Any] = find_adapter(name) or find_object(option, name)
     if not is_stateful(found):
         check_takes_responses(option, name, found)
         return Environment(option, name, found, tokenizer, retries=retries, timeout=timeout)
@@ -444,6 +409,11 @@ def load_environment(
     )
     environment.make_first()
     return environment
+
+
+def _lists_tools(made: Any) -> bool:
+    """Whether an object says by itself what its tools are, under ``tool_schemas``."""
+    return hasattr(made, "tool_schemas")
 
 
 def _is_async(made: Any) -> bool:

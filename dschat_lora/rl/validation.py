@@ -18,6 +18,7 @@ from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.builtin_rewards import is_builtin, is_remote
 from dschat_lora.rl.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.inputs import (
     RlhfInputs,
     announce,
@@ -120,6 +121,15 @@ def _scores(config: RlhfConfig) -> bool:
     return bool(config.critic.model_name_or_path or config.rewards.reward_function)
 
 
+def _check_environment(name: str) -> None:
+    """Refuse an environment whose library or module is not there."""
+    if find_adapter(name) is None:
+        try:
+            check_function("environment", name)
+        except ValueError as error:
+            raise ValueError(f"{error}; by name there are {', '.join(ADAPTERS)}") from error
+
+
 def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
     # An environment's class scores if it has get_reward, which shows when it is imported.
@@ -139,7 +149,7 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             if not (is_builtin(name) or is_remote(name)):
                 check_function(option, name)
     if config.batch.environment is not None:
-        check_function("environment", config.batch.environment)
+        _check_environment(config.batch.environment)
     _check_agent(config.batch)
     count, weights = len(rewards.reward_function), rewards.reward_weights
     if len(weights) > count and config.critic.model_name_or_path is None:

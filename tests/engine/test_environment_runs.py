@@ -1,6 +1,7 @@
 """Runs of step 3 with an environment, in this process's ranks: exact where nothing may change."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -125,3 +126,30 @@ def test_a_run_with_an_environment_goes_on_bit_for_bit(runs, first, second):
     assert [line for line in resumed.lines if line["step"] > 2] == later
     assert (resumed.out / FILE).read_bytes() == (whole.out / FILE).read_bytes()
     assert weights_of(resumed.out) == weights_of(whole.out)
+
+
+def test_an_environment_of_gymnasium_gives_prompts_and_rewards(ranks, tmp_path):
+    pytest.importorskip("gymnasium")
+    models = save_family("opt", tmp_path / "opt", layers=1)
+    argv = """
+        --environment gymnasium:helpers.gym_envs:Vowels-v0 --num_prompts 12 --algorithm grpo
+        --num_generations 4 --max_prompt_seq_len 48 --max_answer_seq_len 8 --max_steps 2
+        --per_device_generation_batch_size 8 --per_device_training_batch_size 8
+        --eval_prompts 2 --actor_lora_learning_rate 5e-3 --stop_tokens i t
+    """.split()
+    argv += ["--output_dir", tmp_path / "out", "--data_output_path", tmp_path / "data"]
+    argv += ["--actor_model_name_or_path", models["actor"]]
+    (report,) = ranks(1).run("helpers.rlhf_course:train_rlhf", argv=list(map(str, argv)))
+    rows, lines = read_rollouts(tmp_path / "out"), json.loads(report["lines"])
+    assert len(rows) == 16
+    assert all(re.search("the (cat|dog|hen) and (cat|dog|hen)", row["prompt"]) for row in rows)
+    assert len({row["prompt"] for row in rows}) > 1
+    assert {row["ended"] for row in rows} == {True, False}
+    for row in rows:
+        # The environment never sees an answer that is cut off.
+        seen = row["response"] if row["ended"] else ""
+        assert row["rewards"]["Vowels-v0"] == sum(seen.count(each) for each in "aeiou")
+    for line in lines:
+        if line["kind"] == "train":
+            own = [r["rewards"]["Vowels-v0"] for r in rows if r["iteration"] == line["iteration"]]
+            assert line["reward/Vowels-v0"] == pytest.approx(sum(own) / len(own))

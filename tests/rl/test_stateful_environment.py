@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from data.chat_tokenizers import build_chat_tokenizer
 from dschat_lora.config.options import parse_config
-from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.batch import Response
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.environment import EnvironmentFailedError, Episodes, TurnTokens
+from dschat_lora.rl.environment import EnvironmentFailedError
 from dschat_lora.rl.inputs import episode_prompt
 from dschat_lora.rl.rewards import RewardFunction, RewardFunctions
-from dschat_lora.rl.stateful_environment import StatefulEnvironment, is_stateful, load_environment
+from dschat_lora.rl.stateful_environment import is_stateful, load_environment
 from dschat_lora.rl.validation import with_environment_prompts
+from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -81,62 +79,6 @@ class Quiz:
         self.asked += 1
         reward = float("yes" in message["content"])
         return ("And now?", reward) if self.asked == 1 else (None, reward)
-
-
-TOKENIZER = build_chat_tokenizer("qwen3_instruct_2507")
-CHAT = Chat(TOKENIZER, TOKENIZER.eos_token)
-END = "<|im_end|>"
-
-
-def tokens(text):
-    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
-
-
-def made(found, **options):
-    option = {"chat": CHAT, "max_prompt_tokens": 4000} | options
-    environment = StatefulEnvironment("environment", "mine:Env", found, TOKENIZER, **option)
-    environment.make_first()
-    return environment
-
-
-def prompts_of(rows):
-    blank = {"prompt": [{"role": "user", "content": ""}]}
-    samples = [json.dumps({**blank, **row}).encode() for row in rows]
-    return [PromptSample(np.array([7], dtype=np.int32), columns) for columns in samples]
-
-
-def play(environment, rows, turns, copies=1, max_tokens=4000):
-    """Episodes of scripted turns: ``turns[row]``, alike for all copies."""
-    prompts = environment.begin(prompts_of(rows), range(len(rows)), copies, ("seed", 3))
-    first = [
-        Response(tuple(p.input_ids.tolist()), tokens(turns[n][0]), True, n, p.columns)
-        for n, p in enumerate(prompts)
-        for _ in range(copies)
-    ]
-
-    def next_turn(places, read, turn):
-        found = []
-        for place, response in zip(places, read, strict=True):
-            said = tokens(turns[place // copies][turn - 1])
-            mask = (*response.actor_mask, *(True for _ in said))
-            grown = {"tokens": (*response.tokens, *said), "actor_mask": mask, "ended": True}
-            found.append(Response(**{**vars(response), **grown}))
-        return found
-
-    episodes = Episodes(environment, TurnTokens(CHAT, TOKENIZER), 4)
-    places = range(len(first))
-    return prompts, episodes.play(first, next_turn, max_tokens=max_tokens, places=places)
-
-
-def call(name, **arguments):
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def read(response):
-    """What the environment said, as text."""
-    mask = response.actor_mask or (True,) * len(response.tokens)
-    said = [t for t, own in zip(response.tokens, mask, strict=True) if not own]
-    return TOKENIZER.decode(said)
 
 
 def test_methods_are_tools_and_the_object_scores_its_episode():
@@ -357,23 +299,6 @@ def test_columns_that_reset_needs_are_asked_for():
         made(Given).check_columns({"answer"})
     made(Given).check_columns({"target"})
     made(Quiz).check_columns(())
-
-
-def test_a_task_of_reasoning_gym_asks_and_scores():
-    gym = pytest.importorskip("reasoning_gym")
-    environment = load_environment(
-        "reasoning_gym:chain_sum", TOKENIZER, chat=CHAT, max_prompt_tokens=4000
-    )
-    environment.check_columns({"prompt", "episode"})
-    assert environment.label() == "ReasoningGym"
-    entries = gym.create_dataset("chain_sum", size=2**31, seed=0)
-    right, question = entries[5]["answer"], entries[5]["question"]
-    rows = [{"prompt": episode_prompt(5), "episode": 5}] * 2
-    prompts, found = play(environment, rows, [[right + END], ["none" + END]])
-    assert json.loads(prompts[0].columns)["prompt"] == [{"role": "user", "content": question}]
-    assert [each.environment_reward for each in found] == [1.0, 0.0]
-    with pytest.raises(ValueError, match="--environment reasoning_gym:nosuch: .*not registered"):
-        load_environment("reasoning_gym:nosuch", TOKENIZER, chat=CHAT, max_prompt_tokens=9)
 
 
 def test_episodes_without_data_are_rows_of_their_numbers(tmp_path):
