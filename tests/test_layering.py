@@ -81,8 +81,8 @@ FLOORS = [
         "rl": Room(
             "algos checkpoint config data endpoint engine generation lora models perf report"
             " runtime",
-            "gymnasium jsonschema math_verify mcp numpy openai openenv reasoning_gym starlette torch"
-            " uvicorn verifiers",
+            "gymnasium jsonschema math_verify mcp numpy openai openenv reasoning_gym starlette"
+            " torch uvicorn verifiers",
             "algorithms builtin_rewards config coroutines environment_adapters external_rewards"
             " inputs role_config validation verifiers_environment",
         ),
