@@ -278,9 +278,9 @@ class Agents:
                 texts = gather_texts(_as_json(turns)) if grid() is not None else []
                 if texts:
                     turns = _from_json(texts[rank() - tensor_rank()])
-                found = _decoded(decode, turns)
+                found, order = _decoded(decode, turns)
                 self._answer(calls, conversations, found, is_end)
-                decoded = conversations
+                decoded = [conversations[n] for n in order if conversations]
         finally:
             with self.changed:
                 for each in current:
@@ -493,10 +493,11 @@ def _order(call: Call) -> tuple[int, str]:
 
 def _decoded(
     decode: Callable[..., Responses], turns: Sequence[_Turn]
-) -> list[tuple[list[int], list[float], list[float], bool]]:
+) -> tuple[list[tuple[list[int], list[float], list[float], bool]], list[int]]:
     """Tokens, log-probabilities of policy and sampler, and whether one was undrawn, of each turn.
 
-    Prompts that are equal are read once, where each comes as often.
+    Prompts that are equal are read once, where each comes as often: the second list has the turns
+    in the order in which they were decoded.
     """
     places: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for number, turn in enumerate(turns):
@@ -517,7 +518,7 @@ def _decoded(
     )
     order = [n for own in places.values() for n in own]
     by_place = dict(zip(order, rows, strict=True))
-    return [by_place[n] for n in range(len(turns))]
+    return [by_place[n] for n in range(len(turns))], order
 
 
 def _as_json(turns: Sequence[_Turn]) -> str:

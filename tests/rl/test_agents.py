@@ -222,6 +222,27 @@ def test_prompts_that_are_equal_are_read_once(play):
     assert len(found.responses) == 4
 
 
+def test_what_was_computed_is_taken_from_the_row_that_computed_it(play):
+    async def agent(row, client, model):
+        messages = [{"role": "user", "content": row["ask"]}]
+        said = await client.chat.completions.create(model=model, messages=messages)
+        messages += [said.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+        await client.chat.completions.create(model=model, messages=messages)
+        return 0
+
+    # Equal prompts, which are read once, do not stand together.
+    rows = [{"ask": ask} for ask in ("one", "two", "one", "two")]
+    found = play(agent, rows, lambda prompt, seed: f"says {seed % 1000}")
+    first, second = found.script.rounds
+    assert [len(own) for own in first.seeds] == [2, 2]
+    before = [(p, seed) for p, own in zip(first.prompts, first.seeds, strict=True) for seed in own]
+    for prompt, (row, count) in zip(second.prompts, second.prefixes, strict=True):
+        asked, seed = before[row]
+        text = f"says {seed % 1000}"
+        answer = found.script.tokenizer.encode(text, add_special_tokens=False)
+        assert prompt[:count] == [*asked, *answer]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "llama3_1", "qwen2_5"])
 def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, family):
     try:
