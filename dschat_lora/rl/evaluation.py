@@ -15,7 +15,7 @@ from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rl.batch import Response, collate
 from dschat_lora.rl.engines import Engines
 from dschat_lora.rl.experience import check_scores, score_responses
-from dschat_lora.rl.metrics import Diagnostics, rewards_by_name, turn_metrics
+from dschat_lora.rl.metrics import Diagnostics, agent_metrics, rewards_by_name, turn_metrics
 from dschat_lora.rl.rewards import RewardFunctions, TrainerState
 from dschat_lora.rl.rollout import Generator
 from dschat_lora.rl.setup import RlhfSetup
@@ -112,14 +112,16 @@ class RlhfEvaluator:
         check_scores(experience, setup.tokenizer.decode)
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
+        played = [each for each in responses if not each.failure]
         found = {
             "reward": _mean(experience.scores[counts]),
             "reward_standard_error": _standard_error(experience.scores[counts]),
             **(rewards_by_name(experience) if counts.any() else {}),
             "kl": _mean(kl),
-            "response_length": _mean(torch.tensor([float(r.num_actor_tokens) for r in responses])),
-            **turn_metrics(responses),
-            "eos_rate": sum(r.ended for r in responses) / len(responses),
+            "response_length": _mean(torch.tensor([float(r.num_actor_tokens) for r in played])),
+            **turn_metrics(played),
+            **agent_metrics(responses),
+            "eos_rate": sum(r.ended for r in played) / len(played),
         }
         if setup.judge is not None:
             (judged,) = RewardFunctions((setup.judge,), (1.0,))(responses, device()).values()

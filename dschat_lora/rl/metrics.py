@@ -98,7 +98,7 @@ def response_metrics(
         "truncated_fraction": 1 - eos_rate,
         "dropped": len(responses) - len(kept),
         "undrawn": sum(each.undrawn for each in responses),
-        **_agent_metrics(responses),
+        **agent_metrics(responses),
         "samples": len(responses),
         "tokens": sum(map(len, responses)),
         "supervised_tokens": sum(r.num_actor_tokens for r in responses),
@@ -115,7 +115,7 @@ def turn_metrics(responses: Sequence[Response]) -> dict[str, float]:
     return {"turns": turns / len(responses), "environment_tokens": read / len(responses)}
 
 
-def _agent_metrics(responses: Sequence[Response]) -> dict[str, float | int]:
+def agent_metrics(responses: Sequence[Response]) -> dict[str, float | int]:
     """Sequences of an agent's episodes, and how many failed; nothing without agents."""
     if not any(each.num_calls or each.failure for each in responses):
         return {}
