@@ -126,6 +126,7 @@ class Episode:
             changed["failure"] = self.failure or "it asked nothing"
             return replace(self.blank, **changed)
         *earlier, last = found
+        before = self._before(last)
         return replace(
             self.blank,
             prompt=last.prompt,
@@ -134,7 +135,7 @@ class Episode:
             ended=last.ended,
             logprobs=tuple(x for each in found for x in each.logprobs),
             sampler_logprobs=tuple(x for each in found for x in each.sampler_logprobs),
-            earlier=json.dumps(self._before(last), ensure_ascii=False, default=str).encode(),
+            earlier=json.dumps(before, ensure_ascii=False).encode() if before else b"",
             environment_reward=self.reward,
             earlier_sequences=tuple(each.sequence for each in earlier),
             logged=self.logged,
