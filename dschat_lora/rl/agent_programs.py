@@ -76,7 +76,8 @@ class AgentFunction:
     async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """Call the function."""
         names = named_parameters(self.function)
-        is_async = inspect.iscoroutinefunction(self.function)
+        called = getattr(self.function, "__call__")  # noqa: B004 - of an object
+        is_async = any(map(inspect.iscoroutinefunction, (self.function, called)))
         given = {
             **row,
             "row": row,

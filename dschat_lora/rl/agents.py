@@ -452,6 +452,8 @@ class Agents:
                 calls, conversations, found[: len(calls)], strict=True
             ):
                 episode = call.episode
+                if episode.is_over:  # its program did not wait
+                    continue
                 if undrawn:
                     episode.undrawn = True
                     tokens, own, drawn = tokens[:-1], own[:-1], drawn[:-1]

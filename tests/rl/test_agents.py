@@ -389,6 +389,10 @@ def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
         )
         assert short.choices[0].finish_reason == "length"
         assert short.usage.completion_tokens == 2
+        many = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "long"}], max_tokens=100_000
+        )
+        assert many.choices[0].finish_reason == "stop"
         other = [{"role": "user", "content": "And?"}]
         stopped = await client.chat.completions.create(model=model, messages=other, stop=[" cd"])
         assert stopped.choices[0].finish_reason == "stop"
@@ -401,7 +405,7 @@ def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
     found = play(agent, [{}], lambda prompt, seed: "ab cd ef gh")
     (response,) = found.responses
     assert response.environment_reward == 1.0
-    first, last = response.sequences
+    first, _, last = response.sequences
     assert len(first.tokens) == 2
     assert tokenizer.decode(last.tokens).rstrip().endswith("cd")
 
