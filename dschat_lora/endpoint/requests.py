@@ -15,7 +15,16 @@ MIN_TEMPERATURE = 1e-6
 _MAX_STOPS = 16
 _MAX_LOGPROBS = 20
 # Fields without effect on an answer.
-_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_IGNORED = {
+    "reasoning_effort",
+    "verbosity",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+}
 # Fields that are taken with a value that asks for nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),

@@ -76,8 +76,9 @@ class AgentFunction:
     async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """Call the function."""
         names = named_parameters(self.function)
-        called = getattr(self.function, "__call__")  # noqa: B004 - of an object
-        is_async = any(map(inspect.iscoroutinefunction, (self.function, called)))
+        function = inspect.unwrap(self.function)
+        called = getattr(function, "__call__", None)  # noqa: B004 - of an object
+        is_async = any(map(inspect.iscoroutinefunction, (function, called)))
         given = {
             **row,
             "row": row,
@@ -146,6 +147,10 @@ def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
         try:
             with same_gradients():
                 found = function()
+        except StopIteration as error:  # which no future can carry
+            with suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(RuntimeError(f"StopIteration: {error}"))
+            return
         except BaseException as error:  # noqa: BLE001 - raised again by result()
             with suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(error)
@@ -155,6 +160,17 @@ def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
 
     threading.Thread(target=run, name="agent", daemon=True).start()
     return future
+
+
+# By which a program would take itself for a process of the training.
+_OF_THE_LAUNCHER = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"),
+}
+
+
+def _with_local(hosts: str | None) -> str:
+    return ",".join(filter(None, (hosts, "127.0.0.1")))
 
 
 @dataclass(frozen=True)
@@ -181,23 +197,30 @@ class AgentCommand:
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": api_key,
             "OPENAI_MODEL": MODEL_NAME,
+            "OPENAI_API_BASE": base_url,  # the name of it before version 1 of openai
             "REWARD_URL": f"{base_url.removesuffix('/v1')}/reward",
+            # A proxy would be told of the address, and does not reach it.
+            **{name: _with_local(os.environ.get(name)) for name in ("NO_PROXY", "no_proxy")},
         }
+        kept = {n: value for n, value in os.environ.items() if n not in _OF_THE_LAUNCHER}
         process = await asyncio.create_subprocess_exec(
             *shlex.split(self.command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **address},
+            env={**kept, **address},
             start_new_session=True,
         )
+        text = json.dumps(row, ensure_ascii=False).encode()
+        talk = asyncio.ensure_future(process.communicate(text + b"\n"))
         try:
-            text = json.dumps(row, ensure_ascii=False).encode()
-            printed, errors = await process.communicate(text + b"\n")
+            await process.wait()
         finally:
-            # It, or what it has left behind; also where the episode is cancelled.
+            # What it has left behind, which keeps its streams open, and where the episode is
+            # cancelled the command itself.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        printed, errors = await talk
         if process.returncode:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise RuntimeError(f"it ended with exit code {process.returncode}: {last:.300}")
@@ -214,22 +237,27 @@ def reward_and_metrics(found: Any) -> tuple[float | None, dict[str, float]]:
     Raises:
         ValueError: if it is neither a finite number, nor a dict with ``reward``, nor None.
     """
-    reward, more = found, {}
-    if isinstance(found, dict):
-        reward = found.get("reward")
-        more = {n: float(v) for n, v in found.items() if isinstance(v, int | float)}
-        more = {n: v for n, v in more.items() if n != "reward" and math.isfinite(v)}
-        is_dict_of_reward = "reward" in found
-    else:
-        is_dict_of_reward = True
-    if reward is None and is_dict_of_reward:
+    values = found if isinstance(found, dict) else {"reward": found}
+    numbers = {name: _number(value) for name, value in values.items()}
+    more = {n: v for n, v in numbers.items() if n != "reward" and math.isfinite(v)}
+    if values.get("reward", math.nan) is None:
         return None, more
-    if not is_dict_of_reward or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not math.isfinite(numbers.get("reward", math.nan)):
         raise ValueError(
             f"an agent gave {found!r:.200}; its reward is a finite number, a dict with `reward` "
             "beside other numbers, or None for an episode that is not to count"
         )
-    return float(reward), more
+    return numbers["reward"], more
+
+
+def _number(value: Any) -> float:
+    """A number of Python's or numpy's; NaN for anything else, and what is too large."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
 
 
 def load_program(agent: str | None, command: str | None) -> Program | None:

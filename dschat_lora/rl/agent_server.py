@@ -49,6 +49,7 @@ class AgentServer:
                 access_log=False,
                 server_header=False,
                 backlog=4096,
+                timeout_keep_alive=3600,  # a program may think in between
             )
         )
         listening.listen(4096)

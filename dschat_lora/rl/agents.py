@@ -1,6 +1,5 @@
 """Episodes of agents: programs that ask the actor over HTTP as often as they like."""
 
-import asyncio
 import concurrent.futures
 import hashlib
 import json
@@ -18,13 +17,21 @@ from dschat_lora.endpoint.answers import (
     BusyError,
     Emit,
     StoppedError,
+    TooLongError,
     UnsupportedError,
     fitting,
 )
 from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.endpoint.text import TextStream
 from dschat_lora.endpoint.turns import Finish, Piece, Turn
-from dschat_lora.engine.distributed import gather_texts, grid, max_over_ranks, rank, tensor_rank
+from dschat_lora.engine.distributed import (
+    data_world_size,
+    gather_texts,
+    grid,
+    max_over_ranks,
+    rank,
+    tensor_rank,
+)
 from dschat_lora.generation.sampling import Responses, undrawn_reason
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.agent_programs import MODEL_NAME, Program, reward_and_metrics
@@ -75,6 +82,7 @@ class Episode:
         self.calls: list[Call] = []
         self.num_calls = 0
         self.posted: Any = None  # a reward that came by POST
+        self.refusal = ""  # why the last call that was refused was
         self.reward: float | None = None
         self.logged: dict[str, float] = {}
         self.error: BaseException | None = None
@@ -87,6 +95,11 @@ class Episode:
     def seconds(self) -> float:
         """In which the program did not wait for an answer."""
         return self._spent + (0.0 if self.calls else time.monotonic() - self._since)
+
+    @property
+    def was_answered(self) -> bool:
+        """Whether any call had an answer."""
+        return any(each.num_answers for each in self.conversations.all)
 
     def ask(self, call: "Call") -> None:
         """Take a call, which waits for its answer from here on."""
@@ -114,17 +127,16 @@ class Episode:
             self.task.cancel()
 
     def response(self) -> Response:
-        """The episode as a response; one that failed, or asked nothing, has no tokens."""
+        """The episode as a response; one that failed has no tokens."""
         changed: dict[str, Any] = {
             "num_retries": self.attempt,
             "num_calls": self.num_calls,
             "failure": self.failure,
             "undrawn": self.undrawn,
         }
-        found = [each for each in self.conversations.all if each.num_answers]
-        if self.failure or not found:
-            changed["failure"] = self.failure or "it asked nothing"
+        if self.failure:
             return replace(self.blank, **changed)
+        found = [each for each in self.conversations.all if each.num_answers]
         *earlier, last = found
         before = self._before(last)
         return replace(
@@ -246,7 +258,8 @@ class Agents:
         self.episodes: dict[str, Episode] = {}  # by secret
         self._server: AgentServer | None = None
         self._arrived = 0.0  # when the last call came
-        self._first_failed: Episode | None = None
+        self._first_failed: Episode | None = None  # of the latest rollout
+        self._has_noted = False
 
     def close(self) -> None:
         """End the server."""
@@ -269,11 +282,12 @@ class Agents:
         return nothing. ``decode`` is called equally often on every rank.
         """
         own = copies if tensor_rank() == 0 else ()
+        self._first_failed = None
         with self.changed:
             current = [self._begin(blank, (*key, *copy), attempt=0) for blank, copy in own]
         decoded: list[Conversation] = []
         try:
-            while max_over_ranks(float(any(not each.is_over for each in current))):
+            while max_over_ranks(float(self._goes_on(current))):
                 calls = self._round(current, max_calls_at_a_time)
                 conversations, turns = self._turns(calls, decoded)
                 texts = gather_texts(_as_json(turns)) if grid() is not None else []
@@ -320,7 +334,11 @@ class Agents:
             field = "top_logprobs"
             raise UnsupportedError("no other tokens' log-probabilities are kept", field)
         most = min(options.max_new_tokens, self.max_new_tokens)
-        options = fitting(model, prompt, replace(options, max_new_tokens=most, cut=True))
+        try:
+            options = fitting(model, prompt, replace(options, max_new_tokens=most, cut=True))
+        except TooLongError as error:
+            model.episode.refusal = str(error)
+            raise
         call = Call(model.episode, model, tuple(prompt), options, emit)
         with self.changed:
             episode = model.episode
@@ -363,21 +381,30 @@ class Agents:
             if episode.posted is not None:
                 found = episode.posted
             episode.reward, episode.logged = reward_and_metrics(found)
-        except asyncio.CancelledError:
-            return
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - an episode may fail
+            if not episode.was_answered:
+                failure = episode.refusal or "it asked nothing"
+        except BaseException as error:
+            if episode.is_over:  # cancelled for that
+                raise
             failure, caught = f"{type(error).__name__}: {error!s:.300}", error
         with self.changed:
             episode.end(failure, caught)
             self.changed.notify()
 
+    def _goes_on(self, current: list[Episode]) -> bool:
+        """Whether an episode is not over yet, those that failed begun again as they may."""
+        with self.changed:
+            self._retry(current)
+            return any(not each.is_over for each in current)
+
     def _round(self, current: list[Episode], most: int) -> list[Call]:
         """The calls to answer next, at most so many; waits for the programs.
 
-        Episodes that failed are begun again in ``current`` as long as they may.
+        Episodes that failed are begun again in ``current`` as long as they may. Other ranks are
+        not kept waiting by one on which nobody asks.
         """
         with self.changed:
-            began = None
+            start, began = time.monotonic(), None
             while True:
                 wait = self._expire(current)
                 self._retry(current)
@@ -395,6 +422,10 @@ class Agents:
                             each.is_slow = True
                         break
                     wait = min(wait, patience - now)
+                elif data_world_size() > 1:
+                    if (rest := start + PATIENCE - time.monotonic()) <= 0:
+                        return []
+                    wait = min(wait, rest)
                 self.changed.wait(wait)
             calls = [call for each in asking for call in sorted(each.calls, key=_order)]
             return calls[:most]
@@ -418,7 +449,9 @@ class Agents:
             del self.episodes[each.secret]
             if self._first_failed is None:
                 self._first_failed = each
-                note(f"an episode of --agent {self.program.label} failed: {_where(each)}")
+                if not self._has_noted:
+                    note(f"an episode of --agent {self.program.label} failed: {_where(each)}")
+                self._has_noted = True
             if each.attempt < self.limits.retries:
                 key = each.key[:-2] if each.attempt else each.key
                 current[number] = self._begin(each.blank, key, attempt=each.attempt + 1)
@@ -452,7 +485,8 @@ class Agents:
                 calls, conversations, found[: len(calls)], strict=True
             ):
                 episode = call.episode
-                if episode.is_over:  # its program did not wait
+                if call not in episode.calls:  # its program did not wait
+                    conversation.is_asked = False
                     continue
                 if undrawn:
                     episode.undrawn = True
@@ -539,5 +573,7 @@ def _where(episode: Episode) -> str:
     """Why an episode failed, and where in the program."""
     if episode.error is None or episode.error.__traceback__ is None:
         return episode.failure
-    frame = traceback.extract_tb(episode.error.__traceback__)[-1]
+    frames = traceback.extract_tb(episode.error.__traceback__)
+    own = [each for each in frames if "site-packages" not in each.filename] or frames
+    frame = own[-1]
     return f"{episode.failure} ({frame.filename}:{frame.lineno})"

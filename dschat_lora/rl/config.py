@@ -212,7 +212,7 @@ class RewardsConfig:
     reward_gate: tuple[str, ...] = option(
         (),
         help="functions, named as those of --reward_function: where one of them scores 0 or less, "
-        "so does the response, whatever else it is worth",
+        "the response scores at most 0, whatever else it is worth",
     )
     reward_batch: Literal["all", "group"] = option(
         "all",

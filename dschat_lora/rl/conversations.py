@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from dschat_lora.data.chat import Chat
@@ -64,6 +65,17 @@ class PromptTokens:
     limit: int  # most tokens of prompt and answer
     vocabulary_size: int
 
+    @cached_property
+    def _special_tokens(self) -> list[str]:
+        return [
+            each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special
+        ]
+
+    def holds_special_tokens(self, messages: Sequence[Message]) -> bool:
+        """Whether the text of a special token, such as an end of turn, stands in messages."""
+        text = json.dumps(messages, ensure_ascii=False, default=str)
+        return any(token in text for token in self._special_tokens)
+
 
 @dataclass
 class Conversations:
@@ -92,9 +104,13 @@ class Conversations:
             ValueError: if the chat template refuses the messages.
         """
         for end in reversed(range(1, len(messages) + 1)):
-            known = self._known.get(_canonical(messages[:end], columns))
-            if known is None or messages[end - 1]["role"] != "assistant":
+            if messages[end - 1]["role"] != "assistant":
                 continue
+            known = self._known.get(_canonical(messages[:end], columns))
+            if known is None:
+                continue
+            if to.holds_special_tokens(messages[end:]):  # which are to stay text
+                break
             conversation, length = known
             ids = [*conversation.prompt, *conversation.tokens][:length]
             try:

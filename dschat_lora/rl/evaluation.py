@@ -81,7 +81,7 @@ class RlhfEvaluator:
     def _answers(self, *, do_sample: bool) -> list[Response]:
         config = self.setup.config
         self.engines.eval()
-        return self.generator(
+        responses = self.generator(
             self._prompts,
             Sampling(
                 max_new_tokens=config.data.max_answer_seq_len,
@@ -91,6 +91,9 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
+        if self.setup.agents is not None:
+            self.setup.agents.check(responses)
+        return responses
 
     def _described(self, responses: list[Response]) -> dict[str, float]:
         """Means over the responses, scored without an update to come."""

@@ -208,4 +208,7 @@ def _of_sampling(config: RlhfConfig) -> list[str]:
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
     if batch.environment is None and "max_turns" in given:
         notes.append("--max_turns has no effect without --environment")
+    if not batch.has_agent:
+        unused = sorted({"agent_timeout", "agent_retries", "agent_max_calls"} & given)
+        notes += [f"--{name} has no effect without --agent or --agent_command" for name in unused]
     return notes

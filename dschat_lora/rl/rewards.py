@@ -613,7 +613,7 @@ class RewardFunctions:
     log: RewardLog = field(default_factory=RewardLog)  # of all functions
     environment: str | None = None  # the name of the reward that an environment gives, if any
     objects: Mapping[int, Any] | None = None  # a stateful environment's, by number of the response
-    gates: tuple[RewardFunction, ...] = ()  # where one scores 0 or less, the sum is 0
+    gates: tuple[RewardFunction, ...] = ()  # where one scores 0 or less, the sum is at most 0
 
     @property
     def logs(self) -> bool:
@@ -645,8 +645,8 @@ class RewardFunctions:
     def total(self, rewards: "dict[str, Tensor]", model: Tensor | None) -> Tensor:
         """(N,) weighted sum of the functions' scores and the reward ``model``'s, if there is one.
 
-        A function's NaN is left out; the sum is NaN where nothing else came. It is 0 where a gate
-        is closed.
+        A function's NaN is left out; the sum is NaN where nothing else came. Where a gate is
+        closed it is at most 0.
         """
         labels = list(self.by_label())
         weights = dict(zip(labels, self.weights, strict=False))
@@ -661,7 +661,7 @@ class RewardFunctions:
             total = total + torch.where(missing, 0, weight * rewards[label])
             scored = scored | ~missing
         for label in labels[len(self.functions) :]:
-            total = torch.where(rewards[label] <= 0, 0, total)
+            total = torch.where(rewards[label] <= 0, total.clamp(max=0), total)
         return total.masked_fill(~scored, torch.nan)
 
     def by_label(self) -> dict[str, RewardFunction]:
@@ -669,7 +669,7 @@ class RewardFunctions:
         found: dict[str, RewardFunction] = {}
         for each in (*self.functions, *self.gates):
             label, number = each.label, 2
-            while label in found:
+            while label in (*found, self.environment, "reward_model"):
                 label, number = f"{each.label}_{number}", number + 1
             found[label] = each
         return found

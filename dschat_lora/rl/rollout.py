@@ -327,8 +327,6 @@ class Generator:
         blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
         blank = [each for each in blank for _ in range(num_generations)]
         responses = self._share(found, blank, width=sampling.max_new_tokens)
-        if self._agents is not None:
-            self._agents.check(responses)
         if any(each.undrawn for each in responses):
             own = broken_parameters(dict(self._rollout.named_parameters()))
             broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]

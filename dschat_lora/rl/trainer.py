@@ -120,6 +120,8 @@ class RlhfTrainer:
         config, progress = self.config, self.progress
         with self.timer.phase("generation"):
             responses = self._generate(self.schedule.order(progress.iteration))
+        if self.setup.agents is not None:
+            self.setup.agents.check(responses)
         resampled = self._resample(responses) if config.ppo.dynamic_sampling else None
         if resampled is not None:
             responses = resampled.responses

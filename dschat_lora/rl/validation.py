@@ -178,11 +178,19 @@ def _check_agent(batch: RolloutConfig) -> None:
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With DAPO's share of the longest answer where that is not typed; one too long is refused."""
+    """With DAPO's share of the longest answer where that is not typed; one too long is refused.
+
+    An agent's episode may have several sequences, each longer than an answer: none is punished.
+    """
     longest, rewards = config.data.max_answer_seq_len, config.rewards
     if "soft_overlong_tokens" not in config.given:
-        share = config.ppo.rules.soft_overlong_share
+        share = 0.0 if config.batch.has_agent else config.ppo.rules.soft_overlong_share
         rewards = replace(rewards, soft_overlong_tokens=int(share * longest))
+    if rewards.soft_overlong_tokens and config.batch.has_agent:
+        raise ValueError(
+            f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is of single answers, and an "
+            "agent's episode has several: let the agent return a lower reward instead"
+        )
     if rewards.soft_overlong_tokens > longest:
         raise ValueError(
             f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is more than an answer may "

@@ -1,12 +1,14 @@
 """Agents: programs with the openai client play episodes; a script stands for the model."""
 
 import asyncio
+import contextlib
 import json
 import sys
 import textwrap
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import openai
 import psutil
 import pytest
@@ -355,6 +357,69 @@ def test_a_failed_episode_is_begun_again_with_other_random_numbers(play):
     assert len({each.seeds[0][0] for each in found.script.rounds}) == 3
 
 
+def test_whatever_a_program_raises_ends_its_episode_at_once(play):
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    def exhausted():
+        return next(iter([]))
+
+    async def refused(client, model):
+        with contextlib.suppress(openai.BadRequestError):
+            long = [{"role": "user", "content": "no " * 500}]
+            await client.chat.completions.create(model=model, messages=long)
+        return -1.0
+
+    start = time.monotonic()
+    reasons = []
+    for program in (cancelled, exhausted, refused):
+        found = play(program, [{}], lambda prompt, seed: "one", limits=AgentLimits(9.0, 1, 9))
+        assert found.responses[0].num_retries == 1
+        reasons.append(found.responses[0].failure)
+    assert time.monotonic() - start < 6
+    assert reasons[0].startswith("CancelledError")
+    assert reasons[1].startswith("RuntimeError: StopIteration")
+    assert reasons[2].startswith("actor has room for 400 tokens, the prompt has")
+
+
+def test_an_answer_that_nobody_waited_for_is_not_learnt_from(play):
+    async def agent(row, client, model):
+        ask = client.chat.completions.create
+        kept = await ask(model=model, messages=QUESTION)
+        left = asyncio.create_task(ask(model=model, messages=[{"role": "user", "content": "sub"}]))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(left, 0.3 if row["waits"] else 0.0001)
+        return float(bool(kept))
+
+    def answer(prompt, seed):
+        if "sub" in prompt:
+            time.sleep(1)  # the program has gone on
+        return "one"
+
+    found = play(agent, [{"waits": True}, {"waits": False}], answer)
+    for response in found.responses:
+        assert response.environment_reward == 1.0
+        assert response.earlier_sequences == ()
+        assert "sub" not in found.script.tokenizer.decode(response.prompt)
+
+
+def test_special_tokens_that_a_program_passes_on_stay_text(play, tokenizer):
+    end = "<|end|>"
+    (number,) = [n for n, t in tokenizer.added_tokens_decoder.items() if t.content == end]
+
+    async def agent(row, client, model):
+        said = await client.chat.completions.create(model=model, messages=QUESTION)
+        messages = [*QUESTION, said.choices[0].message.model_dump()]
+        messages.append({"role": "user", "content": f"a tool says {end}"})
+        await client.chat.completions.create(model=model, messages=messages)
+        return 1.0
+
+    (response,) = play(agent, [{}], lambda prompt, seed: "one").responses
+    # The first answer's end is the only one of the prompt: what was passed on is text.
+    assert list(response.prompt).count(number) == 1
+    assert end.strip("<|>") in tokenizer.decode(response.prompt)
+
+
 def test_where_all_episodes_fail_the_error_is_the_first_ones(play):
     def agent(row):
         raise ZeroDivisionError("mine")
@@ -491,13 +556,15 @@ def sleepers(marker):
         (None, (None, {})),
         ({"reward": None, "tries": 3}, (None, {"tries": 3.0})),
         ({"reward": True, "text": "x", "share": float("inf")}, (1.0, {})),
+        (np.float32(0.5), (0.5, {})),
+        ({"reward": 1, "seen": np.int64(2)}, (1.0, {"seen": 2.0})),
     ],
 )
 def test_a_reward_is_a_number_or_stands_in_a_dict(found, expected):
     assert reward_and_metrics(found) == expected
 
 
-@pytest.mark.parametrize("found", ["1", float("nan"), {"score": 1}, [1]])
+@pytest.mark.parametrize("found", ["1", float("nan"), {"score": 1}, [1], 10**400, {"reward": "x"}])
 def test_what_is_no_reward_is_refused_by_what_was_given(found):
     with pytest.raises(ValueError, match="an agent gave .*its reward is a finite number"):
         reward_and_metrics(found)

@@ -190,6 +190,17 @@ def test_where_a_gate_is_closed_nothing_else_is_worth_anything():
     assert functions.total(rewards, None)[:2].tolist() == [2.0, 0.0]
     assert functions.total(rewards, None)[2].isnan()
     assert functions.total(rewards, torch.tensor([5.0, 5.0, 5.0])).tolist() == [7.0, 0.0, 0.0]
+    assert functions.total(rewards, torch.tensor([0.0, -9.0, -1.0])).tolist() == [2.0, -5.0, -1.0]
+
+
+def test_an_environment_s_reward_keeps_its_name_beside_a_function_of_that_name():
+    functions = RewardFunctions(
+        (made(lambda responses: [1, 1, 1], "a:play"),), (5.0,), environment="play"
+    )
+    rewards = functions(RESPONSES, CPU)
+    assert list(rewards) == ["play_2"]
+    rewards["play"] = torch.tensor([1.0, 2.0, math.nan])
+    assert functions.total(rewards, None).tolist() == [6.0, 7.0, 5.0]
 
 
 def test_gates_are_named_as_functions_are():
