@@ -885,7 +885,7 @@ def rlhf(
         agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward function in the sum of scores, and last that of the reward model, if there is one; 1 each by default
-        reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, so does the response, whatever else it is worth
+        reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
         reward_retries (int): further calls of a reward function, or an environment, that failed
         reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
