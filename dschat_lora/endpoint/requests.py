@@ -257,8 +257,9 @@ def _request(
     stream_options = fields.take("stream_options", dict, "an object") or {}
     if stream_options and not stream:
         raise invalid("stream_options is for stream: true", "stream_options")
-    asked = fields.number("max_completion_tokens", 1, 2**31, whole=True)
-    asked = fields.number("max_tokens", 1, 2**31, whole=True) or asked
+    limit = model.limit
+    asked = fields.number("max_completion_tokens", 1, limit, whole=True)
+    asked = fields.number("max_tokens", 1, limit, whole=True) or asked
     stop = fields.take("stop", (str, list), "text or a list of texts") or []
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > _MAX_STOPS or not all(isinstance(each, str) and each for each in stop):

@@ -95,6 +95,10 @@ class AgentServer:
         body = await read_json(request)
         if isinstance(body, dict):
             body["model"] = MODEL_NAME  # whatever a program calls it
+            # A program may ask for more than this model has room for.
+            for name in ("max_tokens", "max_completion_tokens"):
+                if isinstance(body.get(name), int) and body[name] > model.limit:
+                    body[name] = model.limit
         parse = chat_request if kind == "chat" else text_request
 
         def parsed() -> AnswerRequest:
