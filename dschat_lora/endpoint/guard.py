@@ -6,14 +6,15 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
 from h11 import LocalProtocolError
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dschat_lora.config.files import json_object
@@ -131,6 +132,28 @@ class Guard:
             if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
                 message = "the token is missing or wrong; send Authorization: Bearer TOKEN"
                 raise ApiError(401, message, code="invalid_api_key")
+
+
+async def _refuse(request: Request, error: ApiError) -> Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.body, error.status, headers=headers)
+
+
+async def _refuse_route(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.scope['path'][:80]}: {error.detail}"
+    return JSONResponse(ApiError(error.status_code, message).body, error.status_code)
+
+
+async def _nobody_listens(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)
+
+
+# How an application answers what it raises.
+HANDLERS: Mapping[Any, Any] = {
+    ApiError: _refuse,
+    HTTPException: _refuse_route,
+    ClientDisconnect: _nobody_listens,
+}
 
 
 async def read_json(request: Request) -> Any:

@@ -1,12 +1,15 @@
 """Bodies of requests for answers, in OpenAI's interface, checked."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dschat_lora.data.messages import Message, check_message
 from dschat_lora.endpoint.grammars import Grammar, request_grammar, response_schema, tool_choice
 from dschat_lora.endpoint.guard import ApiError, invalid
+from dschat_lora.endpoint.turns import Kind
 from dschat_lora.models.loading import Tokenizer
 
 MAX_CHOICES = 16
@@ -153,6 +156,27 @@ class Fields:
             if name in _NEUTRAL:
                 raise invalid(f"{name} {_shown(value)} is not supported here", name)
             raise invalid(f"{name:.80} is no known field", name)
+
+
+async def parsed_request(
+    body: object,
+    kind: Kind,
+    models: Mapping[str, AnsweringModel],
+    defaults: AnswerDefaults,
+    lock: AbstractContextManager[Any],
+) -> AnswerRequest:
+    """The request of a body, read beside the event loop; tokenizers are used under the ``lock``.
+
+    Raises:
+        ApiError: naming the field that is wrong.
+    """
+    parse = chat_request if kind == "chat" else text_request
+
+    def alone() -> AnswerRequest:
+        with lock:
+            return parse(body, models, defaults)
+
+    return await asyncio.to_thread(alone)
 
 
 def chat_request(

@@ -284,6 +284,17 @@ def gather_texts(text: str) -> list[str]:
     return [_broadcast_text(text, source) for source in range(world_size())]
 
 
+def first_of_model(value: ResultT) -> ResultT:
+    """The value of the first of the processes that hold one model between them; on every rank.
+
+    Where they are several it went through JSON.
+    """
+    if _grid is None:
+        return value
+    found: ResultT = json.loads(gather_texts(json.dumps(value))[rank() - tensor_rank()])
+    return found
+
+
 def _broadcast_text(text: str, source: int) -> str:
     """The text of the rank ``source``; call on every rank. Bytes, for nobody unpickles a peer's."""
     content = text.encode()

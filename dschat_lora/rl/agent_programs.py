@@ -1,7 +1,6 @@
 """Programs that play an agent's episode: a function of the user's, or a command."""
 
 import asyncio
-import concurrent.futures
 import inspect
 import itertools
 import json
@@ -9,13 +8,13 @@ import math
 import os
 import shlex
 import signal
-import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+from dschat_lora.rl.coroutines import in_thread
 from dschat_lora.rl.rewards import find_object, named_parameters, same_gradients, takes_all
 
 MODEL_NAME = "actor"
@@ -93,7 +92,15 @@ class AgentFunction:
             given["client"] = client.with_options(base_url=base_url, api_key=api_key)
         if is_async:
             return await self.function(**given)
-        found = await asyncio.wrap_future(_in_thread(lambda: self.function(**given)))
+
+        def call() -> Any:
+            try:
+                with same_gradients():
+                    return self.function(**given)
+            except StopIteration as error:  # which no coroutine can pass on
+                raise RuntimeError(f"StopIteration: {error}") from error
+
+        found = await asyncio.wrap_future(in_thread(call))
         return await found if inspect.isawaitable(found) else found
 
 
@@ -137,29 +144,6 @@ def _client() -> Any:
             """Stay open: other episodes use it too."""
 
     return OpenAI(http_client=Shared(trust_env=False, timeout=None), **_CLIENT_OPTIONS)
-
-
-def _in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
-    """What a function gives that runs in a thread, which does not keep the process from ending."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            with same_gradients():
-                found = function()
-        except StopIteration as error:  # which no future can carry
-            with suppress(concurrent.futures.InvalidStateError):
-                future.set_exception(RuntimeError(f"StopIteration: {error}"))
-            return
-        except BaseException as error:  # noqa: BLE001 - raised again by result()
-            with suppress(concurrent.futures.InvalidStateError):
-                future.set_exception(error)
-            return
-        with suppress(concurrent.futures.InvalidStateError):
-            future.set_result(found)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return future
 
 
 # By which a program would take itself for a process of the training.

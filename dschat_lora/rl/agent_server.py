@@ -1,23 +1,19 @@
 """The address at which agents ask the actor: OpenAI's interface, with a path for each episode."""
 
-import asyncio
 import socket
 import threading
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers
-from dschat_lora.endpoint.guard import ApiError, Guard, invalid, read_json
-from dschat_lora.endpoint.requests import AnswerRequest, chat_request, text_request
+from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
+from dschat_lora.endpoint.requests import parsed_request
 from dschat_lora.rl.agent_programs import CALL_NUMBER, MODEL_NAME, reward_and_metrics
 from dschat_lora.rl.agents import OVER, AgentModel, Agents, Episode
 
@@ -70,13 +66,8 @@ class AgentServer:
             Route(f"{base}/models", self._models),
             Route("/{episode}/reward", self._reward, methods=["POST"]),
         ]
-        handlers: Mapping[Any, Any] = {
-            ApiError: _refuse,
-            HTTPException: _refuse_route,
-            ClientDisconnect: _nobody_listens,
-        }
         guard = Middleware(Guard, host=HOST, token=None, public=())
-        return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+        return Starlette(routes=routes, middleware=[guard], exception_handlers=HANDLERS)
 
     def _episode(self, request: Request) -> Episode:
         episode = self._agents.episodes.get(request.path_params["episode"])
@@ -89,7 +80,6 @@ class AgentServer:
         model = AgentModel(
             self._episode(request),
             self._agents.to,
-            self._agents.lock,
             int(number) if number.isdecimal() and len(number) < 20 else 0,
         )
         body = await read_json(request)
@@ -99,13 +89,7 @@ class AgentServer:
             for name in ("max_tokens", "max_completion_tokens"):
                 if isinstance(body.get(name), int) and body[name] > model.limit:
                     body[name] = model.limit
-        parse = chat_request if kind == "chat" else text_request
-
-        def parsed() -> AnswerRequest:
-            with self._agents.lock:
-                return parse(body, {MODEL_NAME: model}, self)
-
-        asked = await asyncio.to_thread(parsed)  # beside the event loop
+        asked = await parsed_request(body, kind, {MODEL_NAME: model}, self, self._agents.changed)
         return AnswerResponse(RequestAnswers(asked, self._agents), kind)
 
     async def _models(self, request: Request) -> Response:
@@ -121,15 +105,3 @@ class AgentServer:
             raise invalid(str(error)) from error
         episode.posted = body
         return JSONResponse({}, status_code=201)
-
-
-async def _refuse(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status)
-
-
-async def _refuse_route(request: Request, error: HTTPException) -> Response:
-    return JSONResponse(ApiError(error.status_code, error.detail).body, error.status_code)
-
-
-async def _nobody_listens(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)

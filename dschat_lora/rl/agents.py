@@ -9,7 +9,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.messages import Message
@@ -23,25 +25,20 @@ from dschat_lora.endpoint.answers import (
 )
 from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.endpoint.text import TextStream
-from dschat_lora.endpoint.turns import Finish, Piece, Turn
+from dschat_lora.endpoint.turns import Piece, Turn
 from dschat_lora.engine.distributed import (
     data_world_size,
-    gather_texts,
-    grid,
+    first_of_model,
     max_over_ranks,
-    rank,
     tensor_rank,
 )
 from dschat_lora.generation.sampling import Responses, undrawn_reason
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.agent_programs import MODEL_NAME, Program, reward_and_metrics
-from dschat_lora.rl.batch import TIMED_OUT, Response
+from dschat_lora.rl.batch import TIMED_OUT, DecodedTurn, Response, decoded_turns
 from dschat_lora.rl.conversations import Conversation, Conversations, PromptTokens
 from dschat_lora.rl.coroutines import start
 from dschat_lora.rl.rewards import UserFunctionError, as_messages, prompt_of
-
-if TYPE_CHECKING:
-    from dschat_lora.rl.agent_server import AgentServer
 
 # Seconds that a round waits for episodes that neither ask nor end, once another one has asked.
 PATIENCE = 5.0
@@ -54,6 +51,19 @@ class AgentFailedError(UserFunctionError):
     """All episodes of an agent failed; the cause is the first one's error. Raised on every rank."""
 
     what = "an agent"
+
+
+class Server(Protocol):
+    """What programs ask, in threads of its own.
+
+    Attributes:
+        address: of the server, without a slash at its end.
+    """
+
+    address: str
+
+    def close(self) -> None:
+        """Stop."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +83,10 @@ class Episode:
         is_over: whether the program has ended, in whatever way.
     """
 
-    def __init__(
-        self, blank: Response, key: tuple[int | str, ...], own_prompt: tuple[int, ...], attempt: int
-    ) -> None:
+    def __init__(self, blank: Response, key: tuple[int | str, ...], attempt: int) -> None:
         self.blank, self.key, self.attempt = blank, key, attempt
         self.secret = secrets.token_hex(16)
-        self.conversations = Conversations(own_prompt)
+        self.conversations = Conversations(blank.prompt)
         self.calls: list[Call] = []
         self.num_calls = 0
         self.posted: Any = None  # a reward that came by POST
@@ -97,9 +105,9 @@ class Episode:
         return self._spent + (0.0 if self.calls else time.monotonic() - self._since)
 
     @property
-    def was_answered(self) -> bool:
-        """Whether any call had an answer."""
-        return any(each.num_answers for each in self.conversations.all)
+    def answered(self) -> list[Conversation]:
+        """Conversations that had an answer."""
+        return [each for each in self.conversations.all if each.num_answers]
 
     def ask(self, call: "Call") -> None:
         """Take a call, which waits for its answer from here on."""
@@ -136,7 +144,7 @@ class Episode:
         }
         if self.failure:
             return replace(self.blank, **changed)
-        found = [each for each in self.conversations.all if each.num_answers]
+        found = self.answered
         *earlier, last = found
         before = self._before(last)
         return replace(
@@ -184,7 +192,6 @@ class AgentModel:
 
     episode: Episode
     to: PromptTokens
-    lock: threading.RLock  # of tokenizer and episodes
     number: int = 0  # by which calls that came together are put in order
     name: str = MODEL_NAME
     asked: list[tuple[Sequence[Message], Mapping[str, Any]]] = field(default_factory=list)
@@ -206,8 +213,7 @@ class AgentModel:
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Tokens of a prompt as a text."""
-        with self.lock:
-            return self.to.encoder.encode([prompt])[0]
+        return self.to.encoder.encode([prompt])[0]
 
     def chat_ids(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> list[int]:
         """Tokens of messages, of earlier answers those that were drawn.
@@ -215,13 +221,11 @@ class AgentModel:
         Raises:
             ValueError: if the chat template refuses them.
         """
-        with self.lock:
-            self.asked.append((messages, columns))
-            return self.episode.conversations.prompt_ids(messages, columns, self.to)
+        self.asked.append((messages, columns))
+        return self.episode.conversations.prompt_ids(messages, columns, self.to)
 
 
-@dataclass(frozen=True)
-class _Turn:
+class _Turn(NamedTuple):
     """What the decoder gets for a call."""
 
     prompt: tuple[int, ...]
@@ -235,6 +239,9 @@ class Agents:
 
     Calls are answered in rounds, those of all episodes at once: a round begins when every episode
     asks or has ended, or after :data:`PATIENCE` seconds without those that do neither.
+
+    Attributes:
+        changed: held by whoever uses episodes or the tokenizer.
     """
 
     def __init__(
@@ -243,20 +250,21 @@ class Agents:
         to: PromptTokens,
         limits: AgentLimits,
         *,
+        serve: Callable[["Agents"], Server],
         max_new_tokens: int,
-        end_of_text: Callable[[Sequence[int], Sequence[str]], int | None],
+        end_of_text: Callable[[Sequence[str], Sequence[int]], int | None],
     ) -> None:
         """Prepare to play.
 
-        ``end_of_text`` says after how many tokens a text has one of the strings that end it, and
-        ``max_new_tokens`` bounds an answer.
+        ``serve`` starts the server, when the first episode begins. ``end_of_text`` says after how
+        many tokens their text has one of the strings that end it, and ``max_new_tokens`` bounds an
+        answer.
         """
         self.program, self.to, self.limits = program, to, limits
         self.max_new_tokens, self._end_of_text = max_new_tokens, end_of_text
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self._serve, self.changed = serve, threading.Condition()
         self.episodes: dict[str, Episode] = {}  # by secret
-        self._server: AgentServer | None = None
+        self._server: Server | None = None
         self._arrived = 0.0  # when the last call came
         self._first_failed: Episode | None = None  # of the latest rollout
         self._has_noted = False
@@ -290,9 +298,8 @@ class Agents:
             while max_over_ranks(float(self._goes_on(current))):
                 calls = self._round(current, max_calls_at_a_time)
                 conversations, turns = self._turns(calls, decoded)
-                texts = gather_texts(_as_json(turns)) if grid() is not None else []
-                if texts:
-                    turns = _from_json(texts[rank() - tensor_rank()])
+                shared = first_of_model(turns)
+                turns = [_Turn(tuple(p), seed, limit, prefix) for p, seed, limit, prefix in shared]
                 found, order = _decoded(decode, turns)
                 self._answer(calls, conversations, found, is_end)
                 decoded = [conversations[n] for n in order if conversations]
@@ -362,11 +369,9 @@ class Agents:
 
     def _begin(self, blank: Response, key: tuple[int | str, ...], *, attempt: int) -> Episode:
         if self._server is None:
-            from dschat_lora.rl.agent_server import AgentServer  # heavy
-
-            self._server = AgentServer(self)
+            self._server = self._serve(self)
         own_key = (*key, "attempt", attempt) if attempt else key
-        episode = Episode(blank, own_key, blank.prompt, attempt)
+        episode = Episode(blank, own_key, attempt)
         self.episodes[episode.secret] = episode
         row = json.loads(blank.columns or b"{}")
         address = f"{self._server.address}/{episode.secret}/v1"
@@ -381,7 +386,7 @@ class Agents:
             if episode.posted is not None:
                 found = episode.posted
             episode.reward, episode.logged = reward_and_metrics(found)
-            if not episode.was_answered:
+            if not episode.answered:
                 failure = episode.refusal or "it asked nothing"
         except BaseException as error:
             if episode.is_over:  # cancelled for that
@@ -427,7 +432,9 @@ class Agents:
                         return []
                     wait = min(wait, rest)
                 self.changed.wait(wait)
-            calls = [call for each in asking for call in sorted(each.calls, key=_order)]
+            calls = [
+                call for each in asking for call in sorted(each.calls, key=attrgetter("order"))
+            ]
             return calls[:most]
 
     def _expire(self, current: Sequence[Episode]) -> float:
@@ -476,62 +483,55 @@ class Agents:
         self,
         calls: Sequence[Call],
         conversations: Sequence[Conversation],
-        found: Sequence[tuple[list[int], list[float], list[float], bool]],
+        found: Sequence[DecodedTurn],
         is_end: Callable[[int], bool],
     ) -> None:
         """Give the answers to the programs, and keep their tokens."""
         with self.changed:
-            for call, conversation, (tokens, own, drawn, undrawn) in zip(
+            for call, conversation, decoded in zip(
                 calls, conversations, found[: len(calls)], strict=True
             ):
                 episode = call.episode
                 if call not in episode.calls:  # its program did not wait
                     conversation.is_asked = False
                     continue
-                if undrawn:
-                    episode.undrawn = True
-                    tokens, own, drawn = tokens[:-1], own[:-1], drawn[:-1]
-                ended = bool(tokens) and not undrawn and is_end(tokens[-1])
-                if (end := self._end_of_text(tokens, call.options.stop)) is not None:
-                    tokens, own, drawn, ended = tokens[:end], own[:end], drawn[:end], True
-                conversation.add(call.prompt[len(conversation) :], tokens, own, drawn)
-                conversation.ended = ended
+                turn = decoded.cut(is_end, partial(self._end_of_text, call.options.stop))
+                conversation.add(call.prompt[len(conversation) :], turn)
                 messages, columns = call.model.asked[-1] if call.model.asked else ((), {})
-                piece, answer = self._piece(call, tokens, own, columns, ended=ended)
+                piece, answer = self._piece(call, turn, columns)
                 episode.conversations.answered(conversation, messages, columns, answer)
-                if undrawn:
-                    piece = Piece("", len(tokens), error=undrawn_reason(()))
+                if turn.undrawn:
+                    episode.undrawn = True
+                    piece = Piece("", len(turn.tokens), error=undrawn_reason(()))
                 episode.drop(call)
                 call.emit(piece)
 
     def _piece(
         self,
         call: Call,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
+        turn: DecodedTurn,
         columns: Mapping[str, Any],
-        *,
-        ended: bool,
     ) -> tuple[Piece, Message]:
         """The whole answer to a call, and the message that it is."""
         stop, tokenizer = call.options.stop, self.to.tokenizer
         stream = TextStream(tokenizer, stop, strip=call.options.strip)
-        text = "".join([*map(stream.add, tokens), stream.finish()])
-        finish: Finish = "stop" if ended else "length"
-        piece = Piece(text, len(tokens), finish, ids=tuple(tokens), logprobs=tuple(logprobs))
+        text = "".join([*map(stream.add, turn.tokens), stream.finish()])
+        piece = Piece(
+            text,
+            len(turn.tokens),
+            "stop" if turn.ended else "length",
+            ids=tuple(turn.tokens),
+            logprobs=tuple(turn.logprobs),
+        )
         reads_calls = bool(columns.get("tools"))
         said = Turn(tokenizer, "chat", reads_calls=reads_calls, stop=stop).add(piece)
         return piece, {"role": "assistant", "content": said.text, "tool_calls": said.calls}
 
 
-def _order(call: Call) -> tuple[int, str]:
-    return call.order
-
-
 def _decoded(
     decode: Callable[..., Responses], turns: Sequence[_Turn]
-) -> tuple[list[tuple[list[int], list[float], list[float], bool]], list[int]]:
-    """Tokens, log-probabilities of policy and sampler, and whether one was undrawn, of each turn.
+) -> tuple[list[DecodedTurn], list[int]]:
+    """What was decoded for each turn.
 
     Prompts that are equal are read once, where each comes as often: the second list has the turns
     in the order in which they were decoded.
@@ -550,23 +550,9 @@ def _decoded(
         prefixes=prefixes if first and len(prefixes) == len(first) else None,
         keep_logprobs=True,
     )
-    rows = zip(
-        found.tokens(), found.logprobs(), found.sampler_logprobs(), found.undrawn(), strict=True
-    )
     order = [n for own in places.values() for n in own]
-    by_place = dict(zip(order, rows, strict=True))
+    by_place = dict(zip(order, decoded_turns(found, keep_logprobs=True), strict=True))
     return [by_place[n] for n in range(len(turns))], order
-
-
-def _as_json(turns: Sequence[_Turn]) -> str:
-    return json.dumps([[t.prompt, t.seed, t.limit, t.prefix] for t in turns])
-
-
-def _from_json(text: str) -> list[_Turn]:
-    return [
-        _Turn(tuple(prompt), seed, limit, None if prefix is None else (prefix[0], prefix[1]))
-        for prompt, seed, limit, prefix in json.loads(text)
-    ]
 
 
 def _where(episode: Episode) -> str:

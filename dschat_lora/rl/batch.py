@@ -1,8 +1,9 @@
 """Responses of an iteration, their padded batches, and the minibatches of an update."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from dschat_lora.algos.seeds import permutation
 from dschat_lora.algos.segments import Sizes, Spans, to_device
 from dschat_lora.data.batch import PaddedRows, batch_to_device, tree_pairs
 from dschat_lora.data.loader import cut_evenly
+from dschat_lora.generation.sampling import Responses
 from dschat_lora.perf.throughput import StepCounts
 
 TIMED_OUT = "timed out"  # what a failure for lack of time begins with
@@ -97,6 +99,39 @@ class Response:
         """The tokens of the actor's last turn."""
         read = self.actor_mask
         return self.tokens[len(read) - read[::-1].index(False) :] if False in read else self.tokens
+
+
+class DecodedTurn(NamedTuple):
+    """The actor's tokens of a turn, and their log-probabilities in nats where they were kept."""
+
+    tokens: list[int]
+    logprobs: list[float]  # of the policy
+    sampler_logprobs: list[float]  # in the distribution they were drawn from
+    undrawn: bool  # the last token could not be drawn
+    ended: bool = False  # by itself
+
+    def cut(
+        self,
+        is_end: Callable[[int], bool],
+        find_end: Callable[[Sequence[int]], int | None],
+    ) -> "DecodedTurn":
+        """The turn up to its end: a token that is one, or as many as ``find_end`` says, if any."""
+        # What was drawn after it changes nothing: a token depends on those before it alone.
+        end = find_end(self.tokens[: len(self.tokens) - self.undrawn])
+        if end is None:
+            ended = bool(self.tokens) and not self.undrawn and is_end(self.tokens[-1])
+            return self._replace(ended=ended)
+        own, drawn = self.logprobs[:end], self.sampler_logprobs[:end]
+        return DecodedTurn(self.tokens[:end], own, drawn, undrawn=False, ended=True)
+
+
+def decoded_turns(found: Responses, *, keep_logprobs: bool) -> list[DecodedTurn]:
+    """What was decoded, one turn for each sequence."""
+    tokens = found.tokens()
+    own = drawn = [list[float]() for _ in tokens]
+    if keep_logprobs:
+        own, drawn = found.logprobs(), found.sampler_logprobs()
+    return [DecodedTurn(*each) for each in zip(tokens, own, drawn, found.undrawn(), strict=True)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.messages import Message, called_function, content_text
 from dschat_lora.endpoint.text import chat_ids
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.batch import TokenSequence
+from dschat_lora.rl.batch import DecodedTurn, TokenSequence
 from dschat_lora.rl.environment import TurnTokens
 
 
@@ -42,16 +42,14 @@ class Conversation:
     def add(
         self,
         read: Sequence[int],
-        answer: Sequence[int],
-        logprobs: Sequence[float],
-        sampler_logprobs: Sequence[float],
+        answer: DecodedTurn,
     ) -> None:
-        """Append tokens that are read, and an answer with its log-probabilities."""
-        self.tokens += [*read, *answer]
-        self.actor_mask += [False] * len(read) + [True] * len(answer)
-        self.logprobs += logprobs
-        self.sampler_logprobs += sampler_logprobs
-        self.num_answers += 1
+        """Append tokens that are read, and an answer."""
+        self.tokens += [*read, *answer.tokens]
+        self.actor_mask += [False] * len(read) + [True] * len(answer.tokens)
+        self.logprobs += answer.logprobs
+        self.sampler_logprobs += answer.sampler_logprobs
+        self.num_answers, self.ended = self.num_answers + 1, answer.ended
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,7 @@ class Conversations:
             except ValueError:
                 break
             return ids + following
-        chat = to.chat.with_columns(columns)
-        return chat_ids(messages, chat, to.encoder, to.tokenizer, most=to.limit)
+        return chat_ids(messages, to.chat, to.encoder, to.tokenizer, columns=columns, most=to.limit)
 
     def continued_by(self, prompt: Sequence[int]) -> Conversation:
         """The conversation that an answer to the prompt belongs to, which is asked from here on."""

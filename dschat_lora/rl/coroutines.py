@@ -1,10 +1,11 @@
-"""Coroutines of users' functions and objects, on one event loop of the process."""
+"""Users' functions and objects: coroutines on one event loop of the process, and threads."""
 
 import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,23 @@ def start(coroutine: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any
     return asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
 
 
+def in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+    """Call a function in a thread that does not keep the process from ending."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        with suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+            try:
+                found = function()
+            except BaseException as error:  # noqa: BLE001 - raised again by result()
+                future.set_exception(error)
+            else:
+                future.set_result(found)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def run_together(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
     """What they give, all at once.
 
@@ -36,7 +54,7 @@ def run_together(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
     async def together() -> list[Any]:
         return list(await asyncio.gather(*map(_guarded, waiting)))
 
-    return asyncio.run_coroutine_threadsafe(together(), _loop(os.getpid())).result()
+    return start(together()).result()
 
 
 async def _guarded(waiting: Awaitable[Any]) -> Any:

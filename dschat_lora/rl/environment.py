@@ -12,11 +12,9 @@ from dschat_lora.data.messages import Message, check_message
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.templates import PROBE
 from dschat_lora.engine.distributed import (
-    gather_texts,
-    grid,
+    first_of_model,
     max_over_ranks,
     raise_together,
-    rank,
     tensor_rank,
 )
 from dschat_lora.models.loading import Tokenizer
@@ -59,11 +57,7 @@ class Environment(UserFunction):
             replies = raise_together(lambda: self._replies(own, places[: len(own)]))
         except Exception as error:
             raise EnvironmentFailedError from error
-        if grid() is None:
-            return replies
-        texts = gather_texts(json.dumps(replies))
-        found: list[list[Message]] = json.loads(texts[rank() - tensor_rank()])
-        return found
+        return first_of_model(replies)
 
     def _replies(self, responses: Sequence[Response], places: Sequence[int]) -> list[list[Message]]:
         if not responses:

@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import reprlib
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +29,7 @@ from dschat_lora.report.terminal import note
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin, is_remote
 from dschat_lora.rl.config import RewardsConfig
-from dschat_lora.rl.coroutines import run_together
+from dschat_lora.rl.coroutines import in_thread, run_together
 from dschat_lora.rl.external_rewards import RemoteReward
 from dschat_lora.runtime.checks import working_directory
 
@@ -202,16 +201,7 @@ class UserFunction:
         return list(found)
 
     def _within_time(self, returned: Callable[[], Any], count: int) -> Any:
-        future: concurrent.futures.Future[object] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(returned())
-            except Exception as error:  # noqa: BLE001 - raised again by result()
-                future.set_exception(error)
-
-        # A daemon: a call that never returns must not keep the process from ending.
-        threading.Thread(target=run, daemon=True).start()
+        future = in_thread(returned)
         try:
             return future.result(self.timeout)
         except concurrent.futures.TimeoutError:

@@ -28,7 +28,7 @@ from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, end_ids
 from dschat_lora.rl.advice import FullWhileDecodingError
-from dschat_lora.rl.batch import Response, TokenSequence
+from dschat_lora.rl.batch import DecodedTurn, Response, TokenSequence, decoded_turns
 from dschat_lora.rl.environment import Episodes
 from dschat_lora.rl.roles import Network
 
@@ -134,34 +134,23 @@ class _TurnDecoder:
         return self._continued(read, found)
 
     def _continued(self, responses: Sequence[Response], found: Responses) -> list[Response]:
-        texts = found.tokens()
-        own = drawn = [list[float]() for _ in texts]
-        if self.keep_logprobs:
-            own, drawn = found.logprobs(), found.sampler_logprobs()
-        turns = zip(responses, texts, own, drawn, found.undrawn(), strict=True)
-        return [self._with_turn(*each) for each in turns]
+        turns = decoded_turns(found, keep_logprobs=self.keep_logprobs)
+        return [
+            _with_turn(response, turn.cut(self.is_end, self.find_end))
+            for response, turn in zip(responses, turns, strict=True)
+        ]
 
-    def _with_turn(
-        self,
-        to: Response,
-        tokens: list[int],
-        own: list[float],
-        drawn: list[float],
-        undrawn: bool,
-    ) -> Response:
-        ended = bool(tokens) and not undrawn and self.is_end(tokens[-1])
-        # What was drawn after it changes nothing: a token depends on those before it alone.
-        if (end := self.find_end(tokens[: len(tokens) - undrawn])) is not None:
-            tokens, own, drawn, ended, undrawn = tokens[:end], own[:end], drawn[:end], True, False
-        return replace(
-            to,
-            tokens=(*to.tokens, *tokens),
-            ended=ended,
-            logprobs=(*to.logprobs, *own),
-            sampler_logprobs=(*to.sampler_logprobs, *drawn),
-            actor_mask=to.actor_mask and (*to.actor_mask, *(True for _ in tokens)),
-            undrawn=undrawn,
-        )
+
+def _with_turn(to: Response, turn: DecodedTurn) -> Response:
+    return replace(
+        to,
+        tokens=(*to.tokens, *turn.tokens),
+        ended=turn.ended,
+        logprobs=(*to.logprobs, *turn.logprobs),
+        sampler_logprobs=(*to.sampler_logprobs, *turn.sampler_logprobs),
+        actor_mask=to.actor_mask and (*to.actor_mask, *(True for _ in turn.tokens)),
+        undrawn=turn.undrawn,
+    )
 
 
 def _unanswered(group: int, prompt: PromptSample) -> Response:

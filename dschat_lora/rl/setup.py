@@ -23,7 +23,7 @@ from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.advice import explaining_memory
-from dschat_lora.rl.agent_programs import load_program
+from dschat_lora.rl.agent_programs import Program, load_program
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.environment import Episodes, TurnTokens
 from dschat_lora.rl.inputs import (
@@ -193,7 +193,8 @@ def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) 
     program = load_program(batch.agent, batch.agent_command)
     if program is None:
         return None
-    from dschat_lora.rl.agents import AgentLimits, Agents  # needs a server's libraries
+    from dschat_lora.rl.agent_server import AgentServer  # needs a server's libraries
+    from dschat_lora.rl.agents import AgentLimits, Agents
     from dschat_lora.rl.conversations import PromptTokens
 
     chat = make_chat(tokenizer, data.data.chat_template_kwargs)
@@ -208,8 +209,9 @@ def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) 
             vocabulary_size=len(tokenizer),
         ),
         AgentLimits(batch.agent_timeout, batch.agent_retries, batch.agent_max_calls),
+        serve=AgentServer,
         max_new_tokens=data.max_answer_seq_len,
-        end_of_text=lambda tokens, stop: end_of_text(
+        end_of_text=lambda stop, tokens: end_of_text(
             tokens, (*batch.stop_strings, *stop), tokenizer.decode
         ),
     )
@@ -226,10 +228,9 @@ def _check_columns(
 ) -> None:
     """Refuse functions that ask for columns which the prompts lack."""
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
-    others: list[UserFunction] = [] if judge is None else [judge]
+    others: list[UserFunction | Program] = [] if judge is None else [judge]
     others += [] if episodes is None else [episodes.environment]
-    if agents is not None:
-        agents.program.check_columns(columns)
+    others += [] if agents is None else [agents.program]
     for other in others:
         other.check_columns(columns)
     if scorer is not None:

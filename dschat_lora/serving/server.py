@@ -16,21 +16,18 @@ from typing import Any
 import uvicorn
 from h11 import IDLE
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers, UnsupportedError
-from dschat_lora.endpoint.guard import ApiError, Guard, invalid, read_json
+from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
 from dschat_lora.endpoint.requests import (
-    AnswerRequest,
     Fields,
-    chat_request,
     checked_messages,
-    text_request,
+    parsed_request,
 )
 from dschat_lora.report.terminal import log_once
 from dschat_lora.serving.config import ServeConfig
@@ -90,13 +87,7 @@ class Service:
     async def answer(self, request: Request, kind: Kind) -> Response:
         """``/v1/chat/completions`` and ``/v1/completions``."""
         body = await read_json(request)
-        parse = chat_request if kind == "chat" else text_request
-
-        def parse_alone() -> AnswerRequest:
-            with self.lock:
-                return parse(body, self.models, self.config)
-
-        parsed = await asyncio.to_thread(parse_alone)  # beside the event loop
+        parsed = await parsed_request(body, kind, self.models, self.config, self.lock)
         if (grammar := parsed.options.grammar) is not None:
             model = self.models[parsed.model.name]
             try:  # compiled here, found by the decoder
@@ -168,32 +159,13 @@ def make_app(service: Service) -> Starlette:
         token=service.config.token,
         public=frozenset((HEALTH, *PAGE)),
     )
-    handlers: Mapping[Any, Any] = {
-        ApiError: _refuse,
-        HTTPException: _refuse_route,
-        ClientDisconnect: _nobody_listens,
-    }
-    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=HANDLERS)
     app.router.redirect_slashes = False  # no addresses made of a request's Host
     return app
 
 
 async def _page_file(request: Request, name: str) -> Response:
     return FileResponse(Path(__file__).with_name("page") / name, headers=_PAGE_HEADERS)
-
-
-async def _refuse(request: Request, error: ApiError) -> Response:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.body, error.status, headers=headers)
-
-
-async def _refuse_route(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.scope['path'][:80]}: {error.detail}"
-    return JSONResponse(ApiError(error.status_code, message).body, error.status_code)
-
-
-async def _nobody_listens(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)
 
 
 class HttpConnection(H11Protocol):

@@ -21,8 +21,9 @@ from dschat_lora.data.encoder import make_encoder
 from dschat_lora.models.loading import end_ids
 from dschat_lora.rl import agents as module
 from dschat_lora.rl.agent_programs import AgentCommand, AgentFunction, reward_and_metrics
+from dschat_lora.rl.agent_server import AgentServer
 from dschat_lora.rl.agents import AgentFailedError, AgentLimits, Agents
-from dschat_lora.rl.batch import Response
+from dschat_lora.rl.batch import DecodedTurn, Response
 from dschat_lora.rl.conversations import Conversations, PromptTokens
 from dschat_lora.rl.environment import TurnTokens
 from dschat_lora.rl.rollout import end_of_text
@@ -87,8 +88,9 @@ def play(tokenizer):
             program,
             prompt_tokens(tokenizer, limit),
             limits or AgentLimits(5.0, 0, 100),
+            serve=AgentServer,
             max_new_tokens=100,
-            end_of_text=lambda tokens, stop: end_of_text(tokens, stop, tokenizer.decode),
+            end_of_text=lambda stop, tokens: end_of_text(tokens, stop, tokenizer.decode),
         )
         opened.append(agents)
         script = Script(tokenizer, answer)
@@ -585,7 +587,7 @@ def test_a_history_that_the_template_would_not_append_to_is_tokenised_anew():
     to, own = prompt_tokens(tokenizer), Conversations((1,))
     ids = own.prompt_ids(QUESTION, {}, to)
     conversation = own.continued_by(ids)
-    conversation.add((), [3, 4], [0.0] * 2, [0.0] * 2)
+    conversation.add((), DecodedTurn([3, 4], [0.0] * 2, [0.0] * 2, undrawn=False))
     answer = {"role": "assistant", "content": tokenizer.decode([3, 4])}
     own.answered(conversation, QUESTION, {}, answer)
     longer = own.prompt_ids([*QUESTION, answer, *QUESTION], {}, to)

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.rollout import _TurnDecoder
+from dschat_lora.rl.batch import DecodedTurn
 from helpers.rlhf_course import save_family, write_prompts
 from helpers.spread import ALL
 
@@ -75,6 +74,6 @@ def test_a_weight_that_is_not_finite_ends_the_run_by_its_name(home, ranks, size,
     ids=["nothing ends it", "a text ended it before"],
 )
 def test_what_cannot_be_drawn_is_no_end_unless_the_text_had_ended(tokens, end, kept):
-    turns = _TurnDecoder(None, (), 4, False, is_end={0}.__contains__, find_end=lambda found: end)
-    found = turns._with_turn(Response((5,), (), False, 0), tokens, [], [], True)
-    assert (found.tokens, found.ended, found.undrawn) == kept
+    turn = DecodedTurn(tokens, [], [], undrawn=True)
+    found = turn.cut({0}.__contains__, lambda found: end)
+    assert (tuple(found.tokens), found.ended, found.undrawn) == kept

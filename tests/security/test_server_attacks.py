@@ -783,7 +783,9 @@ def test_any_exception_of_a_step_fails_its_batch_alone(served, service, monkeypa
 def test_an_unforeseen_error_is_answered_without_what_was_asked(
     address, service, monkeypatch, capfd
 ):
-    monkeypatch.setattr("dschat_lora.serving.server.chat_request", lambda *_: {}["a secret prompt"])
+    monkeypatch.setattr(
+        "dschat_lora.endpoint.requests.chat_request", lambda *_: {}["a secret prompt"]
+    )
     status, answer = send(address, "POST", CHAT, WHOLE.encode())
     monkeypatch.undo()
     assert status == 500
