@@ -75,5 +75,7 @@ def test_a_weight_that_is_not_finite_ends_the_run_by_its_name(home, ranks, size,
 )
 def test_what_cannot_be_drawn_is_no_end_unless_the_text_had_ended(tokens, end, kept):
     turn = DecodedTurn(tokens, [], [], undrawn=True)
-    found = turn.cut({0}.__contains__, lambda found: end)
+    asked = []
+    found = turn.cut({0}.__contains__, lambda found: asked.append(found) or end)
+    assert asked == [tokens[:-1]]  # without the one that could not be drawn
     assert (tuple(found.tokens), found.ended, found.undrawn) == kept

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -239,6 +241,15 @@ def test_requests_beyond_the_queue_are_told_to_come_again(service):
         body = {"model": "endless", "prompt": "Hello"}
         status, answer = send(address, "POST", "/v1/completions", body)
         assert (status, answer["error"]["code"]) == (429, "queue_full")
+        asked_again = urllib.request.Request(
+            f"{address}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked_again)
+        assert refused.value.headers["Retry-After"] == "1"
+        refused.value.close()
         connection.close()
 
 
