@@ -42,7 +42,7 @@ limit() {
     sft) [[ -n ${BENCH_SFT:-} ]] && echo 595 || echo 90 ;;
     decode) echo 150 ;;
     ppo) echo 240 ;;
-    attention) echo 75 ;;
+    attention) echo 150 ;;
     lora) echo 60 ;;
     optimizer) echo 45 ;;
     throughput-1.3b) echo 165 ;;

@@ -93,7 +93,9 @@ def shutdown() -> None:
         return
     destroy_engines(list(_engines))
     gc.collect()  # engines and trainers refer to themselves
-    dist.barrier()  # nobody leaves while another still waits for an answer
+    gpu_index = device().index  # NCCL would guess it from the rank
+    # Nobody leaves while another still waits for an answer.
+    dist.barrier(device_ids=None if gpu_index is None else [gpu_index])
     if _grid is not None:
         form_grid(1)
     comm = sys.modules.get("deepspeed.comm.comm")
