@@ -18,6 +18,8 @@ METEOR = ["pycocoevalcap>=1.2,<2"]
 SERVE = ["starlette>=1.0.1,<2", "uvicorn>=0.35,<1"]
 # --agent and --agent_command: the server, and the client that programs get.
 AGENTS = [*SERVE, "openai>=3,<4"]
+# The Tinker API: its client's package has the types of its messages.
+TINKER = [*SERVE, "tinker>=0.38,<0.39"]
 # Answers of dschat-lora serve that follow a JSON schema, and tool calls that are demanded.
 STRUCTURED = ["llguidance>=1.9,<2"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.
@@ -52,6 +54,7 @@ TEST = [
     *NLG,
     *AGENTS,
     *STRUCTURED,
+    *TINKER,
     *QLORA,
     *REWARDS,
     *ENVIRONMENTS,
@@ -119,6 +122,7 @@ setup(
         "serve": SERVE,
         "structured": STRUCTURED,
         "tensorboard": TENSORBOARD,
+        "tinker": TINKER,
         "trackio": TRACKIO,
         "verifiers": VERIFIERS,
         "wandb": WANDB,

@@ -17,6 +17,7 @@ from dschat_lora.runtime.stage_main import (
     prepare_process,
 )
 from dschat_lora.serving.verbs import chat, serve
+from dschat_lora.tinker.verbs import tinker
 
 
 class Verb(NamedTuple):
@@ -78,6 +79,7 @@ VERBS = {
     "inspect": Verb("say what a directory is, and how it came about", verbs.inspect),
     "chat": Verb("chat with models in the terminal", chat),
     "serve": Verb("serve models over HTTP, and a page to compare them", serve),
+    "tinker": Verb("train and sample over the Tinker API, on this machine", tinker),
     "merge": Verb("base and adapter as one transformers directory", command_lines.merge),
     "generate": Verb("answer prompts", command_lines.generate),
     "eval": Verb("perplexity, preferences or rewards on rows of data", command_lines.evaluate),
@@ -90,7 +92,7 @@ VERBS = {
 GROUPS = {
     "train": ("sft", "reward", "dpo", "rlhf", "pipeline", "demo", "nlg", "glue"),
     "look": ("doctor", "models", "recipes", "plan", "audit", "inspect", "report", "rollouts"),
-    "try": ("chat", "serve", "generate", "eval", "score"),
+    "try": ("chat", "serve", "tinker", "generate", "eval", "score"),
     "carry away": ("merge", "push", "export", "extract", "accept"),
 }
 

@@ -75,17 +75,22 @@ def gspo_loss(
     cliprange: float,
     cliprange_high: float | None = None,
     dual_clip: float = 0.0,
+    by_token: bool = False,
 ) -> PolicyLoss:
     """:func:`policy_loss` with one ratio for all tokens of a response.
 
     ``s = exp(mean over the response of (logprob - old logprob))`` (eq. 7 of arXiv:2507.18071). Its
     eq. 5 is the mean over responses of ``min(s A, clip(s) A)``: tokens weigh as those of
-    ``sequence`` in :func:`token_weights`.
+    ``sequence`` in :func:`token_weights`. With ``by_token`` the gradient of a token's loss is that
+    of its own log-probability alone (eq. 14 there), which differs where advantages do.
     """
     logprobs, old_logprobs, advantages = _masked(logprobs, old_logprobs, advantages, mask)
     lengths = mask.sum(1).clamp(min=1)
     log_ratios = (logprobs - old_logprobs).sum(1) / lengths
-    ratios = torch.where(mask, torch.exp(log_ratios)[:, None], 1)
+    ratio = torch.exp(log_ratios)[:, None]
+    if by_token:
+        ratio = ratio.detach() * torch.exp(logprobs - logprobs.detach())
+    ratios = torch.where(mask, ratio, 1)
     losses, clipped = _clipped_losses(ratios, advantages, cliprange, cliprange_high, dual_clip)
     return _summed(losses, clipped, logprobs, old_logprobs)
 
@@ -108,6 +113,19 @@ def cispo_loss(
     ratios = torch.exp(logprobs.detach() - old_logprobs)
     bounded = ratios.clamp(1 - cliprange, 1 + _or(cliprange_high, cliprange))
     return _summed(-advantages * bounded * logprobs, bounded != ratios, logprobs, old_logprobs)
+
+
+def dro_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, beta: float
+) -> PolicyLoss:
+    """Sum of ``-A logprob + beta/2 (logprob - old logprob)^2``; nothing is clipped.
+
+    Direct reward optimisation with a squared penalty in place of a ratio (arXiv:2405.19107, eq. 4,
+    of tokens). Arguments are as for :func:`policy_loss`; ``beta`` >= 0 is the weight of the penalty.
+    """
+    logprobs, old_logprobs, advantages = _masked(logprobs, old_logprobs, advantages, mask)
+    losses = -advantages * logprobs + 0.5 * beta * (logprobs - old_logprobs) ** 2
+    return _summed(losses, torch.zeros_like(mask), logprobs, old_logprobs)
 
 
 @torch.no_grad()

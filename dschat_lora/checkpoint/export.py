@@ -1,6 +1,6 @@
 """Export of a finished run: the adapter, and a merged or fully trained model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,22 @@ def save_adapter(
     base_fingerprint: str = "",
     task_type: str = "CAUSAL_LM",
     tensors: Mapping[str, Tensor] | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> AdapterConfig | None:
     """Write an adapter in PEFT's layout from any ZeRO stage; call on every rank.
 
     ``directory`` takes its name when complete. ``card`` holds ``data``, ``metrics`` and
     ``versions`` of the model card. ``tensors``, whole, on rank 0, are written in place of the
-    model's own values. Returns the configuration written, on rank 0.
+    model's own values. ``write_more`` adds files to the directory that it is given, on rank 0.
+    Returns the configuration written, on rank 0.
     """
     own = gather_to_cpu(adapter_parameters(model)) if tensors is None else tensors
+
+    def write_beside(staging: Path) -> None:
+        _write_beside(staging, model, tokenizer, card)
+        if write_more is not None:
+            write_more(staging)
+
     return on_rank_zero(
         lambda: write_adapter(
             directory,
@@ -72,7 +80,7 @@ def save_adapter(
             base_bits=base_bits,
             base_fingerprint=base_fingerprint,
             task_type=task_type,
-            write_more=lambda staging: _write_beside(staging, model, tokenizer, card),
+            write_more=write_beside,
         )
     )
 

@@ -128,8 +128,9 @@ class Guard:
         if origin is not None and origin.lower() not in [f"{each}://{host}" for each in schemes]:
             raise ApiError(403, f"pages of {origin!r:.80} are not let in", code="wrong_origin")
         if self._token is not None and path not in self._public:
-            given = headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            key = headers.get("x-api-key")  # as clients of other interfaces send it
+            given = headers.get("authorization", "") if key is None else f"Bearer {key}"
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
                 message = "the token is missing or wrong; send Authorization: Bearer TOKEN"
                 raise ApiError(401, message, code="invalid_api_key")
 
@@ -156,7 +157,7 @@ HANDLERS: Mapping[Any, Any] = {
 }
 
 
-async def read_json(request: Request) -> Any:
+async def read_json(request: Request, *, most: int = MAX_BODY_BYTES) -> Any:
     """The JSON that a request holds: finite numbers, texts of whole characters, each name once.
 
     Raises:
@@ -171,8 +172,8 @@ async def read_json(request: Request) -> Any:
         nonlocal body
         async for chunk in request.stream():
             body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+            if len(body) > most:
+                raise ApiError(413, f"the body is larger than {most:,} bytes")
 
     try:
         await asyncio.wait_for(receive(), BODY_SECONDS)

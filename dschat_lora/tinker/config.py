@@ -1,0 +1,72 @@
+"""Options of ``dschat-lora tinker``."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dschat_lora.config.groups import ModelConfig, require, require_numbers
+from dschat_lora.config.options import option
+from dschat_lora.config.values import LOCAL_HOSTS
+
+KEY_PREFIX = "tml-"  # without which the client does not take a key
+
+
+@dataclass(frozen=True)
+class TinkerConfig:
+    """Train and sample adapters over the Tinker API, on this machine."""
+
+    models: tuple[str, ...] = option(
+        help="BASE ...: base models, as hub names or directories; `base` is the bundled one"
+    )
+    host: str = option("127.0.0.1", help="address to listen on; any but this one needs --token")
+    port: int = option(8000, help="port to listen on; 0: a free one")
+    token: str | None = option(
+        None, help="what clients must have as TINKER_API_KEY; begins with tml-, as their keys do"
+    )
+    state_dir: str = option(
+        "output/tinker", help="where runs, their states and saved weights are kept"
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = option(
+        "auto", help="compute type; auto: bf16 on GPUs that have it, else fp32"
+    )
+    base_bits: Literal[16, 4] | None = option(
+        None, help="bits of the base's weights: 16, or 4 (NF4, needs dschat_lora[qlora])"
+    )
+    attn_implementation: Literal["auto", "sdpa", "eager"] = option(
+        "auto", help="attention kernel of transformers; auto: sdpa where it has it, else eager"
+    )
+    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    gradient_checkpointing: bool = option(
+        False, help="compute blocks again in the backward pass, in the place of keeping them"
+    )
+    max_adapters: int = option(
+        16, help="adapters in memory, of runs and of samplers each; others wait on disk"
+    )
+    max_queue: int = option(4096, help="requests that may wait; further ones are refused (429)")
+    max_batch_size: int = option(64, help="answers decoded at a time")
+    tokens_per_device: int = option(16384, help="tokens of a forward and backward pass, at most")
+
+    def __post_init__(self) -> None:
+        require(bool(self.models), "models", "nothing", "a base model or more")
+        require(bool(self.host), "host", "''", "an address or a name")
+        require(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
+        require_numbers(self, ">= 1", "max_adapters", "max_queue", "max_batch_size")
+        require_numbers(self, ">= 1", "tokens_per_device")
+        if self.token is not None:
+            visible = self.token.isascii() and self.token.isprintable() and " " not in self.token
+            fits = visible and self.token.startswith(KEY_PREFIX)
+            require(fits, "token", "this", "visible ASCII without spaces that begins with tml-")
+        if self.host not in LOCAL_HOSTS and self.token is None:
+            raise ValueError(
+                f"--host {self.host} lets other machines in: give --token tml-SECRET too, which "
+                "clients must then have as their key"
+            )
+
+    @property
+    def model(self) -> ModelConfig:
+        """Options of loading a base."""
+        return ModelConfig(
+            dtype=self.dtype,
+            base_bits=self.base_bits,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+        )

@@ -1,0 +1,470 @@
+"""``dschat-lora tinker``: the Tinker API over HTTP, until Ctrl-C."""
+
+import asyncio
+import io
+import json
+import shutil
+import socket
+import tarfile
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
+from dschat_lora.models.source import ModelSource
+from dschat_lora.report.terminal import log_once
+from dschat_lora.tinker.adapters import open_base
+from dschat_lora.tinker.config import TinkerConfig
+from dschat_lora.tinker.formats import Fields, parse_message
+from dschat_lora.tinker.service import BusyError, NotFoundError, Run, Service, read_facts
+from dschat_lora.tinker.store import KINDS, Store, Weights, now, parse_path, size_of
+
+API = "/api/v1"
+HEALTH = f"{API}/healthz"
+# Seconds for which a result is waited for, before the client is told to ask again.
+POLL_SECONDS = 20.0
+MAX_MESSAGE_BYTES = 2**28
+MAX_BODY_BYTES = 2**26
+OWNER = "local"
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What answers requests over HTTP."""
+
+    service: Service
+
+    async def capabilities(self, request: Request) -> Response:
+        """The bases."""
+        models = [
+            {
+                "model_name": name,
+                "max_context_length": base.limit,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for name, base in self.service.bases.items()
+        ]
+        return JSONResponse({"supported_models": models})
+
+    async def create_session(self, request: Request) -> Response:
+        """A new session."""
+        body = await _body(request)
+        kept = {key: body.get(key) for key in ("user_metadata", "display_name", "tags")}
+        return JSONResponse({"session_id": self.service.create_session(kept)})
+
+    async def heartbeat(self, request: Request) -> Response:
+        """A session never ends by itself."""
+        self.service.session((await _body(request)).get("session_id", ""))
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        """How a session ended."""
+        body = await _body(request)
+        self.service.finish_session(request.path_params["session"], body.get("reason"))
+        return JSONResponse({})
+
+    async def create_model(self, request: Request) -> Response:
+        """A new adapter."""
+        return await self._new_run(await _body(request))
+
+    async def load(self, request: Request) -> Response:
+        """A new adapter from saved weights, or others into one that is there."""
+        body = await _body(request)
+        if body.get("session_id") is not None:
+            return await self._new_run(body)
+        return await self._submit("load_weights", body)
+
+    async def _new_run(self, body: dict[str, Any]) -> Response:
+        fields = Fields(body)
+        session, number = fields.take("session_id", str), fields.take("model_seq_id", int)
+        rest = {
+            key: value
+            for key, value in body.items()
+            if key not in ("session_id", "model_seq_id", "type", "weights_access_token")
+        }
+        request_id = await asyncio.to_thread(self.service.create_run, session, number, rest)
+        return JSONResponse({"request_id": request_id, "model_id": request_id.rpartition(":")[0]})
+
+    async def info(self, request: Request) -> Response:
+        """What a model is."""
+        run = self._run(Fields(await _body(request)).take("model_id", str))
+        name = run.base.name
+        data = {
+            "arch": type(run.base.model).__name__,
+            "model_name": name,
+            "tokenizer_id": run.base.source.tokenizer,
+        }
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_data": data,
+                "model_id": run.run,
+                "is_lora": True,
+                "lora_rank": run.how.rank,
+                "model_name": name,
+            }
+        )
+
+    async def forward_backward(self, request: Request) -> Response:
+        """A loss of examples, and its gradient."""
+        body = await _read(request, MAX_MESSAGE_BYTES)
+        found = await asyncio.to_thread(parse_message, body)
+        return await self._accepted(found.model_id, found.seq_id, "forward_backward", body)
+
+    def of_run(self, kind: str) -> Answer:
+        """A request of a run, with a JSON body."""
+
+        async def answer(request: Request) -> Response:
+            return await self._submit(kind, await _body(request))
+
+        return answer
+
+    async def _submit(self, kind: str, body: dict[str, Any]) -> Response:
+        fields = Fields(body)
+        run, seq = fields.take("model_id", str), fields.take("seq_id", int)
+        return await self._accepted(run, seq, kind, json.dumps(body).encode())
+
+    async def _accepted(self, run: str, seq: int, kind: str, body: bytes) -> Response:
+        request_id = await asyncio.to_thread(self.service.submit, run, seq, kind, body)
+        return JSONResponse({"request_id": request_id, "model_id": run})
+
+    async def create_sampler(self, request: Request) -> Response:
+        """A sampler of a base or of saved weights."""
+        fields = Fields(await _body(request))
+        session, number = fields.take("session_id", str), fields.take("sampling_session_seq_id", int)
+        base, path = fields.take("base_model", str, None), fields.take("model_path", str, None)
+        sampler = self.service.create_sampler(session, number, base=base, path=path)
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def join_sampler(self, request: Request) -> Response:
+        """A number for one more client of a sampler."""
+        sampler = Fields(await _body(request)).take("sampling_session_id", str)
+        count = self.service.join_sampler(sampler)
+        return JSONResponse({"type": "join_sampling_session", "client_counter": count})
+
+    async def show_sampler(self, request: Request) -> Response:
+        """What a sampler is."""
+        sampler = request.path_params["sampler"]
+        facts = self.service.sampler(sampler)
+        shown = {key: facts.get(key) for key in ("base_model", "model_path")}
+        return JSONResponse({"sampler_id": sampler, **shown})
+
+    async def sample(self, request: Request) -> Response:
+        """Answers to a prompt."""
+        body = await _body(request)
+        request_id, count = await asyncio.to_thread(self.service.sample, body)
+        ids = [f"{request_id}:{number}" for number in range(count)]
+        return JSONResponse({"request_id": request_id, "sample_sequence_ids": ids})
+
+    async def retrieve(self, request: Request) -> Response:
+        """What a request has given, as soon as it has."""
+        request_id = Fields(await _body(request)).take("request_id", str)
+        try:
+            future = self.service.future(request_id)
+        except NotFoundError as error:
+            # Clients send a request for samples anew then.
+            raise ApiError(410, str(error)) from error
+        waiting = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait([waiting], timeout=POLL_SECONDS)
+        if not done:
+            return JSONResponse({"queue_state": "active", "request_id": request_id}, 408)
+        result = future.result()
+        return Response(result.body, media_type=result.media_type)
+
+    async def cancel(self, request: Request) -> Response:
+        """Give up a request for samples."""
+        self.service.cancel(Fields(await _body(request)).take("request_id", str))
+        return JSONResponse({})
+
+    # What is kept
+
+    def _run(self, run: str) -> Run:
+        if run not in self.service.runs:
+            raise NotFoundError(f"there is no model {run!r:.120}")
+        return self.service.runs[run]
+
+    async def list_runs(self, request: Request) -> Response:
+        """All runs, the newest first."""
+        runs = sorted(self.service.runs.values(), key=lambda r: r.facts["created"], reverse=True)
+        page, cursor = _page(request, [_run_facts(run) for run in runs], 20)
+        return JSONResponse({"training_runs": page, "cursor": cursor})
+
+    async def show_run(self, request: Request) -> Response:
+        """One of them."""
+        return JSONResponse(_run_facts(self._run(request.path_params["run"])))
+
+    async def list_weights(self, request: Request) -> Response:
+        """Saved weights, of a run or of all."""
+        name = request.path_params.get("run")
+        runs = [*self.service.runs.values()] if name is None else [self._run(name)]
+        found = [each for run in runs for each in _checkpoints(run)]
+        page, cursor = _page(request, found, 100)
+        return JSONResponse({"checkpoints": page, "cursor": cursor})
+
+    def _place(self, request: Request) -> Path:
+        run = self._run(request.path_params["run"])
+        kind, name = request.path_params["kind"], request.path_params["name"]
+        if kind not in KINDS:
+            raise ApiError(404, f"there are no {kind!r:.80}, but {', '.join(KINDS)}")
+        place = run.store.place(run.store.weights(kind, name))
+        if not place.is_dir():
+            raise NotFoundError(f"{run.run} has no {kind}/{name}")
+        return place
+
+    async def delete_weights(self, request: Request) -> Response:
+        """Delete saved weights."""
+        await asyncio.to_thread(shutil.rmtree, self._place(request))
+        return JSONResponse({})
+
+    async def archive(self, request: Request) -> Response:
+        """Saved weights as a tar file."""
+        place = self._place(request)
+
+        def pack() -> bytes:
+            content = io.BytesIO()
+            with tarfile.open(fileobj=content, mode="w") as file:
+                file.add(place, arcname=".")
+            return content.getvalue()
+
+        return Response(await asyncio.to_thread(pack), media_type="application/x-tar")
+
+    async def weights_info(self, request: Request) -> Response:
+        """What saved weights are of."""
+        weights = parse_path(Fields(await _body(request)).take("tinker_path", str))
+        run = self._run(weights.run)
+        read_facts(run.store.place(weights))
+        how = vars(run.how)
+        named = {key: how[key] for key in ("train_unembed", "train_mlp", "train_attn")}
+        facts = {"base_model": run.base.name, "is_lora": True, "lora_rank": how["rank"]}
+        return JSONResponse({**facts, **named})
+
+    async def list_sessions(self, request: Request) -> Response:
+        """Ids of all sessions, the newest first."""
+        page, _ = _page(request, [*reversed(self.service.sessions)], 20)
+        return JSONResponse({"sessions": page})
+
+    async def show_session(self, request: Request) -> Response:
+        """Runs and samplers of a session."""
+        session = request.path_params["session"]
+        facts = self.service.session(session)
+        return JSONResponse(
+            {
+                "training_run_ids": [r for r in self.service.runs if r.startswith(f"{session}:")],
+                "sampler_ids": [s for s in self.service.samplers if s.startswith(f"{session}:")],
+                "user_metadata": facts.get("user_metadata") or None,
+                "display_name": facts.get("display_name"),
+            }
+        )
+
+
+def _run_facts(run: Run) -> dict[str, Any]:
+    kept = _checkpoints(run)
+    last: dict[str, Any] = {each["checkpoint_type"]: each for each in kept}
+    return {
+        "training_run_id": run.run,
+        "base_model": run.base.name,
+        "model_owner": OWNER,
+        "is_lora": True,
+        "lora_rank": run.how.rank,
+        "last_request_time": run.facts["last_request"],
+        "last_checkpoint": last.get("training"),
+        "last_sampler_checkpoint": last.get("sampler"),
+        "user_metadata": run.facts["user_metadata"],
+    }
+
+
+def _checkpoints(run: Run) -> list[dict[str, Any]]:
+    return [_checkpoint(run, weights, facts) for weights, facts in run.store.all_weights()]
+
+
+def _checkpoint(run: Run, weights: Weights, facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{weights.kind}/{weights.name}",
+        "checkpoint_type": KINDS[weights.kind],
+        "time": facts["time"],
+        "tinker_path": weights.path,
+        "size_bytes": size_of(run.store.place(weights)),
+        "user_metadata": facts.get("user_metadata"),
+        "expires_at": facts.get("expires_at"),
+    }
+
+
+def _page(request: Request, items: list[Any], limit: int) -> tuple[list[Any], dict[str, int]]:
+    """The part of a list that ``limit`` and ``offset`` ask for."""
+    query = request.query_params
+    try:
+        limit, offset = int(query.get("limit", limit)), int(query.get("offset", 0))
+    except ValueError as error:
+        raise invalid("limit and offset must be whole numbers") from error
+    if limit < 0 or offset < 0:
+        raise invalid("limit and offset must be 0 or more")
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return items[offset : offset + limit], cursor
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    found = await read_json(request, most=MAX_BODY_BYTES)
+    if not isinstance(found, dict):
+        raise invalid(f"the body must be an object, got {found!r:.80}")
+    return found
+
+
+async def _read(request: Request, most: int) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > most:
+            raise ApiError(413, f"the body is larger than {most:,} bytes")
+    return body
+
+
+async def _constant(request: Request) -> Response:
+    """What has the same answer each time; what is sent is thrown away."""
+    await _read(request, MAX_BODY_BYTES)
+    answers: dict[str, dict[str, Any]] = {
+        "healthz": {"status": "ok"},
+        "telemetry": {"status": "accepted"},
+        "config": {},
+        "dynamic_config": {"sample_cancel_enabled": True},
+    }
+    return JSONResponse(answers[request.url.path.rpartition("/")[2]])
+
+
+async def _not_built(request: Request) -> Response:
+    what = request.url.path.removeprefix(f"{API}/")
+    raise ApiError(404, f"{what[:80]} is not built here, or does not exist")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    status = {NotFoundError: 404, BusyError: 429}.get(type(error), 400)
+    return JSONResponse({"detail": " ".join(str(error).split())}, status)
+
+
+async def _refuse_request(request: Request, error: ApiError) -> Response:
+    return JSONResponse({"detail": error.body["error"]["message"]}, error.status)
+
+
+def make_app(service: Service, *, host: str, token: str | None) -> Starlette:
+    """The application of a service that is started."""
+    routes, post = Routes(service), ["POST"]
+    checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
+    table: list[tuple[str, Answer, list[str]]] = [
+        ("/healthz", _constant, ["GET"]),
+        ("/telemetry", _constant, post),
+        ("/client/config", _constant, post),
+        ("/client/dynamic_config", _constant, post),
+        ("/get_server_capabilities", routes.capabilities, ["GET"]),
+        ("/create_session", routes.create_session, post),
+        ("/session_heartbeat", routes.heartbeat, post),
+        ("/sessions", routes.list_sessions, ["GET"]),
+        ("/sessions/{session}", routes.show_session, ["GET"]),
+        ("/sessions/{session}/finish", routes.finish, post),
+        ("/create_model", routes.create_model, post),
+        ("/load_weights", routes.load, post),
+        ("/get_info", routes.info, post),
+        ("/forward_backward", routes.forward_backward, post),
+        *(
+            (f"/{kind}", routes.of_run(kind), post)
+            for kind in ("optim_step", "save_weights", "save_weights_for_sampler")
+        ),
+        ("/create_sampling_session", routes.create_sampler, post),
+        ("/join_sampling_session", routes.join_sampler, post),
+        ("/samplers/{sampler}", routes.show_sampler, ["GET"]),
+        ("/asample", routes.sample, post),
+        ("/retrieve_future", routes.retrieve, post),
+        ("/cancel_future", routes.cancel, post),
+        ("/weights_info", routes.weights_info, post),
+        ("/training_runs", routes.list_runs, ["GET"]),
+        ("/training_runs/{run}", routes.show_run, ["GET"]),
+        ("/training_runs/{run}/checkpoints", routes.list_weights, ["GET"]),
+        ("/checkpoints", routes.list_weights, ["GET"]),
+        (checkpoint, routes.delete_weights, ["DELETE"]),
+        (f"{checkpoint}/archive", routes.archive, ["GET"]),
+        ("/{rest:path}", _not_built, ["GET", "POST", "PUT", "DELETE"]),
+    ]
+    app = Starlette(
+        routes=[Route(f"{API}{path}", answer, methods=how) for path, answer, how in table],
+        middleware=[Middleware(Guard, host=host, token=token, public=frozenset((HEALTH,)))],
+        exception_handlers={
+            **HANDLERS,
+            ApiError: _refuse_request,
+            ValueError: _refuse,
+            NotFoundError: _refuse,
+            BusyError: _refuse,
+        },
+    )
+    app.router.redirect_slashes = False  # no addresses made of a request's Host
+    return app
+
+
+class Server(uvicorn.Server):
+    """Ends with the thread that computes."""
+
+    def fail(self) -> None:
+        """End, as it has."""
+        self.should_exit = True
+
+
+def run_server(
+    config: TinkerConfig, sources: Mapping[str, ModelSource], listening: socket.socket
+) -> None:
+    """Serve on a listening socket until a signal comes.
+
+    Raises:
+        ValueError: if a base cannot be loaded.
+        OSError: if the thread that computes ends by itself.
+    """
+    bases = {
+        source.base: open_base(
+            source.base, source, config.model, recomputes=config.gradient_checkpointing
+        )
+        for source in sources.values()
+    }
+    directory = Path(config.state_dir).expanduser().resolve()
+    service = Service(
+        bases,
+        Store(directory),
+        max_adapters=config.max_adapters,
+        max_queue=config.max_queue,
+        max_batch_size=config.max_batch_size,
+        tokens_per_device=config.tokens_per_device,
+    )
+    host, port = listening.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    log_once(f"{', '.join(bases)} at {address} (the Tinker API); Ctrl-C ends")
+    key = "tml-local" if config.token is None else "the --token"
+    log_once(f"clients: TINKER_BASE_URL={address} and {key} as TINKER_API_KEY")
+    waiting = sum(len(run.waiting) for run in service.runs.values())
+    if service.runs:
+        log_once(f"{directory}: {len(service.runs)} runs go on, {waiting} requests wait")
+    server = Server(
+        uvicorn.Config(
+            make_app(service, host=config.host, token=config.token),
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+    )
+    service.start(on_failure=server.fail)
+    try:
+        with suppress(KeyboardInterrupt):  # that uvicorn may raise once it has ended
+            server.run(sockets=[listening])
+    finally:
+        service.close()
+    if service.failure is not None:
+        raise OSError(service.failure)
+    log_once(f"stopped at {now()[:19]}")

@@ -1,0 +1,705 @@
+"""The service: sessions, runs that train, samplers, and the one thread that computes for them.
+
+Requests of a run are worked off in the order of their numbers, those of several runs and samplers
+in turns. What a run computes depends on its own requests alone, not on what comes between them.
+"""
+
+import json
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.report.terminal import note
+from dschat_lora.tinker.adapters import (
+    CHECKPOINT_FILE,
+    Adapter,
+    Adapting,
+    Base,
+    SavedAdapter,
+    read_saved,
+)
+from dschat_lora.tinker.formats import (
+    JSON,
+    PROTOBUF,
+    Fields,
+    adam_params,
+    adapting,
+    forward_backward,
+    forward_backward_output,
+    sample_request,
+    sample_response,
+)
+from dschat_lora.tinker.samplers import Sampler, SampleRequest
+from dschat_lora.tinker.store import UNNAMED, RunStore, Store, Weights, now, parse_path
+
+Category = Literal["user", "server"]
+KEPT_FUTURES = 10_000  # of requests whose results may be asked for once more
+# Requests of a run after which its state is written: they change what no later one computes anew.
+_CHANGING = ("create_model", "optim_step", "load_weights")
+
+
+class NotFoundError(Exception):
+    """Nothing of this name is here."""
+
+
+class BusyError(Exception):
+    """So many requests wait that no more are taken."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a request has given; an ``error`` has a category."""
+
+    body: bytes
+    media_type: str = JSON
+    error: Category | None = None
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> "Result":
+        """A JSON object."""
+        return cls(json.dumps(content).encode())
+
+    @classmethod
+    def failure(cls, error: object, category: Category) -> "Result":
+        """A request that failed."""
+        message = " ".join(str(error).split())
+        return replace(cls.of({"error": message, "category": category}), error=category)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A request that was accepted."""
+
+    request_id: str
+    kind: str
+    body: bytes
+    future: "Future[Result]" = field(default_factory=Future)
+    sample: SampleRequest | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """A model that trains, by its requests.
+
+    Attributes:
+        facts: what its directory says of it.
+        done: number of the last request that was worked off.
+        saved: that after which its state was written.
+        waiting: requests by number.
+        adapter: None while it is on disk alone.
+    """
+
+    run: str
+    base: Base
+    store: RunStore
+    facts: dict[str, Any]
+    done: int = -1
+    saved: int = -1
+    waiting: dict[int, Job] = field(default_factory=dict)
+    adapter: Adapter | None = None
+    losses: list[float] = field(default_factory=list)  # since the last step
+
+    @property
+    def how(self) -> Adapting:
+        """Which layers train."""
+        return Adapting(**self.facts["lora"])
+
+
+@dataclass(eq=False)
+class SamplerQueue:
+    """Requests for one sampler."""
+
+    waiting: list[Job] = field(default_factory=list)
+
+
+class Service:
+    """What answers requests; its methods but :meth:`work` may be called from any thread.
+
+    Args:
+        bases: by the names that requests know them by.
+        store: where all is kept.
+        max_adapters: most adapters in memory, those in training and those of samplers each.
+        max_queue: most requests that wait.
+        max_batch_size: most answers that are decoded at a time.
+        tokens_per_device: most positions of a forward and backward pass.
+    """
+
+    def __init__(
+        self,
+        bases: Mapping[str, Base],
+        store: Store,
+        *,
+        max_adapters: int = 16,
+        max_queue: int = 4096,
+        max_batch_size: int = 64,
+        tokens_per_device: int = 16384,
+    ) -> None:
+        self.bases, self.store = bases, store
+        self._max_adapters, self._max_queue = max_adapters, max_queue
+        self._max_batch_size, self._tokens = max_batch_size, tokens_per_device
+        self.sessions = store.table("sessions")
+        self.samplers = store.table("samplers")
+        self.runs: dict[str, Run] = {}
+        self._futures: OrderedDict[str, Future[Result]] = OrderedDict()
+        self._queues: OrderedDict[str, SamplerQueue] = OrderedDict()
+        self._loaded: OrderedDict[str, Sampler] = OrderedDict()
+        self._turns: list[str] = []  # runs and samplers, the one whose turn is next first
+        self._changed = threading.Condition()
+        self._closed = False
+        self.failure: str | None = None
+        self._thread: threading.Thread | None = None
+        for each in store.runs():
+            self._open(each)
+
+    def _open(self, store: RunStore) -> None:
+        """A run that was here before, with the requests that it had accepted."""
+        facts = store.facts()
+        if facts["base_model"] not in self.bases:
+            note(f"{store.run} is left out: its base {facts['base_model']} is not served")
+            return
+        run = Run(store.run, self.bases[facts["base_model"]], store, facts)
+        if (state := store.state_facts()) is not None:
+            run.done = run.saved = state["seq"]
+        self.runs[run.run] = run
+        self._turns.append(run.run)
+        for seq, kind, body in store.logged():
+            if seq > run.saved:
+                self._enqueue(run, seq, kind, body)
+
+    # Sessions and samplers
+
+    def create_session(self, facts: Mapping[str, Any]) -> str:
+        """A new session."""
+        session = str(uuid.uuid4())
+        with self._changed:
+            self.sessions[session] = {**facts, "created_at": now()}
+            self.store.write_table("sessions", self.sessions)
+        return session
+
+    def session(self, session: str) -> dict[str, Any]:
+        """Facts of a session."""
+        if session not in self.sessions:
+            raise NotFoundError(f"there is no session {session!r:.80}")
+        found: dict[str, Any] = self.sessions[session]
+        return found
+
+    def finish_session(self, session: str, reason: object) -> None:
+        """Note how a session ended; the first reason stays."""
+        with self._changed:
+            self.session(session).setdefault("finished", reason)
+            self.store.write_table("sessions", self.sessions)
+
+    def create_sampler(
+        self, session: str, number: int, *, base: str | None, path: str | None
+    ) -> str:
+        """The sampler of a base, or of saved weights.
+
+        Raises:
+            ValueError: if neither is named, or what is named is not here.
+        """
+        self.session(session)
+        if path is not None:
+            weights = parse_path(path)
+            base = self._run(weights.run).facts["base_model"]
+            read_facts(self._run(weights.run).store.place(weights))
+        if base is None:
+            raise ValueError("a sampler needs base_model or model_path")
+        self.base(base)
+        sampler = f"{session}:sample:{number}"
+        self._put_sampler(sampler, {"base_model": base, "model_path": path})
+        return sampler
+
+    def _put_sampler(self, sampler: str, facts: Mapping[str, Any]) -> None:
+        with self._changed:
+            self.samplers[sampler] = dict(facts)
+            self.store.write_table("samplers", self.samplers)
+
+    def sampler(self, sampler: str) -> dict[str, Any]:
+        """Facts of a sampler."""
+        if sampler not in self.samplers:
+            raise NotFoundError(f"there is no sampler {sampler!r:.80}")
+        found: dict[str, Any] = self.samplers[sampler]
+        return found
+
+    def join_sampler(self, sampler: str) -> int:
+        """A number for one more client of a sampler."""
+        with self._changed:
+            facts = self.sampler(sampler)
+            facts["clients"] = facts.get("clients", 0) + 1
+            self.store.write_table("samplers", self.samplers)
+            count: int = facts["clients"]
+            return count
+
+    def base(self, name: str) -> Base:
+        """A base by its name.
+
+        Raises:
+            ValueError: if it is not here.
+        """
+        if name not in self.bases:
+            raise ValueError(f"base_model must be one of {', '.join(self.bases)}, got {name!r:.80}")
+        return self.bases[name]
+
+    def _run(self, run: str) -> Run:
+        if run not in self.runs:
+            raise NotFoundError(f"there is no model {run!r:.120}")
+        return self.runs[run]
+
+    # Requests
+
+    def create_run(self, session: str, number: int, body: Mapping[str, Any]) -> str:
+        """Accept ``create_model``, or ``load_weights`` that makes a model; the request's id.
+
+        Raises:
+            ValueError: if it cannot be made.
+        """
+        self.session(session)
+        run = f"{session}:train:{number}"
+        if run in self.runs:  # asked for once more
+            return f"{run}:0"
+        fields = Fields(body)
+        optimizer = fields.take("optimizer_config", dict, None) or {"type": "adamw"}
+        if optimizer.get("type") != "adamw":
+            raise ValueError(f"optimizer_config must be adamw, got {optimizer.get('type')!r:.80}")
+        path = fields.take("path", str, None)
+        if path is None:
+            base = self.base(fields.take("base_model", str))
+            how = adapting(fields.take("lora_config", dict, None))
+            base.lora_of(how)  # refused here, before there is a run
+        else:
+            weights = parse_path(path)
+            source = self._run(weights.run)
+            read_facts(source.store.place(weights))
+            base, how = source.base, source.how
+            if (asked := fields.take("base_model", str, None)) not in (None, base.name):
+                raise ValueError(f"base_model is {asked!r:.80}, and the weights are of {base.name}")
+        facts = {
+            "model_id": run,
+            "base_model": base.name,
+            "lora": vars(how),
+            "user_metadata": fields.take("user_metadata", dict, None),
+            "session": session,
+            "created": now(),
+            "last_request": now(),
+        }
+        store = self.store.run(run)
+        store.create(facts)
+        with self._changed:
+            self.runs[run] = Run(run, base, store, facts)
+            self._turns.append(run)
+        return self.submit(run, 0, "create_model", json.dumps(dict(body)).encode())
+
+    def submit(self, run: str, seq: int | None, kind: str, body: bytes) -> str:
+        """Accept a request of a run; its id. One that comes once more is the same request.
+
+        Raises:
+            NotFoundError: if there is no such run.
+            ValueError: without a number.
+            BusyError: if too many wait.
+        """
+        found = self._run(run)
+        if seq is None or (seq < 1 and kind != "create_model"):
+            raise ValueError(f"seq_id must be a whole number from 1 on, got {seq}")
+        request_id = f"{run}:{seq}"
+        with self._changed:
+            if seq > found.done and seq not in found.waiting:
+                self._check_room()
+                found.store.log(seq, kind, body)
+                self._enqueue(found, seq, kind, body)
+                self._changed.notify_all()
+        return request_id
+
+    def _enqueue(self, run: Run, seq: int, kind: str, body: bytes) -> None:
+        job = Job(f"{run.run}:{seq}", kind, body)
+        run.waiting[seq] = job
+        self._remember(job)
+
+    def _remember(self, job: Job) -> None:
+        self._futures[job.request_id] = job.future
+        while len(self._futures) > KEPT_FUTURES:
+            oldest = next((k for k, future in self._futures.items() if future.done()), None)
+            if oldest is None:
+                break
+            del self._futures[oldest]
+
+    def _check_room(self) -> None:
+        if self._closed:
+            raise BusyError("the service is ending")
+        waiting = sum(len(run.waiting) for run in self.runs.values())
+        if waiting + sum(len(q.waiting) for q in self._queues.values()) >= self._max_queue:
+            raise BusyError(f"{self._max_queue} requests wait already; ask again later")
+
+    def sample(self, body: Mapping[str, Any]) -> tuple[str, int]:
+        """Accept ``asample``; the request's id, and how many answers it asks for.
+
+        Raises:
+            ValueError: naming the field that is wrong.
+        """
+        sampler, seq = body.get("sampling_session_id"), body.get("seq_id")
+        if sampler is None:
+            facts = {"base_model": body.get("base_model"), "model_path": body.get("model_path")}
+            if facts["model_path"] is not None:
+                weights = parse_path(str(facts["model_path"]))
+                facts["base_model"] = self._run(weights.run).facts["base_model"]
+            self.base(str(facts["base_model"]))
+            sampler, seq = str(facts["model_path"] or facts["base_model"]), uuid.uuid4().hex
+            with self._changed:
+                self.samplers.setdefault(sampler, facts)
+        else:
+            facts = self.sampler(str(sampler))
+            if not isinstance(seq, int):
+                raise ValueError(f"seq_id must be a whole number, got {seq!r:.80}")
+        base, request_id = self.base(facts["base_model"]), f"{sampler}:{seq}"
+        parsed = sample_request(body, base, (str(sampler), str(seq)))
+        with self._changed:
+            if request_id not in self._futures:
+                self._check_room()
+                job = Job(request_id, "sample", b"", sample=parsed)
+                self._remember(job)
+                if sampler not in self._queues:
+                    self._queues[sampler] = SamplerQueue()
+                    self._turns.append(sampler)
+                self._queues[sampler].waiting.append(job)
+                self._changed.notify_all()
+        return request_id, parsed.num_samples
+
+    def future(self, request_id: str) -> "Future[Result]":
+        """What a request gives, or will.
+
+        Raises:
+            NotFoundError: if nothing is known of it.
+        """
+        with self._changed:
+            if request_id in self._futures:
+                return self._futures[request_id]
+        run, _, seq = request_id.rpartition(":")
+        if run in self.runs and seq.isdigit():
+            kept = self.runs[run].store.result(int(seq))
+            if kept is not None:
+                kind, body = kept
+                media_type = PROTOBUF if kind == "pb" else JSON
+                found: Future[Result] = Future()
+                found.set_result(Result(body, media_type, "user" if kind == "error" else None))
+                return found
+        raise NotFoundError(f"nothing is known of the request {request_id!r:.120}")
+
+    def cancel(self, request_id: str) -> None:
+        """Give up a request for samples that has not begun."""
+        with self._changed:
+            for queue in self._queues.values():
+                for job in [each for each in queue.waiting if each.request_id == request_id]:
+                    queue.waiting.remove(job)
+                    job.future.set_result(Result.failure("the request was cancelled", "user"))
+
+    # The thread that computes
+
+    def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Begin to work."""
+
+        def run() -> None:
+            try:
+                self.work()
+            except BaseException as error:  # noqa: BLE001 - told by who waits
+                self.failure = f"{type(error).__name__}: {error}"
+                on_failure()
+
+        self._thread = threading.Thread(target=run, name="tinker", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after what is being computed; what waits is kept on disk."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def work(self) -> None:
+        """Work off requests, of runs and samplers in turns, until the service is closed."""
+        while True:
+            with self._changed:
+                while not self._closed and (turn := self._next()) is None:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                assert turn is not None
+                self._turns.remove(turn)
+                self._turns.append(turn)
+                run = self.runs.get(turn)
+                jobs = [] if run is not None else self._batch(turn)
+            if run is not None:
+                self._work_on(run)
+            else:
+                self._sample(turn, jobs)
+
+    def _next(self) -> str | None:
+        for turn in self._turns:
+            if turn in self.runs:
+                if self.runs[turn].done + 1 in self.runs[turn].waiting:
+                    return turn
+            elif self._queues[turn].waiting:
+                return turn
+        return None
+
+    def _work_on(self, run: Run) -> None:
+        """The next request of a run."""
+        seq = run.done + 1
+        job = run.waiting[seq]
+        try:
+            result = self._answer(run, seq, job)
+        except (ValueError, NotFoundError) as error:
+            result = Result.failure(error, "user")
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            result = Result.failure(
+                "out of GPU memory: send fewer or shorter examples, or start the service with a "
+                "smaller --tokens_per_device",
+                "server",
+            )
+        except Exception as error:  # noqa: BLE001 - others go on
+            note(f"error: {job.kind} failed: {type(error).__name__}: {error}")
+            result = Result.failure(f"{job.kind} failed: {type(error).__name__}", "server")
+        kind = "error" if result.error else "pb" if result.media_type == PROTOBUF else "json"
+        if job.kind not in _CHANGING or result.error:
+            run.store.write_result(seq, kind, result.body)
+        with self._changed:
+            del run.waiting[seq]
+            run.done = seq
+        job.future.set_result(result)
+
+    def _answer(self, run: Run, seq: int, job: Job) -> Result:
+        if job.kind == "forward_backward":
+            return self._forward_backward(run, job.body)
+        body: dict[str, Any] = json.loads(job.body)
+        for name in ("type", "model_id", "seq_id", "session_id", "model_seq_id"):
+            body.pop(name, None)
+        if job.kind == "create_model":
+            return self._create(run, seq, body)
+        if job.kind == "optim_step":
+            return self._step(run, seq, body)
+        if job.kind == "load_weights":
+            return self._load(run, seq, body)
+        if job.kind == "save_weights":
+            return self._save(run, "weights", body, with_optimizer=True)
+        assert job.kind == "save_weights_for_sampler"
+        return self._save_for_sampler(run, seq, body)
+
+    def _adapter(self, run: Run) -> Adapter:
+        """A run's adapter, in memory; another one makes room where it must."""
+        if run.adapter is None:
+            in_memory = [each for each in self.runs.values() if each.adapter is not None]
+            for each in in_memory[: max(0, len(in_memory) + 1 - self._max_adapters)]:
+                each.adapter = None
+            run.adapter = self._from_disk(run)
+        # The one that was used last is the last one to go.
+        self.runs[run.run] = self.runs.pop(run.run)
+        return run.adapter
+
+    def _from_disk(self, run: Run) -> Adapter:
+        """The adapter as it was after the last request that was worked off."""
+        adapter = Adapter(
+            run.base,
+            run.base.lora_of(run.how),
+            seed=run.how.seed,
+            tokens_per_device=self._tokens,
+        )
+        if run.saved >= 0:
+            tensors, facts = run.store.state()
+            names = set(adapter.parameters)
+            values = {name: tensors[name] for name in names}
+            moments = {key: each for key, each in tensors.items() if key not in names}
+            adapter.load(values, moments, facts["steps"])
+        for seq, kind, body in run.store.logged():
+            if run.saved < seq <= run.done and kind == "forward_backward":
+                request = forward_backward(body, run.base)
+                if not request.forward_only:  # gradients are made again
+                    with suppress(ValueError):
+                        adapter.forward(request.examples, request.loss, backward=True)
+        return adapter
+
+    def _write_state(self, run: Run, adapter: Adapter, seq: int, result: Result) -> None:
+        facts = {"seq": seq, "steps": adapter.steps, "previous": run.saved}
+        run.store.write_result(seq, "json", result.body)
+        run.store.write_state({**adapter.values(), **adapter.moments()}, facts)
+        run.saved = seq
+
+    def _create(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
+        adapter = self._adapter(run)
+        if (path := body.get("path")) is not None:
+            saved = self._saved(path)
+            moments = saved.moments if body.get("optimizer") else {}
+            adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
+            result = Result.of({"type": "load_weights", "path": path, "model_id": run.run})
+        else:
+            result = Result.of({"type": "create_model", "model_id": run.run})
+        self._write_state(run, adapter, seq, result)
+        return result
+
+    def _saved(self, path: str) -> SavedAdapter:
+        weights = parse_path(path)
+        return read_saved(self._run(weights.run).store.place(weights))
+
+    def _forward_backward(self, run: Run, body: bytes) -> Result:
+        request = forward_backward(body, run.base)
+        adapter = self._adapter(run)
+        backward = not request.forward_only
+        loss, logprobs = adapter.forward(request.examples, request.loss, backward=backward)
+        if backward:
+            run.losses.append(loss)
+        return Result(forward_backward_output(loss, logprobs), PROTOBUF)
+
+    def _step(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
+        params = adam_params(body)
+        adapter = self._adapter(run)
+        metrics = adapter.step(params)
+        result = Result.of({"metrics": metrics})
+        self._write_state(run, adapter, seq, result)
+        run.store.append_metrics(
+            {
+                "step": adapter.steps,
+                "loss": sum(run.losses),
+                "learning_rate": params.learning_rate,
+                "grad_norm": metrics["grad_norm"],
+            }
+        )
+        run.losses.clear()
+        return result
+
+    def _load(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
+        fields = Fields(body)
+        path, optimizer = fields.take("path", str), fields.take("optimizer", bool)
+        saved = self._saved(path)
+        adapter = self._adapter(run)
+        moments = saved.moments if optimizer else {}
+        adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
+        result = Result.of({"type": "load_weights", "path": path, "model_id": run.run})
+        self._write_state(run, adapter, seq, result)
+        return result
+
+    def _save(
+        self, run: Run, kind: str, body: Mapping[str, Any], *, with_optimizer: bool
+    ) -> Result:
+        fields = Fields(body)
+        weights = run.store.weights(kind, fields.take("path", str, None))
+        place = run.store.place(weights)
+        if place.exists() and not fields.take("overwrite", bool, kind != "weights"):
+            facts = read_facts(place)
+            if facts.get("steps") != self._adapter(run).steps:
+                raise ValueError(f"{weights.path} is there already; overwrite=True replaces it")
+        self._write(run, weights, body, with_optimizer=with_optimizer)
+        name = "save_weights" if with_optimizer else "save_weights_for_sampler"
+        return Result.of({"type": name, "path": weights.path})
+
+    def _write(
+        self, run: Run, weights: Weights, body: Mapping[str, Any], *, with_optimizer: bool
+    ) -> None:
+        seconds = body.get("ttl_seconds")
+        ends = None
+        if seconds is not None:
+            ends = datetime.now(timezone.utc) + timedelta(seconds=int(seconds))
+        facts = {
+            "time": now(),
+            "expires_at": None if ends is None else ends.isoformat(timespec="milliseconds"),
+            "user_metadata": body.get("user_metadata"),
+        }
+        place = run.store.place(weights)
+        self._adapter(run).write(place, with_optimizer=with_optimizer, facts=facts)
+        self._loaded.pop(weights.path, None)
+
+    def _save_for_sampler(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
+        if body.get("path") is not None:
+            return self._save(run, "sampler_weights", body, with_optimizer=False)
+        number = body.get("sampling_session_seq_id")
+        if type(number) is not int:
+            raise ValueError("save_weights_for_sampler needs path or sampling_session_seq_id")
+        weights = run.store.weights("sampler_weights", f"{UNNAMED}{seq}")
+        self._write(run, weights, body, with_optimizer=False)
+        run.store.drop_unnamed()
+        sampler = f"{run.facts['session']}:sample:{number}"
+        facts = {"base_model": run.base.name, "model_path": weights.path}
+        self._put_sampler(sampler, facts)
+        return Result.of({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
+
+    # Sampling
+
+    def _batch(self, sampler: str) -> list[Job]:
+        """The first request that waits, and those that are decoded with it."""
+        queue = self._queues[sampler].waiting
+        first = _alike(queue[0])
+        chosen, count = [], 0
+        for job in [each for each in queue if _alike(each) == first]:
+            assert job.sample is not None
+            if chosen and count + job.sample.num_samples > self._max_batch_size:
+                break
+            chosen.append(job)
+            count += job.sample.num_samples
+        for job in chosen:
+            queue.remove(job)
+        return chosen
+
+    def _sample(self, sampler: str, jobs: Sequence[Job]) -> None:
+        try:
+            requests = [job.sample for job in jobs if job.sample is not None]
+            results = [
+                Result(sample_response(each), PROTOBUF)
+                for each in self._sampler(self.sampler(sampler))(requests)
+            ]
+        except (ValueError, NotFoundError) as error:
+            results = [Result.failure(error, "user")] * len(jobs)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            message = "out of GPU memory: start the service with a smaller --max_batch_size"
+            results = [Result.failure(message, "server")] * len(jobs)
+        except Exception as error:  # noqa: BLE001 - others go on
+            note(f"error: sampling failed: {type(error).__name__}: {error}")
+            message = f"sampling failed: {type(error).__name__}"
+            results = [Result.failure(message, "server")] * len(jobs)
+        for job, result in zip(jobs, results, strict=True):
+            job.future.set_result(result)
+
+    def _sampler(self, facts: Mapping[str, Any]) -> Sampler:
+        """What answers for a base or saved weights, in memory."""
+        base, path = self.base(facts["base_model"]), facts["model_path"]
+        key = path or base.name
+        if key not in self._loaded:
+            while len(self._loaded) >= self._max_adapters:
+                self._loaded.popitem(last=False)
+            lora: LoraConfig | None = None
+            values = None
+            if path is not None:
+                saved = self._saved(path)
+                lora, values = saved.lora, saved.values
+            self._loaded[key] = Sampler(base, lora, values)
+        self._loaded.move_to_end(key)
+        for other, sampler in self._loaded.items():
+            if other != key:
+                sampler.release()
+        return self._loaded[key]
+
+
+def _alike(job: Job) -> object:
+    """Equal for requests that one batch decodes."""
+    assert job.sample is not None
+    return replace(job.sample.options, max_tokens=1, seed=())
+
+
+def read_facts(place: Path) -> dict[str, Any]:
+    """What is known of saved weights.
+
+    Raises:
+        ValueError: if they are not there.
+    """
+    if not (place / CHECKPOINT_FILE).is_file():
+        raise ValueError("there are no such weights; they were deleted, or never saved")
+    found: dict[str, Any] = json.loads((place / CHECKPOINT_FILE).read_text("utf-8"))
+    return found
