@@ -114,6 +114,11 @@ FLOORS = [
             "h11 llguidance starlette torch uvicorn",
             "config verbs",
         ),
+        "tinker": Room(
+            "algos checkpoint config data endpoint engine generation lora models report runtime",
+            "numpy safetensors starlette tinker torch uvicorn",
+            "config verbs",
+        ),
     },
     {
         "api": Room(
@@ -125,7 +130,7 @@ FLOORS = [
     },
     {
         "__main__": Room(
-            "api config pipeline report runtime serving",
+            "api config pipeline report runtime serving tinker",
             light="__main__",
         ),
     },
@@ -148,7 +153,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "
 SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score"}
 # These load the heavy parts of a verb when it runs.
 VERBS = {
-    *("pipeline.verbs", "serving.verbs"),
+    *("pipeline.verbs", "serving.verbs", "tinker.verbs"),
     *("api.command_lines", "api.options", "api.stages", "api.verbs"),
 }
 # Other packages' chatter is turned off where they are imported.

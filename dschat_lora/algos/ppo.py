@@ -120,8 +120,8 @@ def dro_loss(
 ) -> PolicyLoss:
     """Sum of ``-A logprob + beta/2 (logprob - old logprob)^2``; nothing is clipped.
 
-    Direct reward optimisation with a squared penalty in place of a ratio (arXiv:2405.19107, eq. 4,
-    of tokens). Arguments are as for :func:`policy_loss`; ``beta`` >= 0 is the weight of the penalty.
+    Direct reward optimisation: a squared penalty in place of a ratio (arXiv:2405.19107, eq. 4, of
+    tokens). Arguments are as for :func:`policy_loss`; ``beta`` >= 0 is the penalty's weight.
     """
     logprobs, old_logprobs, advantages = _masked(logprobs, old_logprobs, advantages, mask)
     losses = -advantages * logprobs + 0.5 * beta * (logprobs - old_logprobs) ** 2

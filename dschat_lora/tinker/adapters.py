@@ -4,8 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +165,7 @@ class Base:
             raise ValueError(
                 "lora_config trains nothing: train_mlp, train_attn and train_unembed are all false"
             )
-        return LoraConfig(
-            lora_dim=how.rank, lora_alpha=LORA_ALPHA, target_modules=tuple(chosen)
-        )
+        return LoraConfig(lora_dim=how.rank, lora_alpha=LORA_ALPHA, target_modules=tuple(chosen))
 
     def adapted(
         self, lora: LoraConfig, *, seed: int = 0, tensors: Mapping[str, Tensor] | None = None

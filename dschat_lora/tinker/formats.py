@@ -1,4 +1,4 @@
-"""Bodies of requests and results: JSON, and protobuf by the message types of the client's package."""
+"""Bodies of requests and results: JSON, and protobuf by the client's own message types."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,67 +98,67 @@ def forward_backward(body: bytes, base: Base) -> ForwardBackward:
 
 
 def _example(datum: Any, loss: Loss, base: Base, where: str) -> Example:
-    parts = []
-    for chunk in datum.model_input:
-        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
-            raise ValueError(f"{where}.model_input has a chunk of {kind}; text alone is built here")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32))
-    tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
-    if not len(tokens):
-        raise ValueError(f"{where}.model_input has no tokens")
-    if len(tokens) > base.limit:
-        raise ValueError(
-            f"{where}.model_input has {len(tokens)} tokens, and {base.name} has {base.limit} "
-            "positions"
-        )
-    _check_tokens(tokens, base, f"{where}.model_input")
+    tokens = _chunks(datum.model_input, base, f"{where}.model_input")
+    inside = f"{where}.loss_fn_inputs"
     inputs = {
-        name: _array(value, f"{where}.loss_fn_inputs[{name!r}]")
-        for name, value in datum.loss_fn_inputs.items()
+        name: _array(each, f"{inside}[{name!r}]") for name, each in datum.loss_fn_inputs.items()
     }
     if "target_tokens" not in inputs:
-        raise ValueError(f"{where}.loss_fn_inputs lacks 'target_tokens'; it has {sorted(inputs)}")
+        raise ValueError(f"{inside} lacks 'target_tokens'; it has {sorted(inputs)}")
     targets = inputs.pop("target_tokens")
-    shape = (len(tokens),)
-    if targets.ndim not in (1, 2) or targets.shape[:1] != shape or not targets.size:
+    if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
         raise ValueError(
-            f"{where}.loss_fn_inputs['target_tokens'] must have {len(tokens)} entries, one for "
-            f"each token of model_input, got the shape {list(targets.shape)}"
+            f"{inside}['target_tokens'] must have {len(tokens)} entries, one for each token of "
+            f"model_input, got the shape {list(targets.shape)}"
         )
     if targets.ndim == 2 and loss.name != "cross_entropy":
         raise ValueError(
-            f"{where}.loss_fn_inputs['target_tokens'] has {targets.shape[1]} tokens at each "
-            f"position, which cross_entropy alone takes, not {loss.name}"
+            f"{inside}['target_tokens'] has {targets.shape[1]} tokens at each position, which "
+            f"cross_entropy alone takes, not {loss.name}"
         )
-    _check_tokens(targets, base, f"{where}.loss_fn_inputs['target_tokens']")
-    numbers = {}
-    reads = READS[loss.name]
-    if loss.name == "gspo" and RATIO_MASK in inputs:
-        reads = (*reads, RATIO_MASK)
+    _check_tokens(targets, base, f"{inside}['target_tokens']")
+    if loss.name == "cross_entropy":
+        inputs.setdefault("weights", np.ones(targets.shape, np.float32))
+    optional = (RATIO_MASK,) if loss.name == "gspo" and RATIO_MASK in inputs else ()
+    reads = (*READS[loss.name], *optional)
     if unknown := sorted(inputs.keys() - {*reads}):
+        raise ValueError(f"{inside} has {unknown[0]!r}, which {loss.name} does not read")
+    numbers = {name: _numbers(inputs, name, targets.shape, inside, loss.name) for name in reads}
+    return Example(torch.from_numpy(tokens), torch.from_numpy(targets.astype(np.int64)), numbers)
+
+
+def _chunks(chunks: Any, base: Base, where: str) -> Any:
+    """(T,) int64 tokens of protobuf chunks."""
+    parts = []
+    for chunk in chunks:
+        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise ValueError(f"{where} has a chunk of {kind}; text alone is built here")
+        parts.append(np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32))
+    tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+    if not len(tokens):
+        raise ValueError(f"{where} has no tokens")
+    if len(tokens) > base.limit:
         raise ValueError(
-            f"{where}.loss_fn_inputs has {unknown[0]!r}, which {loss.name} does not read"
+            f"{where} has {len(tokens)} tokens, and {base.name} has {base.limit} positions"
         )
-    for name in reads:
-        if name not in inputs:
-            if name == "weights":  # every token counts
-                inputs[name] = np.ones(targets.shape, np.float32)
-            else:
-                raise ValueError(
-                    f"{where}.loss_fn_inputs lacks {name!r}, which {loss.name} reads"
-                )
-        values = inputs[name]
-        if values.shape != targets.shape:
-            raise ValueError(
-                f"{where}.loss_fn_inputs[{name!r}] has the shape {list(values.shape)}, and "
-                f"target_tokens {list(targets.shape)}"
-            )
-        if not np.isfinite(values).all():
-            raise ValueError(f"{where}.loss_fn_inputs[{name!r}] holds NaN or infinity")
-        numbers[name] = torch.from_numpy(values.astype(np.float32))
-    return Example(
-        torch.from_numpy(tokens), torch.from_numpy(targets.astype(np.int64)), numbers
-    )
+    _check_tokens(tokens, base, where)
+    return tokens
+
+
+def _numbers(
+    inputs: Mapping[str, Any], name: str, shape: tuple[int, ...], inside: str, loss: str
+) -> Tensor:
+    if name not in inputs:
+        raise ValueError(f"{inside} lacks {name!r}, which {loss} reads")
+    values = inputs[name]
+    if values.shape != shape:
+        raise ValueError(
+            f"{inside}[{name!r}] has the shape {list(values.shape)}, and target_tokens "
+            f"{list(shape)}"
+        )
+    if not np.isfinite(values).all():
+        raise ValueError(f"{inside}[{name!r}] holds NaN or infinity")
+    return torch.from_numpy(values.astype(np.float32))
 
 
 def _array(tensor: Any, where: str) -> Any:
@@ -230,9 +230,13 @@ def sample_request(body: Mapping[str, Any], base: Base, key: tuple[Any, ...]) ->
     for name, value in (("prompt", top_prompt), ("sample", top_sample)):
         if not 0 <= value <= MAX_TOP:
             raise ValueError(f"topk_{name}_logprobs must be from 0 to {MAX_TOP}, got {value}")
-    for name in ("prompt_alt_tokens_k", "record_stability_info"):
-        if fields.take(name, object, None):
-            raise ValueError(f"{name} is not built here")
+    if fields.take("prompt_alt_tokens_k", int, 0):
+        raise ValueError("prompt_alt_tokens_k is not built here")
+    if fields.take("record_stability_info", bool, False):
+        raise ValueError(
+            "record_stability_info is for the loss stable_reinforce, whose formula is not "
+            "published: take importance_sampling, cispo or gspo"
+        )
     targets = fields.take("target_prompt_logprobs", dict, None)
     last = fields.take("prompt_logprobs_last_n", int, len(prompt) - 1)
     if not min(1, len(prompt) - 1) <= last < len(prompt):
@@ -315,7 +319,12 @@ def _targets(body: Mapping[str, Any], base: Base, length: int) -> Tensor:
         raise ValueError(f"{where} must be dense; sparse ones are not built here")
     shape, data = fields.take("shape", list, None), fields.take("data", list)
     found = torch.tensor(data, dtype=torch.int64)
-    if shape is None or len(shape) != 2 or shape[0] != length - 1 or found.numel() != shape[0] * shape[1]:
+    if (
+        shape is None
+        or len(shape) != 2
+        or shape[0] != length - 1
+        or found.numel() != shape[0] * shape[1]
+    ):
         raise ValueError(f"{where} must have the shape [{length - 1}, K], got {shape}")
     if bool(((found < -1) | (found >= base.vocabulary_size)).any()):
         raise ValueError(f"{where} has a token that {base.name} does not have")

@@ -1,4 +1,4 @@
-"""The losses of the protocol: sums over the tokens of all examples, of the formulas in ``algos``."""
+"""The losses of the protocol, by the formulas of ``algos``: sums over tokens of all examples."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +79,11 @@ def make_loss(name: str, settings: Mapping[str, float]) -> Loss:
     Raises:
         ValueError: for a name or a setting that is unknown, or a value that is not allowed.
     """
+    if name == "stable_reinforce":
+        raise ValueError(
+            "loss_fn stable_reinforce has no published formula: take importance_sampling, cispo or "
+            "gspo"
+        )
     if name not in READS:
         raise ValueError(f"loss_fn must be one of {', '.join(READS)}, got {name!r:.80}")
     known = SETTINGS[name]

@@ -145,7 +145,9 @@ class Sampler:
         return frozenset(ends), tuple(texts)
 
     def _is_special(self, text: str) -> bool:
-        return any(text == str(added) for added in self.base.tokenizer.added_tokens_decoder.values())
+        return any(
+            text == str(added) for added in self.base.tokenizer.added_tokens_decoder.values()
+        )
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:

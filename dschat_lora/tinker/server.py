@@ -142,7 +142,10 @@ class Routes:
     async def create_sampler(self, request: Request) -> Response:
         """A sampler of a base or of saved weights."""
         fields = Fields(await _body(request))
-        session, number = fields.take("session_id", str), fields.take("sampling_session_seq_id", int)
+        session, number = (
+            fields.take("session_id", str),
+            fields.take("sampling_session_seq_id", int),
+        )
         base, path = fields.take("base_model", str, None), fields.take("model_path", str, None)
         sampler = self.service.create_sampler(session, number, base=base, path=path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
@@ -393,16 +396,15 @@ def make_app(service: Service, *, host: str, token: str | None) -> Starlette:
         (f"{checkpoint}/archive", routes.archive, ["GET"]),
         ("/{rest:path}", _not_built, ["GET", "POST", "PUT", "DELETE"]),
     ]
+    handlers: dict[Any, Any] = {
+        **HANDLERS,
+        ApiError: _refuse_request,
+        **dict.fromkeys((ValueError, NotFoundError, BusyError), _refuse),
+    }
     app = Starlette(
         routes=[Route(f"{API}{path}", answer, methods=how) for path, answer, how in table],
         middleware=[Middleware(Guard, host=host, token=token, public=frozenset((HEALTH,)))],
-        exception_handlers={
-            **HANDLERS,
-            ApiError: _refuse_request,
-            ValueError: _refuse,
-            NotFoundError: _refuse,
-            BusyError: _refuse,
-        },
+        exception_handlers=handlers,
     )
     app.router.redirect_slashes = False  # no addresses made of a request's Host
     return app

@@ -347,7 +347,10 @@ class Service:
         """
         sampler, seq = body.get("sampling_session_id"), body.get("seq_id")
         if sampler is None:
-            facts = {"base_model": body.get("base_model"), "model_path": body.get("model_path")}
+            facts: dict[str, Any] = {
+                "base_model": body.get("base_model"),
+                "model_path": body.get("model_path"),
+            }
             if facts["model_path"] is not None:
                 weights = parse_path(str(facts["model_path"]))
                 facts["base_model"] = self._run(weights.run).facts["base_model"]
@@ -636,7 +639,8 @@ class Service:
         """The first request that waits, and those that are decoded with it."""
         queue = self._queues[sampler].waiting
         first = _alike(queue[0])
-        chosen, count = [], 0
+        chosen: list[Job] = []
+        count = 0
         for job in [each for each in queue if _alike(each) == first]:
             assert job.sample is not None
             if chosen and count + job.sample.num_samples > self._max_batch_size:

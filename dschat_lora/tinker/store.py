@@ -1,4 +1,4 @@
-"""What the service keeps on disk: runs with their states, requests not yet part of them, and weights."""
+"""What the service keeps on disk: states of runs, requests not yet part of them, and weights."""
 
 import json
 import re

@@ -39,7 +39,9 @@ def tinker(argv: Sequence[str]) -> None:
             raise ValueError(f"BASE {word} is an adapter: name its base, or merge it first")
     check_can_be_made(Path(config.state_dir).expanduser(), option="state_dir")
     lacking = [
-        name for name in ("starlette", "uvicorn", "tinker") if importlib.util.find_spec(name) is None
+        name
+        for name in ("starlette", "uvicorn", "tinker")
+        if importlib.util.find_spec(name) is None
     ]
     if lacking:
         raise ValueError(
@@ -59,5 +61,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ValueError(
             f"--host {host} --port {port} cannot be used: {reason}; --port 0 takes a free port"
         ) from error
-
-
