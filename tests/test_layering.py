@@ -69,7 +69,7 @@ FLOORS = [
         ),
     },
     {
-        "endpoint": Room("config data models report", "h11 starlette"),
+        "endpoint": Room("config data models report", "h11 starlette", "sockets"),
         "generation": Room("algos lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",

@@ -1,6 +1,5 @@
 """The address at which agents ask the actor: OpenAI's interface, with a path for each episode."""
 
-import socket
 import threading
 from functools import partial
 
@@ -14,6 +13,7 @@ from starlette.routing import Route
 from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
 from dschat_lora.endpoint.requests import parsed_request
+from dschat_lora.endpoint.sockets import address_of, listen
 from dschat_lora.rl.agent_programs import CALL_NUMBER, MODEL_NAME, reward_and_metrics
 from dschat_lora.rl.agents import OVER, AgentModel, Agents, Episode
 
@@ -32,9 +32,8 @@ class AgentServer:
         self._agents = agents
         self.temperature, self.top_p, self.top_k = 1.0, 1.0, 0  # which the options of the run say
         self.max_new_tokens = agents.max_new_tokens
-        listening = socket.socket()
-        listening.bind((HOST, 0))
-        self.address = f"http://{HOST}:{listening.getsockname()[1]}"
+        listening = listen(HOST, 0)
+        self.address = address_of(listening)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app(),
@@ -48,7 +47,6 @@ class AgentServer:
                 timeout_keep_alive=3600,  # a program may think in between
             )
         )
-        listening.listen(4096)
         serve = partial(self._server.run, sockets=[listening])
         self._thread = threading.Thread(target=serve, name="agents", daemon=True)
         self._thread.start()

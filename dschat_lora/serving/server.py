@@ -29,6 +29,7 @@ from dschat_lora.endpoint.requests import (
     checked_messages,
     parsed_request,
 )
+from dschat_lora.endpoint.sockets import address_of
 from dschat_lora.report.terminal import log_once
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import AnswerDecoder
@@ -231,12 +232,6 @@ class Server(uvicorn.Server):
         """Refuse new requests; a second signal ends running answers at once."""
         self._decoder.close(0.0 if self.should_exit else PATIENCE)
         super().handle_exit(sig, frame)
-
-
-def address_of(listening: socket.socket) -> str:
-    """The URL of a listening socket."""
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def run_server(config: ServeConfig, votes: Path, listening: socket.socket) -> None:

@@ -1,14 +1,13 @@
 """The command lines of ``dschat-lora chat`` and ``dschat-lora serve``."""
 
 import importlib.util
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.templates import read_chat_template
+from dschat_lora.endpoint.sockets import listen
 from dschat_lora.runtime.checks import find_of_kind, settled_base_bits
 from dschat_lora.runtime.directory import check_can_be_made
 from dschat_lora.runtime.stage_main import late
@@ -105,21 +104,3 @@ def votes_path(config: ServeConfig) -> Path:
         raise ValueError(f"--votes {path} is a directory; give a file")
     check_can_be_made(path.parent, option="votes")
     return path
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        ValueError: naming the options, if the address is not to be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:  # the second of what is no name of a host
-        # The socket's own text names the address once more.
-        number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else str(error)
-        raise ValueError(
-            f"--host {host} --port {port} cannot be used: {reason}; --port 0 takes a free port"
-        ) from error

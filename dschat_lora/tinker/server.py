@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
+from dschat_lora.endpoint.sockets import address_of
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import log_once
 from dschat_lora.tinker.adapters import open_base
@@ -442,8 +443,7 @@ def run_server(
         max_batch_size=config.max_batch_size,
         tokens_per_device=config.tokens_per_device,
     )
-    host, port = listening.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    address = address_of(listening)
     log_once(f"{', '.join(bases)} at {address} (the Tinker API); Ctrl-C ends")
     key = "tml-local" if config.token is None else "the --token"
     log_once(f"clients: TINKER_BASE_URL={address} and {key} as TINKER_API_KEY")

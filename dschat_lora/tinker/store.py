@@ -115,8 +115,7 @@ class RunStore:
 
     def log(self, seq: int, kind: str, body: bytes) -> None:
         """Keep a request before it is acknowledged."""
-        with staged_file(self._log / f"{seq:08d}.{kind}") as staging:
-            staging.write_bytes(body)
+        _replace(self._log / f"{seq:08d}.{kind}", body)
 
     def logged(self) -> Iterator[tuple[int, str, bytes]]:
         """Number, kind and body of the requests since the last state, in order."""
@@ -125,8 +124,7 @@ class RunStore:
 
     def write_result(self, seq: int, kind: str, body: bytes) -> None:
         """Keep what a request has given."""
-        with staged_file(self._results / f"{seq:08d}.{kind}") as staging:
-            staging.write_bytes(body)
+        _replace(self._results / f"{seq:08d}.{kind}", body)
 
     def result(self, seq: int) -> tuple[str, bytes] | None:
         """Kind and body of what a request has given, where it is still kept."""
@@ -210,6 +208,13 @@ class Store:
     def write_table(self, name: str, table: Mapping[str, Any]) -> None:
         """Write it whole."""
         write_whole(self.directory / f"{name}.json", json.dumps(table, indent=1) + "\n")
+
+
+def _replace(path: Path, body: bytes) -> None:
+    """Write a file that appears whole; it outlives the process at once, the machine soon after."""
+    staging = path.with_name(f".{path.name}.tmp")
+    staging.write_bytes(body)
+    staging.replace(path)
 
 
 def size_of(directory: Path) -> int:

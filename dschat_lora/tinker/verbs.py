@@ -1,12 +1,11 @@
 """The command line of ``dschat-lora tinker``."""
 
 import importlib.util
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from dschat_lora.config.options import parse_config
+from dschat_lora.endpoint.sockets import listen
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.directory import check_can_be_made
 from dschat_lora.runtime.stage_main import late
@@ -47,17 +46,5 @@ def tinker(argv: Sequence[str]) -> None:
         raise ValueError(
             f"dschat-lora tinker needs {' and '.join(lacking)}: pip install 'dschat_lora[tinker]'"
         )
-    with _listen(config.host, config.port) as listening:  # before anything heavy is loaded
+    with listen(config.host, config.port) as listening:  # before anything heavy is loaded
         late("tinker.server:run_server")(config, sources, listening)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, UnicodeError) as error:
-        number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else str(error)
-        raise ValueError(
-            f"--host {host} --port {port} cannot be used: {reason}; --port 0 takes a free port"
-        ) from error

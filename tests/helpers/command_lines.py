@@ -41,7 +41,6 @@ from dschat_lora.pipeline import run as pipeline
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime import stage_main
-from dschat_lora.serving import verbs
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 from helpers.step1 import write_adapter_config, write_jsonl
 
@@ -246,6 +245,13 @@ class _ReachedError(Exception):
     """Ends a verb where its heavy part would begin."""
 
 
+class _Listening(contextlib.nullcontext):
+    """In place of a socket that listens."""
+
+    def setsockopt(self, *_):
+        """Nothing."""
+
+
 @contextlib.contextmanager
 def replaced(*attributes):
     """Inside the block, attributes ``(owner, name, value)`` have these values."""
@@ -291,7 +297,7 @@ def _run(argv, outcome):
         where[0].encode("idna")
         if where[0] not in ("127.0.0.1", "localhost", "::1", "0.0.0.0"):
             raise socket.gaierror(-2, "Name or service not known")  # without asking the network
-        return contextlib.nullcontext()
+        return _Listening()
 
     try:
         with (
@@ -301,7 +307,7 @@ def _run(argv, outcome):
                 (command_lines, "launch_stage", reach),
                 (command_lines, "run_seeds", reach),
                 (pipeline, "alone", reach),
-                (verbs.socket, "create_server", listen),
+                (socket, "create_server", listen),
             ),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),

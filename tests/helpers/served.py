@@ -76,8 +76,8 @@ def endless(model):
 @contextmanager
 def running_server(service):
     """Within, a server of the service; gives its address."""
-    from dschat_lora.serving.server import Server, address_of
-    from dschat_lora.serving.verbs import listen
+    from dschat_lora.endpoint.sockets import address_of, listen
+    from dschat_lora.serving.server import Server
 
     with listen("127.0.0.1", 0) as listening:
         server = Server(service)

@@ -818,10 +818,9 @@ def test_a_decoder_that_ends_by_itself_ends_the_server(service, monkeypatch):
 
 
 def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch, tmp_path):
+    from dschat_lora.endpoint.sockets import address_of, listen
     from dschat_lora.serving import server
     from dschat_lora.serving.decoder import AnswerDecoder
-    from dschat_lora.serving.server import address_of
-    from dschat_lora.serving.verbs import listen
 
     model = endless(service.models["base"])
     decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)

@@ -1,0 +1,32 @@
+"""The address that a server listens on."""
+
+import os
+import socket
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes a free one.
+
+    Raises:
+        ValueError: naming the options, if the address is not to be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=4096)
+    except (OSError, UnicodeError) as error:  # the second of what is no name of a host
+        # The socket's own text names the address once more.
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else str(error)
+        raise ValueError(
+            f"--host {host} --port {port} cannot be used: {reason}; --port 0 takes a free port"
+        ) from error
+    # Connections inherit it. Without it the body of an answer waits 40 ms for the client's word
+    # that it has the head; asyncio sets it on sockets of its own alone.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def address_of(listening: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,402 @@
+"""The Tinker API's service without HTTP: numbers, order, restarts and many runs on one base."""
+
+import json
+import random
+
+import pytest
+import torch
+
+tinker = pytest.importorskip("tinker")
+
+from peft import PeftModel  # noqa: E402
+from tinker import types  # noqa: E402
+from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
+from tinker.proto.response_conv import (  # noqa: E402
+    deserialize_forward_backward_output,
+    deserialize_sample_response,
+)
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from dschat_lora.checkpoint.adapter import read_adapter  # noqa: E402
+from dschat_lora.config.groups import ModelConfig  # noqa: E402
+from dschat_lora.models.source import find_model  # noqa: E402
+from dschat_lora.tinker.adapters import open_base  # noqa: E402
+from dschat_lora.tinker.service import BusyError, NotFoundError, Service  # noqa: E402
+from dschat_lora.tinker.store import Store, parse_path  # noqa: E402
+
+NAME = "base"
+ADAM = {"learning_rate": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "grad_clip_norm": 20.0}
+
+
+@pytest.fixture(scope="module")
+def base():
+    return open_base(NAME, find_model(None), ModelConfig(dtype="fp32"), recomputes=False)
+
+
+class Client:
+    """A client of one run, by the messages of the real client's package."""
+
+    def __init__(self, service, number=0, *, session=None, **lora):
+        self.service = service
+        self.session = session or service.create_session({})
+        body = {"base_model": NAME, "lora_config": {"rank": 4, "seed": 3, **lora}}
+        self.request_ids = [service.create_run(self.session, number, body)]
+        self.run = self.request_ids[0].rpartition(":")[0]
+        self.seq = 0
+
+    def send(self, kind, body):
+        self.seq += 1
+        self.request_ids.append(self.service.submit(self.run, self.seq, kind, body))
+        return self.request_ids[-1]
+
+    def forward_backward(self, data, loss="cross_entropy", config=None, *, forward_only=False):
+        message = forward_backward_request_to_proto(
+            types.ForwardBackwardRequest(
+                forward_backward_input=types.ForwardBackwardInput(
+                    data=data, loss_fn=loss, loss_fn_config=config
+                ),
+                model_id=self.run,
+                seq_id=self.seq + 1,
+            )
+        )
+        message.forward_only = forward_only
+        return self.send("forward_backward", message.SerializeToString())
+
+    def optim_step(self, **params):
+        return self.send("optim_step", json.dumps({"adam_params": {**ADAM, **params}}).encode())
+
+    def save(self, name, kind="save_weights"):
+        return self.send(kind, json.dumps({"path": name}).encode())
+
+    def load(self, path, *, optimizer):
+        body = json.dumps({"path": path, "optimizer": optimizer}).encode()
+        return self.send("load_weights", body)
+
+
+def result(service, request_id):
+    found = service.future(request_id).result(timeout=60)
+    if found.media_type == "application/x-protobuf":
+        return deserialize_forward_backward_output(found.body)
+    return json.loads(found.body)
+
+
+def values(service, path):
+    weights = parse_path(path)
+    return read_adapter(service.runs[weights.run].store.place(weights)).tensors
+
+
+@pytest.fixture
+def start(base, tmp_path):
+    services = []
+
+    def started(directory="state", **options):
+        service = Service({NAME: base}, Store(tmp_path / directory), **options)
+        service.start()
+        services.append(service)
+        return service
+
+    yield started
+    for service in services:
+        service.close()
+
+
+def rows(count, seed, loss="cross_entropy"):
+    """Examples of random tokens; of a policy's losses the first tokens are a prompt."""
+    draw = torch.Generator().manual_seed(seed)
+    data = []
+    for _ in range(count):
+        size = int(torch.randint(4, 20, (), generator=draw))
+        tokens = torch.randint(4, 1000, (size + 1,), generator=draw).tolist()
+        inputs = {"target_tokens": tokens[1:]}
+        answer = torch.arange(size) >= 2
+        if loss == "cross_entropy":
+            inputs["weights"] = torch.randn(size, generator=draw)
+        else:
+            inputs["logprobs"] = -6 - torch.rand(size, generator=draw) * answer
+            inputs["advantages"] = torch.randn(size, generator=draw) * answer
+        data.append(types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs))
+    return data
+
+
+def by_hand(loss, logprobs, numbers, config):
+    """The loss of an example, as the formula reads."""
+    if loss == "cross_entropy":
+        return -(logprobs * numbers["weights"]).sum()
+    old, advantages = numbers["logprobs"], numbers["advantages"]
+    ratio = (logprobs - old).exp()
+    if loss == "importance_sampling":
+        return -(ratio * advantages).sum()
+    if loss == "dro":
+        penalty = config["beta"] / 2 * (logprobs - old) ** 2
+        return -(logprobs * advantages - penalty)[advantages != 0].sum()
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    if loss == "cispo":
+        return -(ratio.clamp(low, high).detach() * logprobs * advantages).sum()
+    if loss == "gspo":
+        answer = advantages != 0
+        mean = (logprobs - old)[answer].mean().detach().exp()
+        ratio = mean * (logprobs - logprobs.detach()).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("cross_entropy", {}),
+        ("importance_sampling", {}),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5}),
+        ("cispo", {"clip_low_threshold": 0.2, "clip_high_threshold": 2.0}),
+        ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 3.0}),
+        ("dro", {"beta": 0.3}),
+    ],
+)
+def test_losses_and_steps_are_those_of_a_plain_loop_with_peft(start, loss, config):
+    service = start()
+    client = Client(service)
+    first = result(service, client.save("first"))["path"]
+    saved = service.runs[client.run].store.place(parse_path(first))
+    plain = AutoModelForCausalLM.from_pretrained(find_model(None).base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(plain, saved, is_trainable=True).eval()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adam = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01)
+    for step in range(3):
+        data = rows(5, step, loss)
+        # Gradients of two requests are added.
+        halves = [client.forward_backward(part, loss, config) for part in (data[:2], data[2:])]
+        stepped = client.optim_step()
+        found = [result(service, each) for each in halves]
+        total, outputs = 0.0, [each for half in found for each in half.loss_fn_outputs]
+        for datum, output in zip(data, outputs, strict=True):
+            ids = torch.tensor([datum.model_input.to_ints()])
+            numbers = {k: v.to_torch() for k, v in datum.loss_fn_inputs.items()}
+            targets = numbers.pop("target_tokens")
+            table = model(input_ids=ids).logits[0].log_softmax(-1)
+            logprobs = table.gather(1, targets[:, None])[:, 0]
+            torch.testing.assert_close(
+                output["logprobs"].to_torch(), logprobs.detach(), atol=1e-4, rtol=1e-5
+            )
+            own = by_hand(loss, logprobs, numbers, config)
+            own.backward()
+            total += float(own.detach())
+        assert sum(half.metrics["loss:sum"] for half in found) == pytest.approx(total, rel=1e-5)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 20.0)
+        assert result(service, stepped)["metrics"]["grad_norm"] == pytest.approx(
+            float(norm), rel=1e-4
+        )
+        adam.step()
+        adam.zero_grad()
+    last = result(service, client.save("last"))["path"]
+    expected = {
+        name.replace(".default", "").removeprefix("base_model.model."): p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    own = values(service, last)
+    moved = max(float((own[k] - v).abs().max()) for k, v in values(service, first).items())
+    assert moved > 1e-3
+    for name, parameter in expected.items():
+        torch.testing.assert_close(
+            own[name.removesuffix(".weight")], parameter.detach(), atol=1e-5, rtol=0
+        )
+
+
+def train(client, steps, seed, *, between=lambda: None):
+    """Some steps of a run, each of two requests and a loss without a gradient."""
+    for step in range(steps):
+        data = rows(4, 100 * seed + step)
+        client.forward_backward(data[:2])
+        between()
+        client.forward_backward(data[2:], forward_only=step == 1)
+        between()
+        client.optim_step(learning_rate=1e-3 / (1 + step))
+        between()
+
+
+def finished(service, client, name="end", since=0):
+    """Weights of a run after all that was sent, and what requests have given from one on."""
+    path = result(service, client.save(name))["path"]
+    given = [service.future(each).result(60).body for each in client.request_ids[1 + since : -1]]
+    return values(service, path), given
+
+
+def assert_same(found, expected):
+    assert found[1] == expected[1][len(expected[1]) - len(found[1]) :]
+    assert found[0].keys() == expected[0].keys()
+    assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
+
+
+def test_runs_that_take_turns_on_a_base_get_what_each_gets_alone(start):
+    kinds = [{"rank": 4}, {"rank": 7, "train_mlp": False}, {"rank": 2, "train_unembed": False}]
+    alone = []
+    for number, kind in enumerate(kinds):
+        service = start(f"alone{number}")
+        client = Client(service, **kind)
+        train(client, 3, number)
+        alone.append(finished(service, client))
+    together = start("together", max_adapters=2)  # one of the three is on disk
+    clients = [Client(together, **kind) for kind in kinds]
+    steps = [iter_steps(client, 3, number) for number, client in enumerate(clients)]
+    order = random.Random(0)
+    while steps:
+        chosen = order.choice(steps)
+        if next(chosen, None) is None:
+            steps.remove(chosen)
+        elif order.random() < 0.3:  # else the next request waits behind this one
+            together.future(order.choice(clients).request_ids[-1]).result(60)
+    for client, expected in zip(clients, alone, strict=True):
+        assert_same(finished(together, client), expected)
+
+
+def iter_steps(client, steps, seed):
+    """As :func:`train`, a request at a time."""
+    for step in range(steps):
+        data = rows(4, 100 * seed + step)
+        yield client.forward_backward(data[:2])
+        yield client.forward_backward(data[2:], forward_only=step == 1)
+        yield client.optim_step(learning_rate=1e-3 / (1 + step))
+
+
+def test_a_service_that_ends_anywhere_goes_on_there(start):
+    expected_service = start("whole")
+    expected_client = Client(expected_service)
+    train(expected_client, 4, 9)
+    expected = finished(expected_service, expected_client)
+    for cut in range(1, 12, 2):
+        service = start(f"cut{cut}")
+        client = Client(service)
+        steps = iter_steps(client, 4, 9)
+        for _ in range(cut):
+            request_id = next(steps)
+        service.future(request_id).result(60)
+        service.close()
+        if cut % 4 == 1:  # one more is accepted, and not begun
+            service._closed = False
+            next(steps)
+        client.service = start(f"cut{cut}")
+        for _ in steps:
+            pass
+        assert_same(finished(client.service, client, since=cut), expected)
+
+
+def test_requests_that_come_twice_or_out_of_order_are_worked_off_once_in_order(start):
+    ordered = start("ordered")
+    client = Client(ordered)
+    train(client, 3, 5)
+    expected = finished(ordered, client)
+    shuffled = start("shuffled")
+    other = Client(shuffled)
+    sent = []
+
+    def keep(run, seq, kind, body):
+        sent.append((seq, kind, body))
+        return f"{run}:{seq}"
+
+    other.service = type("Recorder", (), {"submit": staticmethod(keep)})
+    train(other, 3, 5)
+    other.service = shuffled
+    sent += random.Random(1).sample(sent, 5)
+    random.Random(2).shuffle(sent)
+    for seq, kind, body in sent:
+        shuffled.submit(other.run, seq, kind, body)
+    assert_same(finished(shuffled, other), expected)
+    before = shuffled.runs[other.run].adapter.steps
+    for seq, kind, body in sent:  # and once more when all is over
+        shuffled.submit(other.run, seq, kind, body)
+    assert shuffled.runs[other.run].adapter.steps == before == 3
+
+
+def test_saved_weights_go_on_with_their_moments_or_without(start):
+    service = start()
+    client = Client(service)
+    train(client, 2, 1)
+    path = result(service, client.save("middle"))["path"]
+    body = {"path": path, "optimizer": True}
+    request_id = service.create_run(client.session, 1, body)
+    assert result(service, request_id)["path"] == path
+    others = []
+    for optimizer in (True, False):
+        other = Client(service, 2 + optimizer, session=client.session, seed=8)
+        result(service, other.load(path, optimizer=optimizer))
+        others.append(other)
+    weights = []
+    for each in (client, *others):
+        each.forward_backward(rows(3, 77))
+        each.optim_step()
+        weights.append(finished(service, each, "end")[0])
+    same, with_moments, without = weights
+    assert all(torch.equal(same[k], with_moments[k]) for k in same)
+    assert any(not torch.equal(same[k], without[k]) for k in same)
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_told(start, base):
+    service = start()
+    client, other = Client(service), Client(service, 1)
+    client.forward_backward(rows(2, 3))
+    broken = rows(2, 4, "importance_sampling")
+    broken[0].loss_fn_inputs["logprobs"]._numpy[3] = -1e30
+    broken[0].loss_fn_inputs["advantages"]._numpy[3] = -1.0
+    failed = result(service, client.forward_backward(broken, "importance_sampling"))
+    assert failed["category"] == "user"
+    assert "not finite" in failed["error"]
+    lacking = result(service, client.optim_step())
+    assert "needs a gradient" in lacking["error"]
+    for each in (client, other):  # nothing has changed, and both go on
+        each.forward_backward(rows(2, 3))
+        each.optim_step()
+    first, second = (finished(service, each)[0] for each in (client, other))
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_answers_do_not_depend_on_what_is_sampled_beside_them(start):
+    service = start()
+    client = Client(service)
+    train(client, 2, 2)
+    name = json.dumps({"path": "now"}).encode()
+    path = result(service, client.send("save_weights_for_sampler", name))["path"]
+    sampler = service.create_sampler(client.session, 0, base=None, path=path)
+
+    def ask(seq, prompt, **params):
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": seq,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+            "num_samples": 2,
+            "sampling_params": {"max_tokens": 12, "seed": 5, **params},
+            "prompt_logprobs": True,
+        }
+        return service.sample(body)[0]
+
+    def answered(request_id):
+        return deserialize_sample_response(service.future(request_id).result(60).body)
+
+    prompts = [[5, 6, 7, 8], [9, 10, 11], [40, 41, 42, 43, 44]]
+    alone = [answered(ask(n, prompt)) for n, prompt in enumerate(prompts)]
+    together = [ask(10 + n, prompt) for n, prompt in enumerate(prompts)]
+    for one, request_id in zip(alone, together, strict=True):
+        other = answered(request_id)
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-5)
+    assert alone[0].sequences[0].tokens != alone[0].sequences[1].tokens
+    # The log-probabilities are those that training finds of the same tokens.
+    for sequence in alone[0].sequences:
+        whole = [*prompts[0], *sequence.tokens]
+        datum = types.Datum(types.ModelInput.from_ints(whole[:-1]), {"target_tokens": whole[1:]})
+        found = result(service, client.forward_backward([datum], forward_only=True))
+        trained = found.loss_fn_outputs[0]["logprobs"].to_numpy()
+        assert trained[3:].tolist() == pytest.approx(sequence.logprobs, abs=1e-4)
+        assert trained[:3].tolist() == pytest.approx(alone[0].prompt_logprobs[1:], abs=1e-4)
+
+
+def test_too_many_requests_and_unknown_names_are_refused(start):
+    service = start(max_queue=2)
+    client = Client(service)
+    service.future(client.request_ids[0]).result(60)
+    run = client.run
+    service.submit(run, 5, "optim_step", b"{}")
+    service.submit(run, 6, "optim_step", b"{}")
+    with pytest.raises(BusyError, match="2 requests wait"):
+        service.submit(run, 7, "optim_step", b"{}")
+    with pytest.raises(NotFoundError, match="no model"):
+        service.submit("nobody:train:0", 1, "optim_step", b"{}")
+    with pytest.raises(NotFoundError, match="nothing is known"):
+        service.future(f"{run}:99")
