@@ -166,7 +166,7 @@ async def read_json(request: Request, *, most: int = MAX_BODY_BYTES) -> Any:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, found {kind!r:.80}")
-    body = b""
+    body = bytearray()
 
     async def receive() -> None:
         nonlocal body

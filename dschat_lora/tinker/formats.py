@@ -16,6 +16,7 @@ from dschat_lora.tinker.samplers import MAX_TOP, SampleOptions, SampleRequest, S
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 MAX_SAMPLES = 1024
+MAX_ENTRIES = 2**26  # of a tensor that comes sparse
 NO_LOGPROB = -99999.0  # where a position has none
 ValueT = TypeVar("ValueT")
 _TYPES = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
@@ -43,7 +44,17 @@ class Fields:
             raise ValueError(f"{self._where}{name} must be {wanted}, got {value!r:.80}")
         if isinstance(value, float) and not isfinite(value):
             raise ValueError(f"{self._where}{name} must be finite, got {value}")
-        return float(value) if kind is float else value
+        try:
+            return float(value) if kind is float else value
+        except OverflowError as error:
+            raise ValueError(f"{self._where}{name} must be finite, got {value:.30}") from error
+
+    def texts(self, name: str) -> dict[str, str] | None:
+        """A field that is an object of texts, or absent."""
+        found: dict[str, str] | None = self.take(name, dict, None)
+        if found is not None and not all(isinstance(each, str) for each in found.values()):
+            raise ValueError(f"{self._where}{name} must have texts alone, got {found!r:.80}")
+        return found
 
     def finish(self) -> None:
         """Refuse what was not taken."""
@@ -133,7 +144,10 @@ def _chunks(chunks: Any, base: Base, where: str) -> Any:
     for chunk in chunks:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise ValueError(f"{where} has a chunk of {kind}; text alone is built here")
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32))
+        content = chunk.encoded_text.tokens
+        if len(content) % 4:
+            raise ValueError(f"{where} has a chunk of {len(content)} bytes; a token has 4")
+        parts.append(np.frombuffer(content, dtype=np.int32))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     if not len(tokens):
         raise ValueError(f"{where} has no tokens")
@@ -175,8 +189,15 @@ def _array(tensor: Any, where: str) -> Any:
         values = np.frombuffer(csr.values, dtype=kind)
         rows = np.frombuffer(csr.crow_indices, dtype=np.int64)
         columns = np.frombuffer(csr.col_indices, dtype=np.int64)
+        if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_ENTRIES:
+            raise ValueError(f"a sparse one has 2 dimensions and at most {MAX_ENTRIES:,} entries")
+        counts = np.diff(rows)
+        if len(counts) != shape[0] or rows[0] != 0 or (counts < 0).any():
+            raise ValueError("crow_indices do not count its rows")
+        if not rows[-1] == len(values) == len(columns) or (columns < 0).any():
+            raise ValueError("col_indices do not name a column of each value")
         dense = np.zeros(shape, dtype=kind)
-        dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+        dense[np.repeat(np.arange(shape[0]), counts), columns] = values
         return dense
     except (ValueError, IndexError) as error:
         raise ValueError(f"{where} does not fill the shape {shape}: {error}") from error
@@ -318,17 +339,11 @@ def _targets(body: Mapping[str, Any], base: Base, length: int) -> Tensor:
     if fields.take("sparse_crow_indices", list, None) is not None:
         raise ValueError(f"{where} must be dense; sparse ones are not built here")
     shape, data = fields.take("shape", list, None), fields.take("data", list)
-    found = torch.tensor(data, dtype=torch.int64)
-    if (
-        shape is None
-        or len(shape) != 2
-        or shape[0] != length - 1
-        or found.numel() != shape[0] * shape[1]
-    ):
-        raise ValueError(f"{where} must have the shape [{length - 1}, K], got {shape}")
-    if bool(((found < -1) | (found >= base.vocabulary_size)).any()):
-        raise ValueError(f"{where} has a token that {base.name} does not have")
-    return found.view(*shape)
+    if not shape or len(shape) != 2 or shape[0] != length - 1 or len(data) != shape[0] * shape[1]:
+        raise ValueError(f"{where} must have the shape [{length - 1}, K], got {shape!r:.80}")
+    if not all(type(each) is int and -1 <= each < base.vocabulary_size for each in data):
+        raise ValueError(f"{where} has what is neither -1 nor a token of {base.name}")
+    return torch.tensor(data, dtype=torch.int64).view(length - 1, -1 if data else 0)
 
 
 def sample_response(result: SampleResult) -> bytes:

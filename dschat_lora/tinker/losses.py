@@ -55,8 +55,9 @@ class Loss:
         )
         # A prompt's tokens have no advantage, and no part in the ratio of a sequence.
         counted = advantages != 0
-        if self.name == "gspo" and all(RATIO_MASK in own for own in numbers):
-            counted = pad_sequence([own[RATIO_MASK] for own in numbers], batch_first=True) != 0
+        if self.name == "gspo":
+            masks = [own.get(RATIO_MASK, own["advantages"]) for own in numbers]
+            counted = pad_sequence(masks, batch_first=True) != 0
         return self._policy_loss()(table, old, advantages, counted).total
 
     def _policy_loss(self) -> Callable[..., PolicyLoss]:

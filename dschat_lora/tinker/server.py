@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import shutil
 import socket
 import tarfile
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,8 +25,8 @@ from dschat_lora.report.terminal import log_once
 from dschat_lora.tinker.adapters import open_base
 from dschat_lora.tinker.config import TinkerConfig
 from dschat_lora.tinker.formats import Fields, parse_message
-from dschat_lora.tinker.service import BusyError, NotFoundError, Run, Service, read_facts
-from dschat_lora.tinker.store import KINDS, Store, Weights, now, parse_path, size_of
+from dschat_lora.tinker.service import BusyError, NotFoundError, Run, Service
+from dschat_lora.tinker.store import KINDS, Store, Weights, now, size_of
 
 API = "/api/v1"
 HEALTH = f"{API}/healthz"
@@ -36,6 +35,7 @@ POLL_SECONDS = 20.0
 MAX_MESSAGE_BYTES = 2**28
 MAX_BODY_BYTES = 2**26
 OWNER = "local"
+CLIENT_VERSION = "0.38"  # of the package tinker, whose protocol this is
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -60,13 +60,18 @@ class Routes:
 
     async def create_session(self, request: Request) -> Response:
         """A new session."""
-        body = await _body(request)
-        kept = {key: body.get(key) for key in ("user_metadata", "display_name", "tags")}
+        fields = Fields(await _body(request))
+        _check_version(fields)
+        kept = {
+            "user_metadata": fields.texts("user_metadata"),
+            "display_name": fields.take("display_name", str, None),
+            "tags": fields.take("tags", list, None),
+        }
         return JSONResponse({"session_id": self.service.create_session(kept)})
 
     async def heartbeat(self, request: Request) -> Response:
         """A session never ends by itself."""
-        self.service.session((await _body(request)).get("session_id", ""))
+        self.service.session(Fields(await _body(request)).take("session_id", str))
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
@@ -216,24 +221,26 @@ class Routes:
         page, cursor = _page(request, found, 100)
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 
-    def _place(self, request: Request) -> Path:
+    def _weights(self, request: Request) -> tuple[Run, Weights]:
         run = self._run(request.path_params["run"])
         kind, name = request.path_params["kind"], request.path_params["name"]
         if kind not in KINDS:
             raise ApiError(404, f"there are no {kind!r:.80}, but {', '.join(KINDS)}")
-        place = run.store.place(run.store.weights(kind, name))
-        if not place.is_dir():
+        weights = run.store.weights(kind, name)
+        if not run.store.place(weights).is_dir():
             raise NotFoundError(f"{run.run} has no {kind}/{name}")
-        return place
+        return run, weights
 
     async def delete_weights(self, request: Request) -> Response:
         """Delete saved weights."""
-        await asyncio.to_thread(shutil.rmtree, self._place(request))
+        run, weights = self._weights(request)
+        await asyncio.to_thread(run.store.delete, weights)
         return JSONResponse({})
 
     async def archive(self, request: Request) -> Response:
         """Saved weights as a tar file."""
-        place = self._place(request)
+        run, weights = self._weights(request)
+        place = run.store.place(weights)
 
         def pack() -> bytes:
             content = io.BytesIO()
@@ -245,9 +252,8 @@ class Routes:
 
     async def weights_info(self, request: Request) -> Response:
         """What saved weights are of."""
-        weights = parse_path(Fields(await _body(request)).take("tinker_path", str))
-        run = self._run(weights.run)
-        read_facts(run.store.place(weights))
+        path = Fields(await _body(request)).take("tinker_path", str)
+        run, _ = self.service.source(path, "tinker_path")
         how = vars(run.how)
         named = {key: how[key] for key in ("train_unembed", "train_mlp", "train_attn")}
         facts = {"base_model": run.base.name, "is_lora": True, "lora_rank": how["rank"]}
@@ -264,12 +270,16 @@ class Routes:
         facts = self.service.session(session)
         return JSONResponse(
             {
-                "training_run_ids": [r for r in self.service.runs if r.startswith(f"{session}:")],
-                "sampler_ids": [s for s in self.service.samplers if s.startswith(f"{session}:")],
+                "training_run_ids": _of(session, [*self.service.runs]),
+                "sampler_ids": _of(session, [*self.service.samplers]),
                 "user_metadata": facts.get("user_metadata") or None,
                 "display_name": facts.get("display_name"),
             }
         )
+
+
+def _of(session: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.startswith(f"{session}:")]
 
 
 def _run_facts(run: Run) -> dict[str, Any]:
@@ -325,12 +335,27 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _read(request: Request, most: int) -> bytes:
-    body = b""
+    body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > most:
             raise ApiError(413, f"the body is larger than {most:,} bytes")
-    return body
+    return bytes(body)
+
+
+def _check_version(fields: Fields) -> None:
+    version = fields.take("sdk_version", str, None)
+    if version is not None and not f"{version}.".startswith(f"{CLIENT_VERSION}."):
+        raise ValueError(
+            f"sdk_version is {version!r:.40}, and this server speaks the protocol of tinker "
+            f"{CLIENT_VERSION}: pip install 'tinker=={CLIENT_VERSION}.*'"
+        )
+
+
+async def _config(request: Request) -> Response:
+    """How clients are to behave; the first thing that they ask for."""
+    _check_version(Fields(await _body(request)))
+    return JSONResponse({})
 
 
 async def _constant(request: Request) -> Response:
@@ -339,7 +364,6 @@ async def _constant(request: Request) -> Response:
     answers: dict[str, dict[str, Any]] = {
         "healthz": {"status": "ok"},
         "telemetry": {"status": "accepted"},
-        "config": {},
         "dynamic_config": {"sample_cancel_enabled": True},
     }
     return JSONResponse(answers[request.url.path.rpartition("/")[2]])
@@ -366,7 +390,7 @@ def make_app(service: Service, *, host: str, token: str | None) -> Starlette:
     table: list[tuple[str, Answer, list[str]]] = [
         ("/healthz", _constant, ["GET"]),
         ("/telemetry", _constant, post),
-        ("/client/config", _constant, post),
+        ("/client/config", _config, post),
         ("/client/dynamic_config", _constant, post),
         ("/get_server_capabilities", routes.capabilities, ["GET"]),
         ("/create_session", routes.create_session, post),
@@ -380,7 +404,13 @@ def make_app(service: Service, *, host: str, token: str | None) -> Starlette:
         ("/forward_backward", routes.forward_backward, post),
         *(
             (f"/{kind}", routes.of_run(kind), post)
-            for kind in ("optim_step", "save_weights", "save_weights_for_sampler")
+            # The last one is refused in its turn: its number is not lost.
+            for kind in (
+                "optim_step",
+                "save_weights",
+                "save_weights_for_sampler",
+                "save_weights_external",
+            )
         ),
         ("/create_sampling_session", routes.create_sampler, post),
         ("/join_sampling_session", routes.join_sampler, post),

@@ -6,6 +6,7 @@ in turns. What a run computes depends on its own requests alone, not on what com
 
 import json
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,10 @@ from dschat_lora.tinker.store import UNNAMED, RunStore, Store, Weights, now, par
 
 Category = Literal["user", "server"]
 KEPT_FUTURES = 10_000  # of requests whose results may be asked for once more
+MOST_NUMBER = 2**31 - 1  # of a request or a model
+# Seconds after which a number that has not come is taken as lost: clients send the parts of one
+# forward_backward side by side, and anything else once all before it was answered or given up.
+LOST_PART_SECONDS, LOST_SECONDS = 60.0, 2.0
 # Requests of a run after which its state is written: they change what no later one computes anew.
 _CHANGING = ("create_model", "optim_step", "load_weights")
 
@@ -97,6 +102,8 @@ class Run:
         saved: that after which its state was written.
         waiting: requests by number.
         adapter: None while it is on disk alone.
+        arrived: when a request came last.
+        used: greater for an adapter that was used later.
     """
 
     run: str
@@ -108,6 +115,8 @@ class Run:
     waiting: dict[int, Job] = field(default_factory=dict)
     adapter: Adapter | None = None
     losses: list[float] = field(default_factory=list)  # since the last step
+    arrived: float = field(default_factory=time.monotonic)
+    used: int = 0
 
     @property
     def how(self) -> Adapting:
@@ -156,6 +165,7 @@ class Service:
         self._turns: list[str] = []  # runs and samplers, the one whose turn is next first
         self._changed = threading.Condition()
         self._closed = False
+        self._uses = 0
         self.failure: str | None = None
         self._thread: threading.Thread | None = None
         for each in store.runs():
@@ -172,8 +182,14 @@ class Service:
             run.done = run.saved = state["seq"]
         self.runs[run.run] = run
         self._turns.append(run.run)
-        for seq, kind, body in store.logged():
-            if seq > run.saved:
+        logged = [each for each in store.logged() if each[0] > run.saved]
+        for seq, kind, _ in logged:  # those that have a result are not worked off again
+            if (kept := store.result(seq)) is not None and (
+                kind not in _CHANGING or kept[0] == "error"
+            ):
+                run.done = seq
+        for seq, kind, body in logged:
+            if seq > run.done:
                 self._enqueue(run, seq, kind, body)
 
     # Sessions and samplers
@@ -209,9 +225,7 @@ class Service:
         """
         self.session(session)
         if path is not None:
-            weights = parse_path(path)
-            base = self._run(weights.run).facts["base_model"]
-            read_facts(self._run(weights.run).store.place(weights))
+            base = self.source(path, "model_path")[0].facts["base_model"]
         if base is None:
             raise ValueError("a sampler needs base_model or model_path")
         self.base(base)
@@ -264,9 +278,11 @@ class Service:
             ValueError: if it cannot be made.
         """
         self.session(session)
-        run = f"{session}:train:{number}"
+        if not 0 <= number <= MOST_NUMBER:
+            raise ValueError(f"model_seq_id must be from 0 to {MOST_NUMBER}")
+        run, content = f"{session}:train:{number}", json.dumps(dict(body)).encode()
         if run in self.runs:  # asked for once more
-            return f"{run}:0"
+            return self.submit(run, 0, "create_model", content)
         fields = Fields(body)
         optimizer = fields.take("optimizer_config", dict, None) or {"type": "adamw"}
         if optimizer.get("type") != "adamw":
@@ -277,9 +293,7 @@ class Service:
             how = adapting(fields.take("lora_config", dict, None))
             base.lora_of(how)  # refused here, before there is a run
         else:
-            weights = parse_path(path)
-            source = self._run(weights.run)
-            read_facts(source.store.place(weights))
+            source, _ = self.source(path)
             base, how = source.base, source.how
             if (asked := fields.take("base_model", str, None)) not in (None, base.name):
                 raise ValueError(f"base_model is {asked!r:.80}, and the weights are of {base.name}")
@@ -287,17 +301,18 @@ class Service:
             "model_id": run,
             "base_model": base.name,
             "lora": vars(how),
-            "user_metadata": fields.take("user_metadata", dict, None),
+            "user_metadata": fields.texts("user_metadata"),
             "session": session,
             "created": now(),
             "last_request": now(),
         }
         store = self.store.run(run)
-        store.create(facts)
         with self._changed:
-            self.runs[run] = Run(run, base, store, facts)
-            self._turns.append(run)
-        return self.submit(run, 0, "create_model", json.dumps(dict(body)).encode())
+            if run not in self.runs:  # where the same request came twice at once
+                store.create(facts)
+                self.runs[run] = Run(run, base, store, facts)
+                self._turns.append(run)
+        return self.submit(run, 0, "create_model", content)
 
     def submit(self, run: str, seq: int | None, kind: str, body: bytes) -> str:
         """Accept a request of a run; its id. One that comes once more is the same request.
@@ -310,12 +325,16 @@ class Service:
         found = self._run(run)
         if seq is None or (seq < 1 and kind != "create_model"):
             raise ValueError(f"seq_id must be a whole number from 1 on, got {seq}")
+        if seq > MOST_NUMBER:
+            raise ValueError(f"seq_id must be at most {MOST_NUMBER}")
         request_id = f"{run}:{seq}"
         with self._changed:
             if seq > found.done and seq not in found.waiting:
-                self._check_room()
+                if seq != found.done + 1:  # for which others may wait
+                    self._check_room()
                 found.store.log(seq, kind, body)
                 self._enqueue(found, seq, kind, body)
+                found.arrived = time.monotonic()
                 self._changed.notify_all()
         return request_id
 
@@ -352,15 +371,15 @@ class Service:
                 "model_path": body.get("model_path"),
             }
             if facts["model_path"] is not None:
-                weights = parse_path(str(facts["model_path"]))
-                facts["base_model"] = self._run(weights.run).facts["base_model"]
+                source, _ = self.source(str(facts["model_path"]), "model_path")
+                facts["base_model"] = source.facts["base_model"]
             self.base(str(facts["base_model"]))
             sampler, seq = str(facts["model_path"] or facts["base_model"]), uuid.uuid4().hex
             with self._changed:
                 self.samplers.setdefault(sampler, facts)
         else:
             facts = self.sampler(str(sampler))
-            if not isinstance(seq, int):
+            if type(seq) is not int:
                 raise ValueError(f"seq_id must be a whole number, got {seq!r:.80}")
         base, request_id = self.base(facts["base_model"]), f"{sampler}:{seq}"
         parsed = sample_request(body, base, (str(sampler), str(seq)))
@@ -432,7 +451,7 @@ class Service:
         while True:
             with self._changed:
                 while not self._closed and (turn := self._next()) is None:
-                    self._changed.wait()
+                    self._changed.wait(1.0)  # numbers are lost by the clock
                 if self._closed:
                     return
                 assert turn is not None
@@ -448,11 +467,21 @@ class Service:
     def _next(self) -> str | None:
         for turn in self._turns:
             if turn in self.runs:
-                if self.runs[turn].done + 1 in self.runs[turn].waiting:
+                if self._is_ready(self.runs[turn]):
                     return turn
             elif self._queues[turn].waiting:
                 return turn
         return None
+
+    def _is_ready(self, run: Run) -> bool:
+        """Whether a request can be worked off; what does not come in time is left out."""
+        if not run.waiting or run.done + 1 in run.waiting:
+            return bool(run.waiting)
+        parts = all(job.kind == "forward_backward" for job in run.waiting.values())
+        if time.monotonic() - run.arrived < (LOST_PART_SECONDS if parts else LOST_SECONDS):
+            return False
+        run.done = min(run.waiting) - 1
+        return True
 
     def _work_on(self, run: Run) -> None:
         """The next request of a run."""
@@ -472,9 +501,14 @@ class Service:
         except Exception as error:  # noqa: BLE001 - others go on
             note(f"error: {job.kind} failed: {type(error).__name__}: {error}")
             result = Result.failure(f"{job.kind} failed: {type(error).__name__}", "server")
+        if result.error == "server":
+            run.adapter = None  # it may have changed in part: what is on disk counts
         kind = "error" if result.error else "pb" if result.media_type == PROTOBUF else "json"
         if job.kind not in _CHANGING or result.error:
-            run.store.write_result(seq, kind, result.body)
+            try:
+                run.store.write_result(seq, kind, result.body)
+            except OSError as error:  # it is answered from memory
+                note(f"error: a result of {run.run} could not be kept: {error}")
         with self._changed:
             del run.waiting[seq]
             run.done = seq
@@ -483,6 +517,8 @@ class Service:
     def _answer(self, run: Run, seq: int, job: Job) -> Result:
         if job.kind == "forward_backward":
             return self._forward_backward(run, job.body)
+        if run.saved < 0 and job.kind != "create_model":
+            raise ValueError("the model could not be made; make another one")
         body: dict[str, Any] = json.loads(job.body)
         for name in ("type", "model_id", "seq_id", "session_id", "model_seq_id"):
             body.pop(name, None)
@@ -494,18 +530,21 @@ class Service:
             return self._load(run, seq, body)
         if job.kind == "save_weights":
             return self._save(run, "weights", body, with_optimizer=True)
-        assert job.kind == "save_weights_for_sampler"
+        if job.kind != "save_weights_for_sampler":
+            raise ValueError(f"{job.kind} is not built here")
         return self._save_for_sampler(run, seq, body)
 
     def _adapter(self, run: Run) -> Adapter:
         """A run's adapter, in memory; another one makes room where it must."""
         if run.adapter is None:
-            in_memory = [each for each in self.runs.values() if each.adapter is not None]
+            runs = [*self.runs.values()]
+            in_memory = [each for each in runs if each.adapter is not None]
+            in_memory.sort(key=lambda each: each.used)  # the one that was used last goes last
             for each in in_memory[: max(0, len(in_memory) + 1 - self._max_adapters)]:
                 each.adapter = None
             run.adapter = self._from_disk(run)
-        # The one that was used last is the last one to go.
-        self.runs[run.run] = self.runs.pop(run.run)
+        self._uses += 1
+        run.used = self._uses
         return run.adapter
 
     def _from_disk(self, run: Run) -> Adapter:
@@ -523,12 +562,25 @@ class Service:
             moments = {key: each for key, each in tensors.items() if key not in names}
             adapter.load(values, moments, facts["steps"])
         for seq, kind, body in run.store.logged():
-            if run.saved < seq <= run.done and kind == "forward_backward":
-                request = forward_backward(body, run.base)
-                if not request.forward_only:  # gradients are made again
-                    with suppress(ValueError):
-                        adapter.forward(request.examples, request.loss, backward=True)
+            if run.saved < seq <= run.done:
+                with suppress(ValueError):  # those that failed fail once more
+                    self._repeat(adapter, run.store.result(seq), kind, body)
         return adapter
+
+    def _repeat(
+        self, adapter: Adapter, result: tuple[str, bytes] | None, kind: str, body: bytes
+    ) -> None:
+        """Make the gradients again that a request has left."""
+        if result is not None and result[0] == "error":
+            if json.loads(result[1])["category"] == "server":
+                return  # what it did was undone
+            if kind == "optim_step":
+                adam_params(json.loads(body))
+                adapter.drop_gradients()  # they were not finite, or none
+        if kind == "forward_backward":
+            request = forward_backward(body, adapter.base)
+            if not request.forward_only:
+                adapter.forward(request.examples, request.loss, backward=True)
 
     def _write_state(self, run: Run, adapter: Adapter, seq: int, result: Result) -> None:
         facts = {"seq": seq, "steps": adapter.steps, "previous": run.saved}
@@ -548,9 +600,22 @@ class Service:
         self._write_state(run, adapter, seq, result)
         return result
 
-    def _saved(self, path: str) -> SavedAdapter:
+    def source(self, path: str, name: str = "path") -> tuple[Run, Path]:
+        """The run whose weights are at a ``tinker://`` path, and their directory."""
         weights = parse_path(path)
-        return read_saved(self._run(weights.run).store.place(weights))
+        if weights.run not in self.runs:
+            raise NotFoundError(f"{name}: there is no model {weights.run!r:.120}")
+        run = self.runs[weights.run]
+        place = run.store.place(weights)
+        if kept_facts(place) is None:
+            raise ValueError(
+                f"{name}: there are no weights {path:.120}; they were deleted or never saved, or "
+                "their time is over"
+            )
+        return run, place
+
+    def _saved(self, path: str) -> SavedAdapter:
+        return read_saved(self.source(path)[1])
 
     def _forward_backward(self, run: Run, body: bytes) -> Result:
         request = forward_backward(body, run.base)
@@ -567,20 +632,24 @@ class Service:
         metrics = adapter.step(params)
         result = Result.of({"metrics": metrics})
         self._write_state(run, adapter, seq, result)
-        run.store.append_metrics(
-            {
-                "step": adapter.steps,
-                "loss": sum(run.losses),
-                "learning_rate": params.learning_rate,
-                "grad_norm": metrics["grad_norm"],
-            }
-        )
+        line = {
+            "step": adapter.steps,
+            "loss": sum(run.losses),
+            "learning_rate": params.learning_rate,
+            "grad_norm": metrics["grad_norm"],
+        }
+        with suppress(OSError):  # the step itself is on disk
+            run.store.append_metrics(line)
         run.losses.clear()
         return result
 
     def _load(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
         fields = Fields(body)
         path, optimizer = fields.take("path", str), fields.take("optimizer", bool)
+        if (other := self.source(path)[0].base) is not run.base:
+            raise ValueError(
+                f"path: the weights are of {other.name}, and the model is of {run.base.name}"
+            )
         saved = self._saved(path)
         adapter = self._adapter(run)
         moments = saved.moments if optimizer else {}
@@ -595,10 +664,12 @@ class Service:
         fields = Fields(body)
         weights = run.store.weights(kind, fields.take("path", str, None))
         place = run.store.place(weights)
-        if place.exists() and not fields.take("overwrite", bool, kind != "weights"):
-            facts = read_facts(place)
-            if facts.get("steps") != self._adapter(run).steps:
-                raise ValueError(f"{weights.path} is there already; overwrite=True replaces it")
+        if not fields.take("overwrite", bool, kind != "weights"):
+            facts = kept_facts(place)
+            if facts is not None and facts.get("steps") != self._adapter(run).steps:
+                raise ValueError(
+                    f"path: {weights.path} is there already; overwrite=True replaces it"
+                )
         self._write(run, weights, body, with_optimizer=with_optimizer)
         name = "save_weights" if with_optimizer else "save_weights_for_sampler"
         return Result.of({"type": name, "path": weights.path})
@@ -606,14 +677,15 @@ class Service:
     def _write(
         self, run: Run, weights: Weights, body: Mapping[str, Any], *, with_optimizer: bool
     ) -> None:
-        seconds = body.get("ttl_seconds")
-        ends = None
-        if seconds is not None:
-            ends = datetime.now(timezone.utc) + timedelta(seconds=int(seconds))
+        fields, ends = Fields(body), None
+        if (seconds := fields.take("ttl_seconds", int, None)) is not None:
+            if not 1 <= seconds <= MOST_NUMBER:
+                raise ValueError(f"ttl_seconds must be from 1 to {MOST_NUMBER}")
+            ends = datetime.now(timezone.utc) + timedelta(seconds=seconds)
         facts = {
             "time": now(),
             "expires_at": None if ends is None else ends.isoformat(timespec="milliseconds"),
-            "user_metadata": body.get("user_metadata"),
+            "user_metadata": fields.texts("user_metadata"),
         }
         place = run.store.place(weights)
         self._adapter(run).write(place, with_optimizer=with_optimizer, facts=facts)
@@ -625,7 +697,7 @@ class Service:
         number = body.get("sampling_session_seq_id")
         if type(number) is not int:
             raise ValueError("save_weights_for_sampler needs path or sampling_session_seq_id")
-        weights = run.store.weights("sampler_weights", f"{UNNAMED}{seq}")
+        weights = Weights(run.run, "sampler_weights", f"{UNNAMED}{seq}")
         self._write(run, weights, body, with_optimizer=False)
         run.store.drop_unnamed()
         sampler = f"{run.facts['session']}:sample:{number}"
@@ -697,13 +769,10 @@ def _alike(job: Job) -> object:
     return replace(job.sample.options, max_tokens=1, seed=())
 
 
-def read_facts(place: Path) -> dict[str, Any]:
-    """What is known of saved weights.
-
-    Raises:
-        ValueError: if they are not there.
-    """
+def kept_facts(place: Path) -> dict[str, Any] | None:
+    """What is known of saved weights; None where there are none, or their time is over."""
     if not (place / CHECKPOINT_FILE).is_file():
-        raise ValueError("there are no such weights; they were deleted, or never saved")
+        return None
     found: dict[str, Any] = json.loads((place / CHECKPOINT_FILE).read_text("utf-8"))
-    return found
+    ends = found.get("expires_at")
+    return found if ends is None or ends > now() else None

@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +22,7 @@ SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 UNNAMED = ".unnamed-"  # weights for a sampler that no request can name
 KEPT_UNNAMED = 4  # of each run
+KEPT_RESULTS = 256  # of each run, and all since the last state but one
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _STATE = "state.safetensors"
 
@@ -95,8 +97,8 @@ class RunStore:
             if seq <= facts["seq"]:
                 path.unlink()
         for seq, path in self._numbered(self._results):
-            # Those since the last state may still be asked for.
-            if seq < facts["previous"]:
+            # They may still be asked for: clients send steps ahead.
+            if seq < min(facts["previous"], facts["seq"] - KEPT_RESULTS):
                 path.unlink()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -124,7 +126,11 @@ class RunStore:
 
     def write_result(self, seq: int, kind: str, body: bytes) -> None:
         """Keep what a request has given."""
-        _replace(self._results / f"{seq:08d}.{kind}", body)
+        place = self._results / f"{seq:08d}.{kind}"
+        _replace(place, body)
+        for other in self._results.glob(f"{seq:08d}.*"):
+            if other != place:  # of a request that failed when its result was there already
+                other.unlink()
 
     def result(self, seq: int) -> tuple[str, bytes] | None:
         """Kind and body of what a request has given, where it is still kept."""
@@ -145,7 +151,7 @@ class RunStore:
         if name is None:
             taken = {path.name for path in (self.directory / kind).glob("*")}
             name = next(str(n) for n in range(len(taken) + 1) if str(n) not in taken)
-        if not _NAME.fullmatch(name.removeprefix(UNNAMED)):
+        if not _NAME.fullmatch(name):
             raise ValueError(
                 f"path must be a name of letters, digits, '.', '_' and '-', got {name!r:.80}"
             )
@@ -155,12 +161,20 @@ class RunStore:
         """The directory of saved weights."""
         return self.directory / weights.kind / weights.name
 
+    def delete(self, weights: Weights) -> None:
+        """Delete saved weights: they are there whole, or not at all."""
+        place = self.place(weights)
+        gone = place.with_name(f".{weights.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        place.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
     def all_weights(self) -> Iterator[tuple[Weights, dict[str, Any]]]:
         """Saved weights that have a name, the oldest first, with their facts; expired ones go."""
         found = []
         for kind in KINDS:
             for place in (self.directory / kind).glob("[!.]*"):
-                if (place / CHECKPOINT_FILE).is_file():
+                with suppress(FileNotFoundError):  # one that is replaced at this moment
                     facts = json.loads((place / CHECKPOINT_FILE).read_text("utf-8"))
                     if (ends := facts.get("expires_at")) is not None and ends <= now():
                         shutil.rmtree(place, ignore_errors=True)
