@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat_lora.algos.segments import block_causal_mask, to_device
+from dschat_lora.algos.segments import to_device
 from dschat_lora.generation.batch_state import next_logits, padded_left
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import RecurrentStates, fast_attention, takes_cache
+from dschat_lora.generation.prefix_cache import Layers, PrefixCache, can_keep_prefixes
 from dschat_lora.generation.sampling import Sampling, sample_tokens
 from dschat_lora.lora.mixed import AdapterRows
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
@@ -23,16 +25,21 @@ class SlotCache(RecurrentStates):
     """``past_key_values`` of a transformers model, where token p of a row lies in column p.
 
     A layer's keys and values are (rows, heads, columns, D) each. They grow with the batch and are
-    kept then. Entries that masks hide are finite, left by rows that have gone.
+    kept then. What masks hide of a row is finite: it holds nothing of rows that have gone.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._rows = self._columns = 0  # that each layer holds
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prompts: tuple[Tensor, Tensor] | None = None
-        self._tokens: tuple[Tensor, Tensor] | None = None
+        self._rows_in_use: slice | Tensor = slice(0)
+        self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
         self._width = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return sum(store[0, :, 0].nbytes for stores in self._layers.values() for store in stores)
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for so many rows and columns."""
@@ -55,21 +62,22 @@ class SlotCache(RecurrentStates):
         grown[:rows, :, :columns] = store
         return grown
 
-    def read_prompts(self, rows: Tensor, padding: Tensor) -> None:
-        """What is stored next are prompts of (B,) rows, (B,) ``padding`` on the left of each.
+    def read_prompts(self, rows: Tensor, columns: Tensor, width: int) -> None:
+        """What is stored next are tokens of (B,) rows, in (B, T) columns.
 
-        There must be room for their full width.
+        They attend to the first ``width`` columns.
         """
-        self._prompts, self._tokens = (rows, padding), None
+        self._rows_in_use, self._places, self._width = rows, (rows[:, None], columns), width
 
-    def read_tokens(self, positions: Tensor, width: int) -> None:
-        """What is stored next is one token of each row, at its (B,) position below ``width``."""
-        rows = torch.arange(len(positions), device=positions.device)
-        self._prompts, self._tokens, self._width = None, (rows, positions), width
+    def read_tokens(self, columns: Tensor, width: int) -> None:
+        """What is stored next is one token of each of the first rows, in (B, 1) columns."""
+        rows = torch.arange(len(columns), device=columns.device)
+        self._rows_in_use, self._places = slice(len(columns)), (rows[:, None], columns)
+        self._width = width
 
     def _state_rows(self) -> tuple[int, Tensor | None, int]:
-        prompts = None if self._prompts is None else self._prompts[0]
-        return self._rows, prompts, 0 if self._tokens is None else len(self._tokens[0])
+        rows = self._rows_in_use
+        return (self._rows, None, rows.stop) if isinstance(rows, slice) else (self._rows, rows, 0)
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
@@ -79,26 +87,34 @@ class SlotCache(RecurrentStates):
             shapes = [(self._rows, x.shape[1], self._columns, x.shape[3]) for x in (key, value)]
             self._layers[layer_idx] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
         stores = self._layers[layer_idx]
-        if self._tokens is None:
-            assert self._prompts is not None
-            prompt_rows, padding = self._prompts
-            # Behind a prompt its last entry again, up to the longest one's width: masks hide it.
-            places = torch.arange(key.shape[2], device=key.device) + padding[:, None]
-            places = places.clamp(max=key.shape[2] - 1)[:, None, :, None]
-            for store, new in zip(stores, (key, value), strict=True):
-                store[prompt_rows, :, : key.shape[2]] = new.gather(2, places.expand_as(new))
-            return key, value
-        rows, columns = self._tokens
+        assert self._places is not None
+        rows, columns = self._places
         for store, new in zip(stores, (key, value), strict=True):
-            store[rows, :, columns] = new[:, :, 0]
-        keys, values = (store[: len(rows), :, : self._width] for store in stores)
+            store[rows, :, columns] = new.transpose(1, 2)
+        keys, values = (store[self._rows_in_use, :, : self._width] for store in stores)
         return keys, values
 
-    def move(self, source: int, target: int, columns: int) -> None:
-        """Copy the first ``columns`` of one row over those of another."""
+    def copy_of(self, row: int, columns: int) -> Layers:
+        """The first keys and values of a row, (heads, columns, D) of each layer."""
+        return {
+            index: (keys[row, :, :columns].clone(), values[row, :, :columns].clone())
+            for index, (keys, values) in self._layers.items()
+        }
+
+    def put(self, row: int, layers: Layers, columns: int) -> None:
+        """Begin a row with the first ``columns`` of what :meth:`copy_of` gave; zeros follow."""
         for stores in self._layers.values():
             for store in stores:
-                store[target, :, :columns] = store[source, :, :columns]
+                store[row] = 0
+        for index, kept in layers.items():
+            for store, entries in zip(self._layers[index], kept, strict=True):
+                store[row, :, :columns] = entries[:, :columns]
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one row over another."""
+        for stores in self._layers.values():
+            for store in stores:
+                store[target] = store[source]
         for state in self._states.values():
             state[target] = state[source]
 
@@ -114,13 +130,20 @@ class SlotRows:
         model: in evaluation mode; whole, with a kind of attention that takes our cache.
         adapters: of the model's mixed layers; None where it has none.
         pad_id: any token.
+        prefix_cache: keep keys and values of rows that have gone, for prompts that begin with
+            their tokens.
 
     Raises:
         ValueError: if the architecture cannot decode with our cache.
     """
 
     def __init__(
-        self, model: PreTrainedModel, adapters: AdapterRows | None = None, *, pad_id: int
+        self,
+        model: PreTrainedModel,
+        adapters: AdapterRows | None = None,
+        *,
+        pad_id: int,
+        prefix_cache: bool = True,
     ) -> None:
         windows = attention_windows(model.config)
         if windows is None or not takes_cache(model):
@@ -130,15 +153,18 @@ class SlotRows:
             )
         self._model, self._adapters, self._pad_id = model, adapters, pad_id
         self._windows, self._device = windows, model.device
+        self._recurrent = bool(recurrent_layers(model))
         self._cache = SlotCache()
-        self._lengths: list[int] = []  # tokens of each row in the cache
+        keeps = prefix_cache and can_keep_prefixes(model)
+        self._prefixes = PrefixCache() if keeps else None
+        self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
         # Not stacked: several adapters have the same weight, which can lie in one stack alone.
         self._linears = FastLinears(model, stacked=False)
 
     def __len__(self) -> int:
         """Rows in use."""
-        return len(self._lengths)
+        return len(self._tokens)
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -149,73 +175,116 @@ class SlotRows:
             stack.enter_context(fast_attention(self._model))
             yield
 
-    def join(self, prompts: Sequence[Sequence[int]], adapters: Sequence[int]) -> Tensor:
-        """(B, V) logits after prompts that become the last rows, each with its adapter's number."""
-        self._cache.reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
+    def join(
+        self, prompts: Sequence[Sequence[int]], adapters: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """Let prompts become the last rows, each with its adapter's number.
+
+        Returns:
+            (B, V) logits after them, and how many tokens of each were not computed, as an earlier
+            row began with them.
+        """
         numbers = range(len(prompts))
-        batches = [list(numbers)]
-        if recurrent_layers(self._model):  # which would take padding for tokens
-            lengths = [*map(len, prompts)]
-            batches = [[i for i in numbers if lengths[i] == n] for n in sorted({*lengths})]
+        self._cache.reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
+        known = [self._take_prefix(len(self) + i, prompts[i], adapters[i]) for i in numbers]
+        # Recurrent layers would take padding for tokens. Beside a whole prompt, what follows a
+        # prefix would be padded to its width.
+        batches: dict[int, list[int]] = {}
+        for i in numbers:
+            batches.setdefault(len(prompts[i]) if self._recurrent else known[i] > 0, []).append(i)
         logits = torch.cat(
-            [self._read([prompts[i] for i in b], b, [adapters[i] for i in b]) for b in batches]
+            [
+                self._read(
+                    [prompts[i] for i in batch],
+                    [known[i] for i in batch],
+                    rows=[len(self) + i for i in batch],
+                    adapters=[adapters[i] for i in batch],
+                )
+                for batch in batches.values()
+            ]
         )
-        order = [i for batch in batches for i in batch]
-        self._lengths += map(len, prompts)
+        order = [i for batch in batches.values() for i in batch]
+        self._tokens += map(list, prompts)
         self._numbers += adapters
-        return logits[sorted(numbers, key=order.__getitem__)]
+        return logits[sorted(numbers, key=order.__getitem__)], known
+
+    def _take_prefix(self, row: int, prompt: Sequence[int], adapter: int) -> int:
+        """Put what is known of a prompt into a row; how many tokens, of which the last is none."""
+        found: tuple[Layers, int] = ({}, 0)
+        if self._prefixes is not None:
+            found = self._prefixes.find(adapter, prompt[:-1])
+        self._cache.put(row, *found)
+        return found[1]
 
     def _read(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], adapters: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        known: Sequence[int],
+        *,
+        rows: Sequence[int],
+        adapters: Sequence[int],
     ) -> Tensor:
-        """(B, V) logits after prompts that have these numbers among those that join."""
-        ids, real = padded_left(prompts, self._pad_id, self._device)
-        positions = (real.cumsum(-1) - 1).clamp(min=0)
-        rows = to_device(len(self) + torch.tensor(numbers), self._device)
-        self._cache.read_prompts(rows, ids.shape[1] - real.sum(-1))
-        masks = {
-            kind: block_causal_mask(real, self._model.dtype, window=window)
-            for kind, window in self._windows.items()
-        }
-        return self._forward(ids, positions, masks, adapters)
+        """(B, V) logits after prompts, of whose tokens the first ``known`` are in their rows."""
+        rests = [prompt[first:] for prompt, first in zip(prompts, known, strict=True)]
+        ids, real = padded_left(rests, self._pad_id, self._device)
+        lengths, firsts, row = (
+            to_device(torch.tensor(each), self._device)
+            for each in ([*map(len, prompts)], known, rows)
+        )
+        positions = (real.cumsum(-1) - 1).clamp(min=0) + firsts[:, None]
+        # Padding goes behind the prompt, where the next token will replace it.
+        columns = torch.where(real > 0, positions, lengths[:, None])
+        width = max(map(len, prompts))
+        self._cache.read_prompts(row, columns, width)
+        return self._forward(ids, positions, width, adapters)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """(B, V) logits after one more token of every row."""
-        width = max(self._lengths) + 1
-        self._cache.reserve(len(self._lengths), width)
-        positions = to_device(torch.tensor(self._lengths), self._device)
-        ids = to_device(torch.tensor(tokens), self._device)
+        lengths = [*map(len, self._tokens)]
+        width = max(lengths) + 1
+        self._cache.reserve(len(lengths), width)
+        positions = to_device(torch.tensor(lengths), self._device)[:, None]
+        ids = to_device(torch.tensor(tokens), self._device)[:, None]
         self._cache.read_tokens(positions, width)
-        columns, masks = torch.arange(width, device=self._device), {}
-        for kind, window in self._windows.items():
-            hidden = columns > positions[:, None]
-            if window is not None:
-                hidden |= columns <= positions[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
-            mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
-            masks[kind] = mask[:, None, None]
-        logits = self._forward(ids[:, None], positions[:, None], masks, self._numbers)
-        self._lengths = [length + 1 for length in self._lengths]
+        logits = self._forward(ids, positions, width, self._numbers)
+        for row, token in zip(self._tokens, tokens, strict=True):
+            row.append(token)
         return logits
 
     def leave(self, row: int) -> None:
         """Drop a row; the last one takes its place."""
-        last = len(self._lengths) - 1
+        last = len(self) - 1
+        if self._prefixes is not None:
+            self._prefixes.add(
+                self._numbers[row],
+                self._tokens[row],
+                partial(self._cache.copy_of, row),
+                token_bytes=self._cache.token_bytes,
+            )
         if row != last:
-            self._cache.move(last, row, self._lengths[last])
-            self._lengths[row], self._numbers[row] = self._lengths[last], self._numbers[last]
-        self._lengths.pop()
+            self._cache.move(last, row)
+            self._tokens[row], self._numbers[row] = self._tokens[last], self._numbers[last]
+        self._tokens.pop()
         self._numbers.pop()
 
     def clear(self) -> None:
-        """Drop all rows and free the cache."""
-        self._lengths, self._numbers, self._cache = [], [], SlotCache()
+        """Drop all rows, and free the cache and what is kept of earlier rows."""
+        self._tokens, self._numbers, self._cache = [], [], SlotCache()
+        self._prefixes = None if self._prefixes is None else PrefixCache()
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], adapters: Sequence[int]
+        self, ids: Tensor, positions: Tensor, width: int, adapters: Sequence[int]
     ) -> Tensor:
+        """(B, V) logits after (B, T) tokens, each of which attends to its row up to itself."""
         if self._adapters is not None:
             self._adapters.choose(adapters, ids.shape[1])
+        columns, masks = torch.arange(width, device=self._device), {}
+        for kind, window in self._windows.items():
+            hidden = columns > positions[..., None]
+            if window is not None:
+                hidden |= columns <= positions[..., None] - window
+            mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
+            masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
         return next_logits(self._model, ids, positions, masks, self._cache)
 
 

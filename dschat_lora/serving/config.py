@@ -33,6 +33,9 @@ class AnswerConfig:
     max_seq_len: int = option(
         0, help="most tokens of prompt and answer; 0: as many as the model has positions"
     )
+    prefix_cache: bool = option(
+        True, help="keep keys and values of ended answers for prompts that begin as they do"
+    )
     loading: InferenceConfig = group(InferenceConfig)
 
     def __post_init__(self) -> None:

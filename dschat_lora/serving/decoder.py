@@ -237,7 +237,9 @@ class AnswerDecoder:
         if joining:
             running += joining
             prompts = [answer.prompt for answer in joining]
-            logits = batch.rows.join(prompts, [a.model.adapter for a in joining])
+            logits, cached = batch.rows.join(prompts, [a.model.adapter for a in joining])
+            for answer, tokens in zip(joining, cached, strict=True):
+                answer.cached = tokens
             first = len(running) - len(joining)
             ended = [False] * first + _push(joining, logits)
             self._drop(batch, running, ended)

@@ -149,7 +149,8 @@ def _open_base(
             f"--max_seq_len {asked} is more than the {positions} positions of the model"
         )
     pad_id = int(tokenizers[named[0].name].pad_token_id)
-    batch = BaseBatch(model, SlotRows(mixed.eval(), rows, pad_id=pad_id), asked or positions)
+    slots = SlotRows(mixed.eval(), rows, pad_id=pad_id, prefix_cache=config.prefix_cache)
+    batch = BaseBatch(model, slots, asked or positions)
     served = {}
     for name, tokenizer in tokenizers.items():
         chat = make_chat(tokenizer, config.loading.chat_template_kwargs)

@@ -62,7 +62,7 @@ def continuous(rows, samplings, numbers=NUMBERS, *, draws=None):
         for time in range(40):
             new = [r for r, comes in enumerate(COMES) if comes == time]
             if new:
-                push(new, rows.join([PROMPTS[r] for r in new], [numbers[r] for r in new]))
+                push(new, rows.join([PROMPTS[r] for r in new], [numbers[r] for r in new])[0])
                 running += new
             if running:
                 push(running, rows.step([said[r][-1] for r in running]))
@@ -133,6 +133,20 @@ def test_each_row_draws_by_its_own_options_and_seed_as_when_decoded_alone():
             device=CPU,
         )
         assert said[row] == alone[0][0]
+
+
+def test_rows_read_nothing_of_one_that_is_not_finite_and_has_gone():
+    broken = tiny_model("llama")
+    with torch.inference_mode():
+        broken.get_input_embeddings().weight[9] = torch.nan
+        rows = SlotRows(broken, pad_id=0)
+        with rows.kernels():
+            rows.join([[9] * 30, [9] * 30, [5]], [0] * 3)
+            rows.leave(0)
+            rows.leave(1)
+            logits, _ = rows.join([[6, 7], [8] * 40], [0] * 2)
+            assert logits.isfinite().all()
+            assert rows.step([5, 6, 7]).isfinite().all()
 
 
 def test_a_model_without_cached_attention_of_ours_is_refused():

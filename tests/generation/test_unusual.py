@@ -70,7 +70,7 @@ def test_rows_that_others_have_left_begin_anew(kind):
             for group in lengths:
                 new = [draw(length) for length in group]
                 before, texts = texts, new
-                check(rows.join(new, [0] * len(new)))
+                check(rows.join(new, [0] * len(new))[0])
                 texts = before + new
             tokens = draw(len(texts))
             texts = [[*text, token] for text, token in zip(texts, tokens, strict=True)]

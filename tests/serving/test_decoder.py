@@ -98,6 +98,50 @@ def test_the_same_seed_gives_the_same_answer_whoever_else_is_answered(models, de
     assert answers[0] == answers[1]
 
 
+def conversation(model, decoder, turns):
+    """Tokens of each prompt that were not computed again, its length, and what was said."""
+    text, found = [], []
+    for number in range(turns):
+        messages = [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)] * 3}]
+        text += model.chat_ids(messages)
+        queue = Queue()
+        decoder.submit(model, text, GREEDY, queue.put)
+        pieces = pieces_of(queue)
+        ids = [token for piece in pieces for token in piece.ids]
+        found.append((pieces[-1].cached, len(text), ids))
+        text = text + ids
+    return found
+
+
+def test_a_turn_reads_what_is_new_and_says_what_it_says_without_the_cache(runs, models, decoder):
+    words = tuple(map(str, runs.values()))
+    without = open_models(ServeConfig(models=words, prefix_cache=False), with_base=True)
+    other = AnswerDecoder({m.batch for m in without.values()}, max_batch_size=3, max_queue=100)
+    other.start()
+    try:
+        for name in models:
+            anew = conversation(without[name], other, 3)
+            found = conversation(models[name], decoder, 3)
+            assert [said for *_, said in found] == [said for *_, said in anew]
+            assert [cached for cached, *_ in anew] == [0, 0, 0]
+            # All of the turn before but its last token, which was said and not read.
+            fed = [length + len(said) - 1 for _, length, said in found]
+            assert [cached for cached, *_ in found] == [0, *fed[:-1]]
+    finally:
+        other.close()
+        other.join()
+
+
+def test_what_an_answer_that_was_left_has_read_is_kept(models, decoder):
+    text = models["base"].prompt_ids("a long text of which nobody reads the answer " * 4)
+    first, second = Queue(), Queue()
+    answer = decoder.submit(models["base"], text, AnswerOptions(400, temperature=0), first.put)
+    first.get(timeout=60)
+    decoder.leave(answer)
+    decoder.submit(models["base"], text, GREEDY, second.put)
+    assert pieces_of(second)[-1].cached == len(text) - 1
+
+
 def test_no_more_wait_than_may(slow):
     decoder, model = slow
     running, waiting = Queue(), Queue()

@@ -82,7 +82,7 @@ def test_models_are_listed_by_the_names_of_their_runs(client):
 
 @pytest.mark.parametrize("name", ["base", "a", "b"])
 def test_chat_says_what_peft_and_transformers_generate(client, service, runs, name):
-    messages = asked(QUESTIONS[0])
+    messages = asked(QUESTIONS[2])
     prompt = service.models[name].chat.render(messages, add_generation_prompt=True)
     expected = peft_greedy(runs.get(name), prompt, 24).lstrip()
     answer = client.chat.completions.create(model=name, messages=messages)
@@ -96,7 +96,11 @@ def test_chat_says_what_peft_and_transformers_generate(client, service, runs, na
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == expected
     assert len(chunks) > 4
-    assert chunks[-1].usage == answer.usage
+    streamed = chunks[-1].usage
+    assert streamed.total_tokens == answer.usage.total_tokens
+    assert streamed.prompt_tokens == answer.usage.prompt_tokens
+    # All of the prompt but the last token, which gives the logits.
+    assert streamed.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
     assert chunks[-2].choices[0].finish_reason == answer.choices[0].finish_reason
 
 
@@ -114,12 +118,13 @@ def test_completions_take_texts_and_tokens_and_stop_where_they_are_told(client, 
 
 
 def test_several_answers_to_one_prompt_differ_and_a_seed_repeats_them(client):
-    options = {"model": "a", "messages": asked("Hi"), "temperature": 2, "n": 4, "seed": 3}
-    texts = [
-        [choice.message.content for choice in client.chat.completions.create(**options).choices]
-        for _ in range(2)
-    ]
+    messages = asked("Hi, say something that you have never said before.")
+    options = {"model": "a", "messages": messages, "temperature": 2, "n": 4, "seed": 3}
+    answers = [client.chat.completions.create(**options) for _ in range(2)]
+    texts = [[choice.message.content for choice in answer.choices] for answer in answers]
     assert texts[0] == texts[1]
+    counts = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert counts == [0, answers[1].usage.prompt_tokens - 1]
     assert len(set(texts[0])) > 1
 
 
