@@ -25,6 +25,11 @@ class TinkerConfig:
     state_dir: str = option(
         "output/tinker", help="where runs, their states and saved weights are kept"
     )
+    state_every: int = option(
+        1,
+        help="steps of a run after which its state is written; a service that was killed computes "
+        "anew what came since, to the same bits",
+    )
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", help="compute type; auto: bf16 on GPUs that have it, else fp32"
     )
@@ -50,7 +55,7 @@ class TinkerConfig:
         require(bool(self.host), "host", "''", "an address or a name")
         require(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
         require_numbers(self, ">= 1", "max_adapters", "max_queue", "max_batch_size")
-        require_numbers(self, ">= 1", "tokens_per_device")
+        require_numbers(self, ">= 1", "tokens_per_device", "state_every")
         if self.token is not None:
             visible = self.token.isascii() and self.token.isprintable() and " " not in self.token
             fits = visible and self.token.startswith(KEY_PREFIX)

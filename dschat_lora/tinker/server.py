@@ -35,6 +35,7 @@ POLL_SECONDS = 20.0
 MAX_MESSAGE_BYTES = 2**28
 MAX_BODY_BYTES = 2**26
 OWNER = "local"
+CLIENT = "0.38"  # whose protocol this is
 CLIENT_VERSION = "0.38"  # of the package tinker, whose protocol this is
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -369,6 +370,18 @@ async def _constant(request: Request) -> Response:
     return JSONResponse(answers[request.url.path.rpartition("/")[2]])
 
 
+async def _client_config(request: Request) -> Response:
+    """No options for clients of the version whose protocol this is; others are refused."""
+    version = str((await _body(request)).get("sdk_version"))
+    if version.split(".")[:2] != CLIENT.split("."):
+        raise ApiError(
+            400,
+            f"sdk_version: this server speaks the protocol of tinker {CLIENT}, and the client is "
+            f"{version:.40}: pip install 'tinker=={CLIENT}.*'",
+        )
+    return JSONResponse({})
+
+
 async def _not_built(request: Request) -> Response:
     what = request.url.path.removeprefix(f"{API}/")
     raise ApiError(404, f"{what[:80]} is not built here, or does not exist")
@@ -472,6 +485,7 @@ def run_server(
         max_queue=config.max_queue,
         max_batch_size=config.max_batch_size,
         tokens_per_device=config.tokens_per_device,
+        state_every=config.state_every,
     )
     address = address_of(listening)
     log_once(f"{', '.join(bases)} at {address} (the Tinker API); Ctrl-C ends")

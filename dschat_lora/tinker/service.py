@@ -49,8 +49,6 @@ MOST_NUMBER = 2**31 - 1  # of a request or a model
 # Seconds after which a number that has not come is taken as lost: clients send the parts of one
 # forward_backward side by side, and anything else once all before it was answered or given up.
 LOST_PART_SECONDS, LOST_SECONDS = 60.0, 2.0
-# Requests of a run after which its state is written: they change what no later one computes anew.
-_CHANGING = ("create_model", "optim_step", "load_weights")
 
 
 class NotFoundError(Exception):
@@ -141,6 +139,8 @@ class Service:
         max_queue: most requests that wait.
         max_batch_size: most answers that are decoded at a time.
         tokens_per_device: most positions of a forward and backward pass.
+        state_every: steps of a run after which its state is written; what was sent since is then
+            computed again where it is needed.
     """
 
     def __init__(
@@ -152,8 +152,10 @@ class Service:
         max_queue: int = 4096,
         max_batch_size: int = 64,
         tokens_per_device: int = 16384,
+        state_every: int = 1,
     ) -> None:
         self.bases, self.store = bases, store
+        self._state_every = state_every
         self._max_adapters, self._max_queue = max_adapters, max_queue
         self._max_batch_size, self._tokens = max_batch_size, tokens_per_device
         self.sessions = store.table("sessions")
@@ -183,10 +185,8 @@ class Service:
         self.runs[run.run] = run
         self._turns.append(run.run)
         logged = [each for each in store.logged() if each[0] > run.saved]
-        for seq, kind, _ in logged:  # those that have a result are not worked off again
-            if (kept := store.result(seq)) is not None and (
-                kind not in _CHANGING or kept[0] == "error"
-            ):
+        for seq, _, _ in logged:  # those that have a result are not worked off again
+            if store.result(seq) is not None:
                 run.done = seq
         for seq, kind, body in logged:
             if seq > run.done:
@@ -504,11 +504,10 @@ class Service:
         if result.error == "server":
             run.adapter = None  # it may have changed in part: what is on disk counts
         kind = "error" if result.error else "pb" if result.media_type == PROTOBUF else "json"
-        if job.kind not in _CHANGING or result.error:
-            try:
-                run.store.write_result(seq, kind, result.body)
-            except OSError as error:  # it is answered from memory
-                note(f"error: a result of {run.run} could not be kept: {error}")
+        try:
+            run.store.write_result(seq, kind, result.body)
+        except OSError as error:  # it is answered from memory
+            note(f"error: a result of {run.run} could not be kept: {error}")
         with self._changed:
             del run.waiting[seq]
             run.done = seq
@@ -517,11 +516,9 @@ class Service:
     def _answer(self, run: Run, seq: int, job: Job) -> Result:
         if job.kind == "forward_backward":
             return self._forward_backward(run, job.body)
-        if run.saved < 0 and job.kind != "create_model":
+        if run.saved < 0 and (made := run.store.result(0)) is not None and made[0] == "error":
             raise ValueError("the model could not be made; make another one")
-        body: dict[str, Any] = json.loads(job.body)
-        for name in ("type", "model_id", "seq_id", "session_id", "model_seq_id"):
-            body.pop(name, None)
+        body = _content(job.body)
         if job.kind == "create_model":
             return self._create(run, seq, body)
         if job.kind == "optim_step":
@@ -570,33 +567,40 @@ class Service:
     def _repeat(
         self, adapter: Adapter, result: tuple[str, bytes] | None, kind: str, body: bytes
     ) -> None:
-        """Make the gradients again that a request has left."""
+        """Do again what a request has done to the adapter."""
         if result is not None and result[0] == "error":
             if json.loads(result[1])["category"] == "server":
                 return  # what it did was undone
             if kind == "optim_step":
-                adam_params(json.loads(body))
+                adam_params(_content(body))
                 adapter.drop_gradients()  # they were not finite, or none
+        elif kind == "optim_step":
+            adapter.step(adam_params(_content(body)))
+        elif kind in ("create_model", "load_weights"):
+            self._load_into(adapter, _content(body))
         if kind == "forward_backward":
             request = forward_backward(body, adapter.base)
             if not request.forward_only:
                 adapter.forward(request.examples, request.loss, backward=True)
 
-    def _write_state(self, run: Run, adapter: Adapter, seq: int, result: Result) -> None:
-        facts = {"seq": seq, "steps": adapter.steps, "previous": run.saved}
-        run.store.write_result(seq, "json", result.body)
-        run.store.write_state({**adapter.values(), **adapter.moments()}, facts)
-        run.saved = seq
-
-    def _create(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
-        adapter = self._adapter(run)
+    def _load_into(self, adapter: Adapter, body: Mapping[str, Any]) -> None:
+        """Put saved weights into an adapter, if some are named."""
         if (path := body.get("path")) is not None:
             saved = self._saved(path)
             moments = saved.moments if body.get("optimizer") else {}
             adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
-            result = Result.of({"type": "load_weights", "path": path, "model_id": run.run})
-        else:
-            result = Result.of({"type": "create_model", "model_id": run.run})
+
+    def _write_state(self, run: Run, adapter: Adapter, seq: int, result: Result) -> None:
+        facts = {"seq": seq, "steps": adapter.steps, "previous": run.saved}
+        run.store.write_result(seq, "json", result.body)  # else it would be lost with the log
+        run.store.write_state({**adapter.values(), **adapter.moments()}, facts)
+        run.saved = seq
+
+    def _create(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
+        adapter, path = self._adapter(run), body.get("path")
+        self._load_into(adapter, body)
+        kind = "create_model" if path is None else "load_weights"
+        result = Result.of({"type": kind, "path": path, "model_id": run.run})
         self._write_state(run, adapter, seq, result)
         return result
 
@@ -631,7 +635,8 @@ class Service:
         adapter = self._adapter(run)
         metrics = adapter.step(params)
         result = Result.of({"metrics": metrics})
-        self._write_state(run, adapter, seq, result)
+        if adapter.steps % self._state_every == 0:
+            self._write_state(run, adapter, seq, result)
         line = {
             "step": adapter.steps,
             "loss": sum(run.losses),
@@ -645,15 +650,14 @@ class Service:
 
     def _load(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
         fields = Fields(body)
-        path, optimizer = fields.take("path", str), fields.take("optimizer", bool)
+        path = fields.take("path", str)
+        fields.take("optimizer", bool)
         if (other := self.source(path)[0].base) is not run.base:
             raise ValueError(
                 f"path: the weights are of {other.name}, and the model is of {run.base.name}"
             )
-        saved = self._saved(path)
         adapter = self._adapter(run)
-        moments = saved.moments if optimizer else {}
-        adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
+        self._load_into(adapter, body)
         result = Result.of({"type": "load_weights", "path": path, "model_id": run.run})
         self._write_state(run, adapter, seq, result)
         return result
@@ -761,6 +765,14 @@ class Service:
             if other != key:
                 sampler.release()
         return self._loaded[key]
+
+
+def _content(body: bytes) -> dict[str, Any]:
+    """The fields of a request but those that say of what and which it is."""
+    found: dict[str, Any] = json.loads(body)
+    for name in ("type", "model_id", "seq_id", "session_id", "model_seq_id"):
+        found.pop(name, None)
+    return found
 
 
 def _alike(job: Job) -> object:

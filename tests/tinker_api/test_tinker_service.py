@@ -256,13 +256,14 @@ def iter_steps(client, steps, seed):
         yield client.optim_step(learning_rate=1e-3 / (1 + step))
 
 
-def test_a_service_that_ends_anywhere_goes_on_there(start):
+@pytest.mark.parametrize("state_every", [1, 3])
+def test_a_service_that_ends_anywhere_goes_on_there(start, state_every):
     expected_service = start("whole")
     expected_client = Client(expected_service)
     train(expected_client, 4, 9)
     expected = finished(expected_service, expected_client)
     for cut in range(1, 12, 2):
-        service = start(f"cut{cut}")
+        service = start(f"cut{cut}", state_every=state_every)
         client = Client(service)
         steps = iter_steps(client, 4, 9)
         for _ in range(cut):
@@ -272,7 +273,7 @@ def test_a_service_that_ends_anywhere_goes_on_there(start):
         if cut % 4 == 1:  # one more is accepted, and not begun
             service._closed = False
             next(steps)
-        client.service = start(f"cut{cut}")
+        client.service = start(f"cut{cut}", state_every=state_every)
         for _ in steps:
             pass
         assert_same(finished(client.service, client, since=cut), expected)
