@@ -44,7 +44,7 @@ from dschat_lora.tinker.samplers import Sampler, SampleRequest
 from dschat_lora.tinker.store import UNNAMED, RunStore, Store, Weights, now, parse_path
 
 Category = Literal["user", "server"]
-KEPT_FUTURES = 10_000  # of requests whose results may be asked for once more
+KEPT_BYTES = 2**28  # of samples that may be asked for once more
 MOST_NUMBER = 2**31 - 1  # of a request or a model
 # Seconds after which a number that has not come is taken as lost: clients send the parts of one
 # forward_backward side by side, and anything else once all before it was answered or given up.
@@ -161,7 +161,8 @@ class Service:
         self.sessions = store.table("sessions")
         self.samplers = store.table("samplers")
         self.runs: dict[str, Run] = {}
-        self._futures: OrderedDict[str, Future[Result]] = OrderedDict()
+        self._futures: dict[str, Future[Result]] = {}
+        self._samples: OrderedDict[str, int] = OrderedDict()  # bytes of those that are done
         self._queues: OrderedDict[str, SamplerQueue] = OrderedDict()
         self._loaded: OrderedDict[str, Sampler] = OrderedDict()
         self._turns: list[str] = []  # runs and samplers, the one whose turn is next first
@@ -341,15 +342,7 @@ class Service:
     def _enqueue(self, run: Run, seq: int, kind: str, body: bytes) -> None:
         job = Job(f"{run.run}:{seq}", kind, body)
         run.waiting[seq] = job
-        self._remember(job)
-
-    def _remember(self, job: Job) -> None:
         self._futures[job.request_id] = job.future
-        while len(self._futures) > KEPT_FUTURES:
-            oldest = next((k for k, future in self._futures.items() if future.done()), None)
-            if oldest is None:
-                break
-            del self._futures[oldest]
 
     def _check_room(self) -> None:
         if self._closed:
@@ -387,7 +380,7 @@ class Service:
             if request_id not in self._futures:
                 self._check_room()
                 job = Job(request_id, "sample", b"", sample=parsed)
-                self._remember(job)
+                self._futures[request_id] = job.future
                 if sampler not in self._queues:
                     self._queues[sampler] = SamplerQueue()
                     self._turns.append(sampler)
@@ -506,11 +499,15 @@ class Service:
         kind = "error" if result.error else "pb" if result.media_type == PROTOBUF else "json"
         try:
             run.store.write_result(seq, kind, result.body)
+            is_kept = True
         except OSError as error:  # it is answered from memory
             note(f"error: a result of {run.run} could not be kept: {error}")
+            is_kept = False
         with self._changed:
             del run.waiting[seq]
             run.done = seq
+            if is_kept:  # whoever asks again gets it from the disk
+                del self._futures[job.request_id]
         job.future.set_result(result)
 
     def _answer(self, run: Run, seq: int, job: Job) -> Result:
@@ -591,7 +588,7 @@ class Service:
             adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
 
     def _write_state(self, run: Run, adapter: Adapter, seq: int, result: Result) -> None:
-        facts = {"seq": seq, "steps": adapter.steps, "previous": run.saved}
+        facts = {"seq": seq, "steps": adapter.steps}
         run.store.write_result(seq, "json", result.body)  # else it would be lost with the log
         run.store.write_state({**adapter.values(), **adapter.moments()}, facts)
         run.saved = seq
@@ -703,7 +700,10 @@ class Service:
             raise ValueError("save_weights_for_sampler needs path or sampling_session_seq_id")
         weights = Weights(run.run, "sampler_weights", f"{UNNAMED}{seq}")
         self._write(run, weights, body, with_optimizer=False)
-        run.store.drop_unnamed()
+        gone = run.store.drop_unnamed()
+        with self._changed:
+            for name in [k for k, v in self.samplers.items() if v["model_path"] in gone]:
+                del self.samplers[name]
         sampler = f"{run.facts['session']}:sample:{number}"
         facts = {"base_model": run.base.name, "model_path": weights.path}
         self._put_sampler(sampler, facts)
@@ -744,8 +744,13 @@ class Service:
             note(f"error: sampling failed: {type(error).__name__}: {error}")
             message = f"sampling failed: {type(error).__name__}"
             results = [Result.failure(message, "server")] * len(jobs)
-        for job, result in zip(jobs, results, strict=True):
-            job.future.set_result(result)
+        with self._changed:
+            for job, result in zip(jobs, results, strict=True):
+                job.future.set_result(result)
+                self._samples[job.request_id] = len(result.body)
+            while sum(self._samples.values()) > KEPT_BYTES and len(self._samples) > 1:
+                oldest, _ = self._samples.popitem(last=False)
+                del self._futures[oldest]
 
     def _sampler(self, facts: Mapping[str, Any]) -> Sampler:
         """What answers for a base or saved weights, in memory."""

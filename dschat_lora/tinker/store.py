@@ -22,7 +22,7 @@ SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 UNNAMED = ".unnamed-"  # weights for a sampler that no request can name
 KEPT_UNNAMED = 4  # of each run
-KEPT_RESULTS = 256  # of each run, and all since the last state but one
+KEPT_RESULTS = 512  # of each run, which clients may still ask for
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _STATE = "state.safetensors"
 
@@ -98,7 +98,7 @@ class RunStore:
                 path.unlink()
         for seq, path in self._numbered(self._results):
             # They may still be asked for: clients send steps ahead.
-            if seq < min(facts["previous"], facts["seq"] - KEPT_RESULTS):
+            if seq <= facts["seq"] - KEPT_RESULTS:
                 path.unlink()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -183,12 +183,14 @@ class RunStore:
         for _, weights, facts in sorted(found, key=lambda each: each[0]):
             yield weights, facts
 
-    def drop_unnamed(self) -> None:
-        """Delete all but the last few weights without a name."""
+    def drop_unnamed(self) -> set[str]:
+        """Delete all but the last few weights without a name; their paths."""
         places = (self.directory / "sampler_weights").glob(f"{UNNAMED}*")
         numbered = sorted(places, key=lambda path: int(path.name.removeprefix(UNNAMED)))
         for place in numbered[:-KEPT_UNNAMED]:
             shutil.rmtree(place, ignore_errors=True)
+        gone = numbered[:-KEPT_UNNAMED]
+        return {Weights(self.run, "sampler_weights", place.name).path for place in gone}
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """A line of ``metrics.jsonl``, which ``dschat-lora report`` reads."""
