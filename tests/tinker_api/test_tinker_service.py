@@ -304,6 +304,7 @@ def test_requests_that_come_twice_or_out_of_order_are_worked_off_once_in_order(s
     for seq, kind, body in sent:  # and once more when all is over
         shuffled.submit(other.run, seq, kind, body)
     assert shuffled.runs[other.run].adapter.steps == before == 3
+    assert not shuffled.runs[other.run].waiting
 
 
 def test_saved_weights_go_on_with_their_moments_or_without(start):
