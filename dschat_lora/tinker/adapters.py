@@ -44,6 +44,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 CHECKPOINT_FILE = "checkpoint.json"
 LORA_ALPHA = 32.0  # the update is scaled by it over the rank, so that one rate fits all ranks
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_LARGE = 1e30  # well within fp32
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -103,10 +104,9 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            below = 1.0 if name.startswith("beta") else math.inf
+            below = 1.0 if name.startswith("beta") else _LARGE
             if not 0 <= value < below:
-                bound = f"in [0, {below:g})" if below < math.inf else "a finite number >= 0"
-                raise ValueError(f"adam_params.{name} must be {bound}, got {value}")
+                raise ValueError(f"adam_params.{name} must be in [0, {below:g}), got {value}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,7 @@ class Fields:
         try:
             return float(value) if kind is float else value
         except OverflowError as error:
-            raise ValueError(f"{self._where}{name} must be finite, got {value:.30}") from error
+            raise ValueError(f"{self._where}{name} must be finite, got {value!r:.30}") from error
 
     def texts(self, name: str) -> dict[str, str] | None:
         """A field that is an object of texts, or absent."""
@@ -182,6 +182,8 @@ def _array(tensor: Any, where: str) -> Any:
         raise ValueError(f"{where} has a dtype that is not known here")
     shape = list(tensor.shape)
     try:
+        if min(shape, default=0) < 0:
+            raise ValueError("no dimension is negative")
         if not tensor.HasField("sparse_csr"):
             values = np.frombuffer(tensor.dense, dtype=kind)
             return values.reshape(shape or [-1]).copy()
@@ -189,7 +191,7 @@ def _array(tensor: Any, where: str) -> Any:
         values = np.frombuffer(csr.values, dtype=kind)
         rows = np.frombuffer(csr.crow_indices, dtype=np.int64)
         columns = np.frombuffer(csr.col_indices, dtype=np.int64)
-        if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_ENTRIES:
+        if len(shape) != 2 or shape[0] * shape[1] > MAX_ENTRIES:
             raise ValueError(f"a sparse one has 2 dimensions and at most {MAX_ENTRIES:,} entries")
         counts = np.diff(rows)
         if len(counts) != shape[0] or rows[0] != 0 or (counts < 0).any():
@@ -303,6 +305,8 @@ def _options(
                 f"sampling_params.stop must be a text, a list of texts or one of tokens, got "
                 f"{stop!r:.80}"
             )
+        if tokens and stop:
+            _check_tokens(np.array(stop), base, "sampling_params.stop")
         stop = tuple(stop)
     top_k = fields.take("top_k", int, -1)
     options = SampleOptions(
@@ -412,7 +416,11 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
     fields = Fields(body)
     if fields.take("optimizer_params", dict, None) is not None:
         raise ValueError("optimizer_params: AdamW alone is built here; send adam_params")
-    inner = Fields(fields.take("adam_params", dict), "adam_params")
+    given = fields.take("adam_params", dict)
+    if (lost := next((name for name, value in given.items() if value is None), None)) is not None:
+        # As which clients write NaN and infinity.
+        raise ValueError(f"adam_params.{lost} must be finite, got null")
+    inner = Fields(given, "adam_params")
     defaults = vars(AdamParams())
     found = AdamParams(
         **{name: inner.take(name, float, default) for name, default in defaults.items()}

@@ -221,12 +221,12 @@ class Sampler:
         self, request: SampleRequest, sequences: list[SampledSequence]
     ) -> SampleResult:
         wanted = request.prompt_logprobs or request.top_prompt or request.targets is not None
-        if not wanted or len(request.prompt) < 2:
+        if not wanted:
             return SampleResult(sequences)
         table = self._table(request.prompt)
         if request.last is not None:
             table[: len(table) - request.last] = math.nan
-        following = torch.tensor(request.prompt[1:])
+        following = torch.tensor(request.prompt[1:], dtype=torch.int64)
         targets = None
         if request.targets is not None:
             found = table.gather(1, request.targets.clamp(min=0))

@@ -1,8 +1,10 @@
 """``dschat-lora tinker``: the Tinker API over HTTP, until Ctrl-C."""
 
 import asyncio
+import fcntl
 import io
 import json
+import os
 import socket
 import tarfile
 from collections.abc import Awaitable, Callable, Mapping
@@ -462,13 +464,27 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _claim(directory: Path) -> None:
+    """Keep other servers out of a directory for as long as this process lives."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"another server is at work in {directory}; stop it, or choose another --state_dir"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+
+
 def run_server(
     config: TinkerConfig, sources: Mapping[str, ModelSource], listening: socket.socket
 ) -> None:
     """Serve on a listening socket until a signal comes.
 
     Raises:
-        ValueError: if a base cannot be loaded.
+        ValueError: if a base cannot be loaded, or another server has the directory.
         OSError: if the thread that computes ends by itself.
     """
     bases = {
@@ -478,6 +494,7 @@ def run_server(
         for source in sources.values()
     }
     directory = Path(config.state_dir).expanduser().resolve()
+    _claim(directory)
     service = Service(
         bases,
         Store(directory),
