@@ -24,6 +24,7 @@ from helpers.spread import ALL
 tinker = pytest.importorskip("tinker", reason="the extra [tinker] is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra [tinker] is not installed")
 
+from tinker import types  # noqa: E402
 from tinker.lib import internal_client_holder  # noqa: E402
 from tinker.proto import tinker_public_pb2 as messages  # noqa: E402
 
@@ -32,7 +33,6 @@ from dschat_lora.tinker.adapters import open_base  # noqa: E402
 from dschat_lora.tinker.server import make_app  # noqa: E402
 from dschat_lora.tinker.service import Service  # noqa: E402
 from dschat_lora.tinker.store import Store  # noqa: E402
-from tinker import types  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "tml-local"
