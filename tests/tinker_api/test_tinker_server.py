@@ -1103,16 +1103,22 @@ def test_a_server_that_is_killed_goes_on_where_it_was(launcher, tmp_path, client
         argv = ["tinker", "base", "--port", port, "--state_dir", state]
         script = ROOT / "dschat_lora" / "__main__.py"
         running_now.append(launcher.start(argv, tmp_path, script=script, env={"RANK": None}))
+        ends = time.monotonic() + 60
+        while "Ctrl-C" not in running_now[-1].out():
+            assert time.monotonic() < ends, running_now[-1].output()
+            time.sleep(0.02)
 
     def strike(moment):
+        time.sleep(0.05)  # what was sent is under way
         running_now[-1].kill()
         running_now[-1].wait()
         struck.append(moment)
         start()
 
     start()
-    with tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY) as own:
-        trainer, found = whole_training(own, "end", strike, base_model=find_model(None).base)
+    own = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
+    trainer, found = whole_training(own, "end", strike, base_model=find_model(None).base)
+    own.close("success")
     running_now[-1].signal(signal.SIGINT)
     assert running_now[-1].wait() == [0]
     assert struck == [0, 1, 2, 3, 4]
