@@ -503,6 +503,7 @@ def run_server(
         max_batch_size=config.max_batch_size,
         tokens_per_device=config.tokens_per_device,
         state_every=config.state_every,
+        aliases={word: source.base for word, source in sources.items()},
     )
     address = address_of(listening)
     log_once(f"{', '.join(bases)} at {address} (the Tinker API); Ctrl-C ends")

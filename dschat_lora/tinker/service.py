@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -141,6 +142,7 @@ class Service:
         tokens_per_device: most positions of a forward and backward pass.
         state_every: steps of a run after which its state is written; what was sent since is then
             computed again where it is needed.
+        aliases: other names of bases.
     """
 
     def __init__(
@@ -153,8 +155,10 @@ class Service:
         max_batch_size: int = 64,
         tokens_per_device: int = 16384,
         state_every: int = 1,
+        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.bases, self.store = bases, store
+        self._aliases = aliases
         self._state_every = state_every
         self._max_adapters, self._max_queue = max_adapters, max_queue
         self._max_batch_size, self._tokens = max_batch_size, tokens_per_device
@@ -229,9 +233,8 @@ class Service:
             base = self.source(path, "model_path")[0].facts["base_model"]
         if base is None:
             raise ValueError("a sampler needs base_model or model_path")
-        self.base(base)
         sampler = f"{session}:sample:{number}"
-        self._put_sampler(sampler, {"base_model": base, "model_path": path})
+        self._put_sampler(sampler, {"base_model": self.base(base).name, "model_path": path})
         return sampler
 
     def _put_sampler(self, sampler: str, facts: Mapping[str, Any]) -> None:
@@ -261,6 +264,7 @@ class Service:
         Raises:
             ValueError: if it is not here.
         """
+        name = self._aliases.get(name, name)
         if name not in self.bases:
             raise ValueError(f"base_model must be one of {', '.join(self.bases)}, got {name!r:.80}")
         return self.bases[name]
@@ -296,7 +300,8 @@ class Service:
         else:
             source, _ = self.source(path)
             base, how = source.base, source.how
-            if (asked := fields.take("base_model", str, None)) not in (None, base.name):
+            asked = fields.take("base_model", str, base.name)
+            if self.base(asked) is not base:
                 raise ValueError(f"base_model is {asked!r:.80}, and the weights are of {base.name}")
         facts = {
             "model_id": run,

@@ -90,7 +90,8 @@ def start(base, tmp_path):
     services = []
 
     def started(directory="state", **options):
-        service = Service({NAME: base}, Store(tmp_path / directory), **options)
+        aliases = {"short": NAME}
+        service = Service({NAME: base}, Store(tmp_path / directory), aliases=aliases, **options)
         service.start()
         services.append(service)
         return service
@@ -356,6 +357,8 @@ def test_answers_do_not_depend_on_what_is_sampled_beside_them(start):
     name = json.dumps({"path": "now"}).encode()
     path = result(service, client.send("save_weights_for_sampler", name))["path"]
     sampler = service.create_sampler(client.session, 0, base=None, path=path)
+    other = service.create_sampler(client.session, 1, base="short", path=None)
+    assert service.sampler(other)["base_model"] == NAME
 
     def ask(seq, prompt, **params):
         body = {
