@@ -38,7 +38,7 @@ from dschat_lora.models.loading import (
     stop_at,
 )
 from dschat_lora.models.source import ModelSource
-from dschat_lora.tinker.losses import Loss, Numbers
+from dschat_lora.tinker.losses import DatumLoss, Numbers
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 CHECKPOINT_FILE = "checkpoint.json"
@@ -60,7 +60,7 @@ class Adapting:
 
 
 @dataclass(frozen=True)
-class Example:
+class Datum:
     """Tokens, and at each of them what follows: K tokens, of which each has numbers.
 
     Attributes:
@@ -221,7 +221,7 @@ def open_base(name: str, source: ModelSource, options: ModelConfig, *, recompute
     )
 
 
-class Adapter:
+class TrainedAdapter:
     """An adapter in training: its factors, their gradients, and AdamW's moments.
 
     Gradients of one call are added to those of the last ones until a step takes them. What a call
@@ -250,7 +250,7 @@ class Adapter:
         self.pending = False  # whether there are gradients that no step has taken
 
     def forward(
-        self, examples: Sequence[Example], loss: Loss, *, backward: bool
+        self, examples: Sequence[Datum], loss: DatumLoss, *, backward: bool
     ) -> tuple[float, list[Tensor]]:
         """The summed loss and each example's log-probabilities, fp32 on the CPU.
 
@@ -291,7 +291,7 @@ class Adapter:
             raise ValueError(f"the loss is not finite: {value}; its gradient was dropped")
         return value, found
 
-    def _batches(self, examples: Sequence[Example]) -> Iterator[list[int]]:
+    def _batches(self, examples: Sequence[Datum]) -> Iterator[list[int]]:
         """Numbers of examples of like length, whose rows fit into one pass."""
         batch: list[int] = []
         for n in sorted(range(len(examples)), key=lambda n: -len(examples[n].tokens)):
@@ -303,7 +303,7 @@ class Adapter:
         if batch:
             yield batch
 
-    def _logprobs(self, examples: Sequence[Example]) -> list[Tensor]:
+    def _logprobs(self, examples: Sequence[Datum]) -> list[Tensor]:
         """Of each example's targets, in their shape."""
         width = max(len(each.tokens) for each in examples)
         rows = PaddedRows(len(examples), width, self.base.pad_id)

@@ -10,8 +10,8 @@ import torch
 from tinker.proto import tinker_public_pb2 as messages
 from torch import Tensor
 
-from dschat_lora.tinker.adapters import AdamParams, Adapting, Base, Example
-from dschat_lora.tinker.losses import RATIO_MASK, READS, Loss, make_loss
+from dschat_lora.tinker.adapters import AdamParams, Adapting, Base, Datum
+from dschat_lora.tinker.losses import RATIO_MASK, READS, DatumLoss, make_loss
 from dschat_lora.tinker.samplers import MAX_TOP, SampleOptions, SampleRequest, SampleResult
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -22,7 +22,7 @@ ValueT = TypeVar("ValueT")
 _TYPES = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
 
 
-class Fields:
+class JsonFields:
     """The fields of a JSON object, each of a type; what is unknown is refused at the end."""
 
     def __init__(self, value: object, where: str = "") -> None:
@@ -66,8 +66,8 @@ class Fields:
 class ForwardBackward:
     """A request to compute a loss, and its gradient unless ``forward_only``."""
 
-    examples: list[Example]
-    loss: Loss
+    examples: list[Datum]
+    loss: DatumLoss
     forward_only: bool
 
 
@@ -108,7 +108,7 @@ def forward_backward(body: bytes, base: Base) -> ForwardBackward:
     return ForwardBackward(examples, loss, bool(found.forward_only))
 
 
-def _example(datum: Any, loss: Loss, base: Base, where: str) -> Example:
+def _example(datum: Any, loss: DatumLoss, base: Base, where: str) -> Datum:
     tokens = _chunks(datum.model_input, base, f"{where}.model_input")
     inside = f"{where}.loss_fn_inputs"
     inputs = {
@@ -135,7 +135,7 @@ def _example(datum: Any, loss: Loss, base: Base, where: str) -> Example:
     if unknown := sorted(inputs.keys() - {*reads}):
         raise ValueError(f"{inside} has {unknown[0]!r}, which {loss.name} does not read")
     numbers = {name: _numbers(inputs, name, targets.shape, inside, loss.name) for name in reads}
-    return Example(torch.from_numpy(tokens), torch.from_numpy(targets.astype(np.int64)), numbers)
+    return Datum(torch.from_numpy(tokens), torch.from_numpy(targets.astype(np.int64)), numbers)
 
 
 def _chunks(chunks: Any, base: Base, where: str) -> Any:
@@ -239,7 +239,7 @@ def sample_request(body: Mapping[str, Any], base: Base, key: tuple[Any, ...]) ->
     Raises:
         ValueError: naming the field.
     """
-    fields = Fields(body)
+    fields = JsonFields(body)
     for name in ("sampling_session_id", "seq_id", "base_model", "model_path", "type"):
         fields.take(name, object, None)
     prompt = _model_input(fields.take("prompt", dict), base, "prompt")
@@ -281,7 +281,7 @@ def sample_request(body: Mapping[str, Any], base: Base, key: tuple[Any, ...]) ->
 def _options(
     body: Mapping[str, Any], base: Base, prompt_length: int, key: tuple[Any, ...]
 ) -> SampleOptions:
-    fields = Fields(body, "sampling_params")
+    fields = JsonFields(body, "sampling_params")
     room = base.limit - prompt_length
     if room < 1:
         raise ValueError(
@@ -323,8 +323,8 @@ def _options(
 
 def _model_input(body: Mapping[str, Any], base: Base, where: str) -> list[int]:
     tokens: list[int] = []
-    for number, chunk in enumerate(Fields(body, where).take("chunks", list)):
-        fields = Fields(chunk, f"{where}.chunks[{number}]")
+    for number, chunk in enumerate(JsonFields(body, where).take("chunks", list)):
+        fields = JsonFields(chunk, f"{where}.chunks[{number}]")
         if (kind := fields.take("type", str, "encoded_text")) != "encoded_text":
             raise ValueError(f"{where}.chunks[{number}] is {kind!r}; text alone is built here")
         found = fields.take("tokens", list)
@@ -339,7 +339,7 @@ def _model_input(body: Mapping[str, Any], base: Base, where: str) -> list[int]:
 
 def _targets(body: Mapping[str, Any], base: Base, length: int) -> Tensor:
     where = "target_prompt_logprobs"
-    fields = Fields(body, where)
+    fields = JsonFields(body, where)
     if fields.take("sparse_crow_indices", list, None) is not None:
         raise ValueError(f"{where} must be dense; sparse ones are not built here")
     shape, data = fields.take("shape", list, None), fields.take("data", list)
@@ -395,7 +395,7 @@ def adapting(body: Mapping[str, Any] | None) -> Adapting:
     """
     if body is None:
         raise ValueError("lora_config is missing: adapters alone are trained here")
-    fields = Fields(body, "lora_config")
+    fields = JsonFields(body, "lora_config")
     found = Adapting(
         fields.take("rank", int),
         fields.take("seed", int, 0),
@@ -413,14 +413,14 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
     Raises:
         ValueError: naming the field.
     """
-    fields = Fields(body)
+    fields = JsonFields(body)
     if fields.take("optimizer_params", dict, None) is not None:
         raise ValueError("optimizer_params: AdamW alone is built here; send adam_params")
     given = fields.take("adam_params", dict)
     if (lost := next((name for name, value in given.items() if value is None), None)) is not None:
         # As which clients write NaN and infinity.
         raise ValueError(f"adam_params.{lost} must be finite, got null")
-    inner = Fields(given, "adam_params")
+    inner = JsonFields(given, "adam_params")
     defaults = vars(AdamParams())
     found = AdamParams(
         **{name: inner.take(name, float, default) for name, default in defaults.items()}

@@ -34,7 +34,7 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {
 
 
 @dataclass(frozen=True)
-class Loss:
+class DatumLoss:
     """A loss with its settings."""
 
     name: str
@@ -74,7 +74,7 @@ class Loss:
         return partial(functions[self.name], cliprange=1 - low, cliprange_high=high - 1)
 
 
-def make_loss(name: str, settings: Mapping[str, float]) -> Loss:
+def make_loss(name: str, settings: Mapping[str, float]) -> DatumLoss:
     """The loss of a name.
 
     Raises:
@@ -94,4 +94,4 @@ def make_loss(name: str, settings: Mapping[str, float]) -> Loss:
             raise ValueError(f"loss_fn_config of {name} takes {allowed}, got {key!r:.80}")
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"loss_fn_config[{key!r}] must be a number >= 0, got {value}")
-    return Loss(name, {**known, **settings})
+    return DatumLoss(name, {**known, **settings})

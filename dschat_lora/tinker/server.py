@@ -20,14 +20,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from dschat_lora.endpoint.answers import BusyError
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
 from dschat_lora.endpoint.sockets import address_of
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import log_once
 from dschat_lora.tinker.adapters import open_base
 from dschat_lora.tinker.config import TinkerConfig
-from dschat_lora.tinker.formats import Fields, parse_message
-from dschat_lora.tinker.service import BusyError, NotFoundError, Run, Service
+from dschat_lora.tinker.formats import JsonFields, parse_message
+from dschat_lora.tinker.service import NotFoundError, TinkerService, TrainingRun
 from dschat_lora.tinker.store import KINDS, Store, Weights, now, size_of
 
 API = "/api/v1"
@@ -37,7 +38,6 @@ POLL_SECONDS = 20.0
 MAX_MESSAGE_BYTES = 2**28
 MAX_BODY_BYTES = 2**26
 OWNER = "local"
-CLIENT = "0.38"  # whose protocol this is
 CLIENT_VERSION = "0.38"  # of the package tinker, whose protocol this is
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -46,7 +46,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 class Routes:
     """What answers requests over HTTP."""
 
-    service: Service
+    service: TinkerService
 
     async def capabilities(self, request: Request) -> Response:
         """The bases."""
@@ -63,7 +63,7 @@ class Routes:
 
     async def create_session(self, request: Request) -> Response:
         """A new session."""
-        fields = Fields(await _body(request))
+        fields = JsonFields(await _body(request))
         _check_version(fields)
         kept = {
             "user_metadata": fields.texts("user_metadata"),
@@ -74,7 +74,7 @@ class Routes:
 
     async def heartbeat(self, request: Request) -> Response:
         """A session never ends by itself."""
-        self.service.session(Fields(await _body(request)).take("session_id", str))
+        self.service.session(JsonFields(await _body(request)).take("session_id", str))
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
@@ -95,7 +95,7 @@ class Routes:
         return await self._submit("load_weights", body)
 
     async def _new_run(self, body: dict[str, Any]) -> Response:
-        fields = Fields(body)
+        fields = JsonFields(body)
         session, number = fields.take("session_id", str), fields.take("model_seq_id", int)
         rest = {
             key: value
@@ -107,7 +107,7 @@ class Routes:
 
     async def info(self, request: Request) -> Response:
         """What a model is."""
-        run = self._run(Fields(await _body(request)).take("model_id", str))
+        run = self._run(JsonFields(await _body(request)).take("model_id", str))
         name = run.base.name
         data = {
             "arch": type(run.base.model).__name__,
@@ -140,7 +140,7 @@ class Routes:
         return answer
 
     async def _submit(self, kind: str, body: dict[str, Any]) -> Response:
-        fields = Fields(body)
+        fields = JsonFields(body)
         run, seq = fields.take("model_id", str), fields.take("seq_id", int)
         return await self._accepted(run, seq, kind, json.dumps(body).encode())
 
@@ -150,7 +150,7 @@ class Routes:
 
     async def create_sampler(self, request: Request) -> Response:
         """A sampler of a base or of saved weights."""
-        fields = Fields(await _body(request))
+        fields = JsonFields(await _body(request))
         session, number = (
             fields.take("session_id", str),
             fields.take("sampling_session_seq_id", int),
@@ -161,7 +161,7 @@ class Routes:
 
     async def join_sampler(self, request: Request) -> Response:
         """A number for one more client of a sampler."""
-        sampler = Fields(await _body(request)).take("sampling_session_id", str)
+        sampler = JsonFields(await _body(request)).take("sampling_session_id", str)
         count = self.service.join_sampler(sampler)
         return JSONResponse({"type": "join_sampling_session", "client_counter": count})
 
@@ -181,7 +181,7 @@ class Routes:
 
     async def retrieve(self, request: Request) -> Response:
         """What a request has given, as soon as it has."""
-        request_id = Fields(await _body(request)).take("request_id", str)
+        request_id = JsonFields(await _body(request)).take("request_id", str)
         try:
             future = self.service.future(request_id)
         except NotFoundError as error:
@@ -196,12 +196,12 @@ class Routes:
 
     async def cancel(self, request: Request) -> Response:
         """Give up a request for samples."""
-        self.service.cancel(Fields(await _body(request)).take("request_id", str))
+        self.service.cancel(JsonFields(await _body(request)).take("request_id", str))
         return JSONResponse({})
 
     # What is kept
 
-    def _run(self, run: str) -> Run:
+    def _run(self, run: str) -> TrainingRun:
         if run not in self.service.runs:
             raise NotFoundError(f"there is no model {run!r:.120}")
         return self.service.runs[run]
@@ -224,7 +224,7 @@ class Routes:
         page, cursor = _page(request, found, 100)
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 
-    def _weights(self, request: Request) -> tuple[Run, Weights]:
+    def _weights(self, request: Request) -> tuple[TrainingRun, Weights]:
         run = self._run(request.path_params["run"])
         kind, name = request.path_params["kind"], request.path_params["name"]
         if kind not in KINDS:
@@ -255,7 +255,7 @@ class Routes:
 
     async def weights_info(self, request: Request) -> Response:
         """What saved weights are of."""
-        path = Fields(await _body(request)).take("tinker_path", str)
+        path = JsonFields(await _body(request)).take("tinker_path", str)
         run, _ = self.service.source(path, "tinker_path")
         how = vars(run.how)
         named = {key: how[key] for key in ("train_unembed", "train_mlp", "train_attn")}
@@ -285,7 +285,7 @@ def _of(session: str, names: list[str]) -> list[str]:
     return [name for name in names if name.startswith(f"{session}:")]
 
 
-def _run_facts(run: Run) -> dict[str, Any]:
+def _run_facts(run: TrainingRun) -> dict[str, Any]:
     kept = _checkpoints(run)
     last: dict[str, Any] = {each["checkpoint_type"]: each for each in kept}
     return {
@@ -301,11 +301,11 @@ def _run_facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _checkpoints(run: Run) -> list[dict[str, Any]]:
+def _checkpoints(run: TrainingRun) -> list[dict[str, Any]]:
     return [_checkpoint(run, weights, facts) for weights, facts in run.store.all_weights()]
 
 
-def _checkpoint(run: Run, weights: Weights, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _checkpoint(run: TrainingRun, weights: Weights, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{weights.kind}/{weights.name}",
         "checkpoint_type": KINDS[weights.kind],
@@ -346,7 +346,7 @@ async def _read(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _check_version(fields: Fields) -> None:
+def _check_version(fields: JsonFields) -> None:
     version = fields.take("sdk_version", str, None)
     if version is not None and not f"{version}.".startswith(f"{CLIENT_VERSION}."):
         raise ValueError(
@@ -357,7 +357,7 @@ def _check_version(fields: Fields) -> None:
 
 async def _config(request: Request) -> Response:
     """How clients are to behave; the first thing that they ask for."""
-    _check_version(Fields(await _body(request)))
+    _check_version(JsonFields(await _body(request)))
     return JSONResponse({})
 
 
@@ -370,18 +370,6 @@ async def _constant(request: Request) -> Response:
         "dynamic_config": {"sample_cancel_enabled": True},
     }
     return JSONResponse(answers[request.url.path.rpartition("/")[2]])
-
-
-async def _client_config(request: Request) -> Response:
-    """No options for clients of the version whose protocol this is; others are refused."""
-    version = str((await _body(request)).get("sdk_version"))
-    if version.split(".")[:2] != CLIENT.split("."):
-        raise ApiError(
-            400,
-            f"sdk_version: this server speaks the protocol of tinker {CLIENT}, and the client is "
-            f"{version:.40}: pip install 'tinker=={CLIENT}.*'",
-        )
-    return JSONResponse({})
 
 
 async def _not_built(request: Request) -> Response:
@@ -398,7 +386,7 @@ async def _refuse_request(request: Request, error: ApiError) -> Response:
     return JSONResponse({"detail": error.body["error"]["message"]}, error.status)
 
 
-def make_app(service: Service, *, host: str, token: str | None) -> Starlette:
+def make_app(service: TinkerService, *, host: str, token: str | None) -> Starlette:
     """The application of a service that is started."""
     routes, post = Routes(service), ["POST"]
     checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
@@ -456,14 +444,6 @@ def make_app(service: Service, *, host: str, token: str | None) -> Starlette:
     return app
 
 
-class Server(uvicorn.Server):
-    """Ends with the thread that computes."""
-
-    def fail(self) -> None:
-        """End, as it has."""
-        self.should_exit = True
-
-
 def _claim(directory: Path) -> None:
     """Keep other servers out of a directory for as long as this process lives."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -495,7 +475,7 @@ def run_server(
     }
     directory = Path(config.state_dir).expanduser().resolve()
     _claim(directory)
-    service = Service(
+    service = TinkerService(
         bases,
         Store(directory),
         max_adapters=config.max_adapters,
@@ -512,7 +492,7 @@ def run_server(
     waiting = sum(len(run.waiting) for run in service.runs.values())
     if service.runs:
         log_once(f"{directory}: {len(service.runs)} runs go on, {waiting} requests wait")
-    server = Server(
+    server = uvicorn.Server(
         uvicorn.Config(
             make_app(service, host=config.host, token=config.token),
             ws="none",
@@ -523,7 +503,7 @@ def run_server(
             timeout_graceful_shutdown=2,
         )
     )
-    service.start(on_failure=server.fail)
+    service.start(on_failure=lambda: setattr(server, "should_exit", True))
     try:
         with suppress(KeyboardInterrupt):  # that uvicorn may raise once it has ended
             server.run(sockets=[listening])

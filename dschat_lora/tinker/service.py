@@ -21,19 +21,20 @@ from typing import Any, Literal
 import torch
 
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.endpoint.answers import BusyError
 from dschat_lora.report.terminal import note
 from dschat_lora.tinker.adapters import (
     CHECKPOINT_FILE,
-    Adapter,
     Adapting,
     Base,
     SavedAdapter,
+    TrainedAdapter,
     read_saved,
 )
 from dschat_lora.tinker.formats import (
     JSON,
     PROTOBUF,
-    Fields,
+    JsonFields,
     adam_params,
     adapting,
     forward_backward,
@@ -54,10 +55,6 @@ LOST_PART_SECONDS, LOST_SECONDS = 60.0, 2.0
 
 class NotFoundError(Exception):
     """Nothing of this name is here."""
-
-
-class BusyError(Exception):
-    """So many requests wait that no more are taken."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Run:
+class TrainingRun:
     """A model that trains, by its requests.
 
     Attributes:
@@ -112,7 +109,7 @@ class Run:
     done: int = -1
     saved: int = -1
     waiting: dict[int, Job] = field(default_factory=dict)
-    adapter: Adapter | None = None
+    adapter: TrainedAdapter | None = None
     losses: list[float] = field(default_factory=list)  # since the last step
     arrived: float = field(default_factory=time.monotonic)
     used: int = 0
@@ -123,14 +120,7 @@ class Run:
         return Adapting(**self.facts["lora"])
 
 
-@dataclass(eq=False)
-class SamplerQueue:
-    """Requests for one sampler."""
-
-    waiting: list[Job] = field(default_factory=list)
-
-
-class Service:
+class TinkerService:
     """What answers requests; its methods but :meth:`work` may be called from any thread.
 
     Args:
@@ -164,10 +154,10 @@ class Service:
         self._max_batch_size, self._tokens = max_batch_size, tokens_per_device
         self.sessions = store.table("sessions")
         self.samplers = store.table("samplers")
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, TrainingRun] = {}
         self._futures: dict[str, Future[Result]] = {}
         self._samples: OrderedDict[str, int] = OrderedDict()  # bytes of those that are done
-        self._queues: OrderedDict[str, SamplerQueue] = OrderedDict()
+        self._queues: dict[str, list[Job]] = {}  # of samplers
         self._loaded: OrderedDict[str, Sampler] = OrderedDict()
         self._turns: list[str] = []  # runs and samplers, the one whose turn is next first
         self._changed = threading.Condition()
@@ -184,7 +174,7 @@ class Service:
         if facts["base_model"] not in self.bases:
             note(f"{store.run} is left out: its base {facts['base_model']} is not served")
             return
-        run = Run(store.run, self.bases[facts["base_model"]], store, facts)
+        run = TrainingRun(store.run, self.bases[facts["base_model"]], store, facts)
         if (state := store.state_facts()) is not None:
             run.done = run.saved = state["seq"]
         self.runs[run.run] = run
@@ -269,7 +259,7 @@ class Service:
             raise ValueError(f"base_model must be one of {', '.join(self.bases)}, got {name!r:.80}")
         return self.bases[name]
 
-    def _run(self, run: str) -> Run:
+    def _run(self, run: str) -> TrainingRun:
         if run not in self.runs:
             raise NotFoundError(f"there is no model {run!r:.120}")
         return self.runs[run]
@@ -288,7 +278,7 @@ class Service:
         run, content = f"{session}:train:{number}", json.dumps(dict(body)).encode()
         if run in self.runs:  # asked for once more
             return self.submit(run, 0, "create_model", content)
-        fields = Fields(body)
+        fields = JsonFields(body)
         optimizer = fields.take("optimizer_config", dict, None) or {"type": "adamw"}
         if optimizer.get("type") != "adamw":
             raise ValueError(f"optimizer_config must be adamw, got {optimizer.get('type')!r:.80}")
@@ -316,7 +306,7 @@ class Service:
         with self._changed:
             if run not in self.runs:  # where the same request came twice at once
                 store.create(facts)
-                self.runs[run] = Run(run, base, store, facts)
+                self.runs[run] = TrainingRun(run, base, store, facts)
                 self._turns.append(run)
         return self.submit(run, 0, "create_model", content)
 
@@ -340,11 +330,11 @@ class Service:
                     self._check_room()
                 found.store.log(seq, kind, body)
                 self._enqueue(found, seq, kind, body)
-                found.arrived = time.monotonic()
+                found.arrived, found.facts["last_request"] = time.monotonic(), now()
                 self._changed.notify_all()
         return request_id
 
-    def _enqueue(self, run: Run, seq: int, kind: str, body: bytes) -> None:
+    def _enqueue(self, run: TrainingRun, seq: int, kind: str, body: bytes) -> None:
         job = Job(f"{run.run}:{seq}", kind, body)
         run.waiting[seq] = job
         self._futures[job.request_id] = job.future
@@ -353,7 +343,7 @@ class Service:
         if self._closed:
             raise BusyError("the service is ending")
         waiting = sum(len(run.waiting) for run in self.runs.values())
-        if waiting + sum(len(q.waiting) for q in self._queues.values()) >= self._max_queue:
+        if waiting + sum(len(queue) for queue in self._queues.values()) >= self._max_queue:
             raise BusyError(f"{self._max_queue} requests wait already; ask again later")
 
     def sample(self, body: Mapping[str, Any]) -> tuple[str, int]:
@@ -387,9 +377,9 @@ class Service:
                 job = Job(request_id, "sample", b"", sample=parsed)
                 self._futures[request_id] = job.future
                 if sampler not in self._queues:
-                    self._queues[sampler] = SamplerQueue()
+                    self._queues[sampler] = []
                     self._turns.append(sampler)
-                self._queues[sampler].waiting.append(job)
+                self._queues[sampler].append(job)
                 self._changed.notify_all()
         return request_id, parsed.num_samples
 
@@ -417,8 +407,8 @@ class Service:
         """Give up a request for samples that has not begun."""
         with self._changed:
             for queue in self._queues.values():
-                for job in [each for each in queue.waiting if each.request_id == request_id]:
-                    queue.waiting.remove(job)
+                for job in [each for each in queue if each.request_id == request_id]:
+                    queue.remove(job)
                     job.future.set_result(Result.failure("the request was cancelled", "user"))
 
     # The thread that computes
@@ -467,11 +457,11 @@ class Service:
             if turn in self.runs:
                 if self._is_ready(self.runs[turn]):
                     return turn
-            elif self._queues[turn].waiting:
+            elif self._queues[turn]:
                 return turn
         return None
 
-    def _is_ready(self, run: Run) -> bool:
+    def _is_ready(self, run: TrainingRun) -> bool:
         """Whether a request can be worked off; what does not come in time is left out."""
         if not run.waiting or run.done + 1 in run.waiting:
             return bool(run.waiting)
@@ -481,7 +471,7 @@ class Service:
         run.done = min(run.waiting) - 1
         return True
 
-    def _work_on(self, run: Run) -> None:
+    def _work_on(self, run: TrainingRun) -> None:
         """The next request of a run."""
         seq = run.done + 1
         job = run.waiting[seq]
@@ -515,7 +505,7 @@ class Service:
                 del self._futures[job.request_id]
         job.future.set_result(result)
 
-    def _answer(self, run: Run, seq: int, job: Job) -> Result:
+    def _answer(self, run: TrainingRun, seq: int, job: Job) -> Result:
         if job.kind == "forward_backward":
             return self._forward_backward(run, job.body)
         if run.saved < 0 and (made := run.store.result(0)) is not None and made[0] == "error":
@@ -533,7 +523,7 @@ class Service:
             raise ValueError(f"{job.kind} is not built here")
         return self._save_for_sampler(run, seq, body)
 
-    def _adapter(self, run: Run) -> Adapter:
+    def _adapter(self, run: TrainingRun) -> TrainedAdapter:
         """A run's adapter, in memory; another one makes room where it must."""
         if run.adapter is None:
             runs = [*self.runs.values()]
@@ -546,9 +536,9 @@ class Service:
         run.used = self._uses
         return run.adapter
 
-    def _from_disk(self, run: Run) -> Adapter:
+    def _from_disk(self, run: TrainingRun) -> TrainedAdapter:
         """The adapter as it was after the last request that was worked off."""
-        adapter = Adapter(
+        adapter = TrainedAdapter(
             run.base,
             run.base.lora_of(run.how),
             seed=run.how.seed,
@@ -567,7 +557,7 @@ class Service:
         return adapter
 
     def _repeat(
-        self, adapter: Adapter, result: tuple[str, bytes] | None, kind: str, body: bytes
+        self, adapter: TrainedAdapter, result: tuple[str, bytes] | None, kind: str, body: bytes
     ) -> None:
         """Do again what a request has done to the adapter."""
         if result is not None and result[0] == "error":
@@ -585,20 +575,22 @@ class Service:
             if not request.forward_only:
                 adapter.forward(request.examples, request.loss, backward=True)
 
-    def _load_into(self, adapter: Adapter, body: Mapping[str, Any]) -> None:
+    def _load_into(self, adapter: TrainedAdapter, body: Mapping[str, Any]) -> None:
         """Put saved weights into an adapter, if some are named."""
         if (path := body.get("path")) is not None:
             saved = self._saved(path)
             moments = saved.moments if body.get("optimizer") else {}
             adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
 
-    def _write_state(self, run: Run, adapter: Adapter, seq: int, result: Result) -> None:
+    def _write_state(
+        self, run: TrainingRun, adapter: TrainedAdapter, seq: int, result: Result
+    ) -> None:
         facts = {"seq": seq, "steps": adapter.steps}
         run.store.write_result(seq, "json", result.body)  # else it would be lost with the log
         run.store.write_state({**adapter.values(), **adapter.moments()}, facts)
         run.saved = seq
 
-    def _create(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
+    def _create(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
         adapter, path = self._adapter(run), body.get("path")
         self._load_into(adapter, body)
         kind = "create_model" if path is None else "load_weights"
@@ -606,7 +598,7 @@ class Service:
         self._write_state(run, adapter, seq, result)
         return result
 
-    def source(self, path: str, name: str = "path") -> tuple[Run, Path]:
+    def source(self, path: str, name: str = "path") -> tuple[TrainingRun, Path]:
         """The run whose weights are at a ``tinker://`` path, and their directory."""
         weights = parse_path(path)
         if weights.run not in self.runs:
@@ -623,7 +615,7 @@ class Service:
     def _saved(self, path: str) -> SavedAdapter:
         return read_saved(self.source(path)[1])
 
-    def _forward_backward(self, run: Run, body: bytes) -> Result:
+    def _forward_backward(self, run: TrainingRun, body: bytes) -> Result:
         request = forward_backward(body, run.base)
         adapter = self._adapter(run)
         backward = not request.forward_only
@@ -632,7 +624,7 @@ class Service:
             run.losses.append(loss)
         return Result(forward_backward_output(loss, logprobs), PROTOBUF)
 
-    def _step(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
+    def _step(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
         params = adam_params(body)
         adapter = self._adapter(run)
         metrics = adapter.step(params)
@@ -650,8 +642,8 @@ class Service:
         run.losses.clear()
         return result
 
-    def _load(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
-        fields = Fields(body)
+    def _load(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
+        fields = JsonFields(body)
         path = fields.take("path", str)
         fields.take("optimizer", bool)
         if (other := self.source(path)[0].base) is not run.base:
@@ -665,9 +657,9 @@ class Service:
         return result
 
     def _save(
-        self, run: Run, kind: str, body: Mapping[str, Any], *, with_optimizer: bool
+        self, run: TrainingRun, kind: str, body: Mapping[str, Any], *, with_optimizer: bool
     ) -> Result:
-        fields = Fields(body)
+        fields = JsonFields(body)
         weights = run.store.weights(kind, fields.take("path", str, None))
         place = run.store.place(weights)
         if not fields.take("overwrite", bool, kind != "weights"):
@@ -681,9 +673,9 @@ class Service:
         return Result.of({"type": name, "path": weights.path})
 
     def _write(
-        self, run: Run, weights: Weights, body: Mapping[str, Any], *, with_optimizer: bool
+        self, run: TrainingRun, weights: Weights, body: Mapping[str, Any], *, with_optimizer: bool
     ) -> None:
-        fields, ends = Fields(body), None
+        fields, ends = JsonFields(body), None
         if (seconds := fields.take("ttl_seconds", int, None)) is not None:
             if not 1 <= seconds <= MOST_NUMBER:
                 raise ValueError(f"ttl_seconds must be from 1 to {MOST_NUMBER}")
@@ -697,7 +689,7 @@ class Service:
         self._adapter(run).write(place, with_optimizer=with_optimizer, facts=facts)
         self._loaded.pop(weights.path, None)
 
-    def _save_for_sampler(self, run: Run, seq: int, body: Mapping[str, Any]) -> Result:
+    def _save_for_sampler(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
         if body.get("path") is not None:
             return self._save(run, "sampler_weights", body, with_optimizer=False)
         number = body.get("sampling_session_seq_id")
@@ -718,7 +710,7 @@ class Service:
 
     def _batch(self, sampler: str) -> list[Job]:
         """The first request that waits, and those that are decoded with it."""
-        queue = self._queues[sampler].waiting
+        queue = self._queues[sampler]
         first = _alike(queue[0])
         chosen: list[Job] = []
         count = 0

@@ -31,7 +31,7 @@ from tinker.proto import tinker_public_pb2 as messages  # noqa: E402
 from dschat_lora.tinker import service as service_module  # noqa: E402
 from dschat_lora.tinker.adapters import open_base  # noqa: E402
 from dschat_lora.tinker.server import make_app  # noqa: E402
-from dschat_lora.tinker.service import Service  # noqa: E402
+from dschat_lora.tinker.service import TinkerService  # noqa: E402
 from dschat_lora.tinker.store import Store  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def running(app):
 def service(base, tmp_path_factory):
     """Two bases of equal shapes; few adapters fit, so that others go to the disk meanwhile."""
     bases = {"base": base, "twin": replace(base, name="twin")}
-    found = Service(bases, Store(tmp_path_factory.mktemp("state")), max_adapters=2)
+    found = TinkerService(bases, Store(tmp_path_factory.mktemp("state")), max_adapters=2)
     found.start()
     yield found
     found.close()
@@ -1071,7 +1071,7 @@ def files_of(state, trainer, name):
 @pytest.mark.parametrize("seed", range(20 if ALL else 2))
 def test_requests_that_come_again_are_applied_once(base, tmp_path, client, service, seed):
     expected, numbers = whole_training(client, "end")
-    own = Service({"base": base}, Store(tmp_path), max_adapters=1)
+    own = TinkerService({"base": base}, Store(tmp_path), max_adapters=1)
     own.start()
     app = Doubling(make_app(own, host="127.0.0.1", token=None), seed)
     with running(app) as address:

@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from dschat_lora.checkpoint.adapter import read_adapter  # noqa: E402
 from dschat_lora.config.groups import ModelConfig  # noqa: E402
+from dschat_lora.endpoint.answers import BusyError  # noqa: E402
 from dschat_lora.models.source import find_model  # noqa: E402
 from dschat_lora.tinker.adapters import open_base  # noqa: E402
-from dschat_lora.tinker.service import BusyError, NotFoundError, Service  # noqa: E402
+from dschat_lora.tinker.service import NotFoundError, TinkerService  # noqa: E402
 from dschat_lora.tinker.store import Store, parse_path  # noqa: E402
 
 NAME = "base"
@@ -91,7 +92,9 @@ def start(base, tmp_path):
 
     def started(directory="state", **options):
         aliases = {"short": NAME}
-        service = Service({NAME: base}, Store(tmp_path / directory), aliases=aliases, **options)
+        service = TinkerService(
+            {NAME: base}, Store(tmp_path / directory), aliases=aliases, **options
+        )
         service.start()
         services.append(service)
         return service
