@@ -74,7 +74,7 @@ class Datum:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class DatumBatch:
     """Examples as rows; the fields are those of a ``CausalLMLogprobs``'s call."""
 
     input_ids: Tensor
@@ -265,14 +265,10 @@ class TrainedAdapter:
         self.model.train(backward)
         try:
             with torch.set_grad_enabled(backward), self._casts.in_use():
-                for numbers in self._batches(examples):
+                for numbers in self.batches(examples):
                     chosen = [examples[n] for n in numbers]
                     logprobs = self._logprobs(chosen)
-                    own = [
-                        {key: value.to(total.device) for key, value in each.numbers.items()}
-                        for each in chosen
-                    ]
-                    part = loss(logprobs, own)
+                    part = loss(logprobs, numbers_on(total.device, chosen))
                     if backward:
                         part.backward()  # type: ignore[no-untyped-call]
                         self.pending = True
@@ -285,13 +281,21 @@ class TrainedAdapter:
             raise
         finally:
             self.model.eval()
-        if not math.isfinite(value := float(total)):
+        return self.checked(float(total), backward=backward), found
+
+    def checked(self, total: float, *, backward: bool) -> float:
+        """The summed loss.
+
+        Raises:
+            ValueError: if it is not finite; gradients are dropped then.
+        """
+        if not math.isfinite(total):
             if backward:
                 self.drop_gradients()
-            raise ValueError(f"the loss is not finite: {value}; its gradient was dropped")
-        return value, found
+            raise ValueError(f"the loss is not finite: {total}; its gradient was dropped")
+        return total
 
-    def _batches(self, examples: Sequence[Datum]) -> Iterator[list[int]]:
+    def batches(self, examples: Sequence[Datum]) -> Iterator[list[int]]:
         """Numbers of examples of like length, whose rows fit into one pass."""
         batch: list[int] = []
         for n in sorted(range(len(examples)), key=lambda n: -len(examples[n].tokens)):
@@ -305,27 +309,14 @@ class TrainedAdapter:
 
     def _logprobs(self, examples: Sequence[Datum]) -> list[Tensor]:
         """Of each example's targets, in their shape."""
-        width = max(len(each.tokens) for each in examples)
-        rows = PaddedRows(len(examples), width, self.base.pad_id)
-        positions: list[Tensor] = []
-        for row, each in enumerate(examples):
-            size = len(each.tokens)
-            rows.put(row, each.tokens.numpy(), np.arange(size), (size,))
-            copies = each.targets[0].numel()
-            positions.append((row * width + torch.arange(size)).repeat_interleave(copies))
-        batch = _Batch(
-            input_ids=torch.from_numpy(rows.input_ids),
-            position_ids=torch.from_numpy(rows.positions),
-            segment_ids=torch.from_numpy(rows.segments),
-            branch_ids=torch.from_numpy(rows.branches),
-            logit_positions=torch.cat(positions),
-            target_ids=torch.cat([each.targets.flatten() for each in examples]),
-            spans=rows.spans(),
-        )
+        batch = make_batch(examples, self.base.pad_id)
         flat = self._module(*batch_to_device(batch, self.model.device).inputs)
-        parts = torch.split(flat, [each.targets.numel() for each in examples])
-        pairs = zip(parts, examples, strict=True)
-        return [part.view(each.targets.shape) for part, each in pairs]
+        return in_shapes(flat, examples)
+
+    def head(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """(N,) log-probabilities of (N,) targets after (N, H) hidden states, by its own head."""
+        found: Tensor = self._module.head(hidden, targets)
+        return found
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """An AdamW step from the gradients since the last one, which are then gone.
@@ -419,6 +410,38 @@ class TrainedAdapter:
             base_bits=self._adapted.base_bits,
             write_more=write_more,
         )
+
+
+def make_batch(examples: Sequence[Datum], pad_id: int) -> DatumBatch:
+    """Examples as rows, padded on the right; all their targets are predicted."""
+    width = max(len(each.tokens) for each in examples)
+    rows = PaddedRows(len(examples), width, pad_id)
+    positions: list[Tensor] = []
+    for row, each in enumerate(examples):
+        size = len(each.tokens)
+        rows.put(row, each.tokens.numpy(), np.arange(size), (size,))
+        copies = each.targets[0].numel()
+        positions.append((row * width + torch.arange(size)).repeat_interleave(copies))
+    return DatumBatch(
+        input_ids=torch.from_numpy(rows.input_ids),
+        position_ids=torch.from_numpy(rows.positions),
+        segment_ids=torch.from_numpy(rows.segments),
+        branch_ids=torch.from_numpy(rows.branches),
+        logit_positions=torch.cat(positions),
+        target_ids=torch.cat([each.targets.flatten() for each in examples]),
+        spans=rows.spans(),
+    )
+
+
+def in_shapes(flat: Tensor, examples: Sequence[Datum]) -> list[Tensor]:
+    """(N,) values of all targets as those of each example, in their shape."""
+    parts = torch.split(flat, [each.targets.numel() for each in examples])
+    return [part.view(each.targets.shape) for part, each in zip(parts, examples, strict=True)]
+
+
+def numbers_on(device: torch.device, examples: Sequence[Datum]) -> list[Numbers]:
+    """The numbers of examples, on a device."""
+    return [{key: each.to(device) for key, each in own.numbers.items()} for own in examples]
 
 
 def copy_values(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

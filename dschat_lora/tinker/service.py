@@ -34,6 +34,7 @@ from dschat_lora.tinker.adapters import (
 from dschat_lora.tinker.formats import (
     JSON,
     PROTOBUF,
+    ForwardBackward,
     JsonFields,
     adam_params,
     adapting,
@@ -44,6 +45,7 @@ from dschat_lora.tinker.formats import (
 )
 from dschat_lora.tinker.samplers import Sampler, SampleRequest
 from dschat_lora.tinker.store import UNNAMED, RunStore, Store, Weights, now, parse_path
+from dschat_lora.tinker.together import Share, SharedBase
 
 Category = Literal["user", "server"]
 KEPT_BYTES = 2**28  # of samples that may be asked for once more
@@ -162,6 +164,8 @@ class TinkerService:
         self._turns: list[str] = []  # runs and samplers, the one whose turn is next first
         self._changed = threading.Condition()
         self._closed = False
+        self._shared: dict[str, SharedBase] = {}
+        self.passes_of_several = 0  # passes in which several runs had a part
         self._uses = 0
         self.failure: str | None = None
         self._thread: threading.Thread | None = None
@@ -447,10 +451,13 @@ class TinkerService:
                 self._turns.append(turn)
                 run = self.runs.get(turn)
                 jobs = [] if run is not None else self._batch(turn)
-            if run is not None:
-                self._work_on(run)
-            else:
+                runs = [] if run is None else self._beside(run)
+            if run is None:
                 self._sample(turn, jobs)
+            elif len(runs) > 1 and self._shared_base(run.base).works:
+                self._work_together(runs)
+            else:
+                self._work_on(run)
 
     def _next(self) -> str | None:
         for turn in self._turns:
@@ -471,6 +478,61 @@ class TinkerService:
         run.done = min(run.waiting) - 1
         return True
 
+    def _beside(self, run: TrainingRun) -> list[TrainingRun]:
+        """Runs of one base whose next request is a forward pass, this one first."""
+        if run.waiting[run.done + 1].kind != "forward_backward":
+            return [run]
+        found = [run]
+        for each in self.runs.values():
+            job = each.waiting.get(each.done + 1)
+            fits = job is not None and job.kind == "forward_backward" and each.base is run.base
+            if fits and each is not run and len(found) < self._max_adapters:
+                found.append(each)
+        return found
+
+    def _shared_base(self, base: Base) -> SharedBase:
+        if base.name not in self._shared:
+            self._shared[base.name] = SharedBase(base)
+        return self._shared[base.name]
+
+    def _work_together(self, runs: Sequence[TrainingRun]) -> None:
+        """The next requests of several runs, in one pass of those with a gradient or without."""
+        parsed = []
+        for run in runs:
+            try:
+                parsed.append((run, forward_backward(run.waiting[run.done + 1].body, run.base)))
+            except ValueError:
+                self._work_on(run)  # which tells it
+        for forward_only in (False, True):
+            group = [each for each in parsed if each[1].forward_only is forward_only]
+            if len(group) > 1:
+                self._pass(group, backward=not forward_only)
+            for run, _ in group[: len(group) == 1]:
+                self._work_on(run)
+
+    def _pass(
+        self, group: Sequence[tuple[TrainingRun, ForwardBackward]], *, backward: bool
+    ) -> None:
+        try:
+            shares = [Share(self._adapter(run), r.examples, r.loss) for run, r in group]
+            shared = self._shared_base(group[0][0].base)
+            results = shared(shares, backward=backward, tokens_per_device=self._tokens)
+        except Exception as error:  # noqa: BLE001 - each is worked off by itself then
+            note(f"{len(group)} runs take turns: {type(error).__name__}: {error}")
+            for run, _ in group:
+                run.adapter = None  # its gradients may be of a part of the examples
+                self._work_on(run)
+            return
+        self.passes_of_several += 1
+        for (run, _), result in zip(group, results, strict=True):
+            if isinstance(result, ValueError):
+                self._finish(run, Result.failure(result, "user"))
+                continue
+            loss, logprobs = result
+            if backward:
+                run.losses.append(loss)
+            self._finish(run, Result(forward_backward_output(loss, logprobs), PROTOBUF))
+
     def _work_on(self, run: TrainingRun) -> None:
         """The next request of a run."""
         seq = run.done + 1
@@ -489,6 +551,12 @@ class TinkerService:
         except Exception as error:  # noqa: BLE001 - others go on
             note(f"error: {job.kind} failed: {type(error).__name__}: {error}")
             result = Result.failure(f"{job.kind} failed: {type(error).__name__}", "server")
+        self._finish(run, result)
+
+    def _finish(self, run: TrainingRun, result: Result) -> None:
+        """Tell what the next request of a run has given."""
+        seq = run.done + 1
+        job = run.waiting[seq]
         if result.error == "server":
             run.adapter = None  # it may have changed in part: what is on disk counts
         kind = "error" if result.error else "pb" if result.media_type == PROTOBUF else "json"

@@ -251,6 +251,44 @@ def test_runs_that_take_turns_on_a_base_get_what_each_gets_alone(start):
         assert_same(finished(together, client), expected)
 
 
+def test_runs_that_ask_at_once_share_a_pass_and_get_what_each_gets_alone(start):
+    kinds = [{"rank": 4}, {"rank": 7, "train_mlp": False}, {"rank": 2, "train_unembed": False}]
+    alone, counts = [], (1, 5, 3)
+
+    def ask(client, number):
+        """Passes of several requests and two losses, one of them broken, and a step."""
+        client.forward_backward(rows(counts[number], number))
+        policy = rows(counts[number], 10 + number, "importance_sampling")
+        client.forward_backward(policy, "importance_sampling")
+        client.forward_backward(rows(2, 20 + number), forward_only=True)
+        if number == 1:
+            broken = rows(2, 4, "importance_sampling")
+            broken[0].loss_fn_inputs["logprobs"]._numpy[3] = -1e30
+            broken[0].loss_fn_inputs["advantages"]._numpy[3] = -1.0
+            client.forward_backward(broken, "importance_sampling")
+        client.forward_backward(rows(4, 30 + number))
+        client.optim_step()
+
+    for number, kind in enumerate(kinds):
+        service = start(f"alone{number}", tokens_per_device=40)
+        client = Client(service, **kind)
+        ask(client, number)
+        alone.append(finished(service, client))
+        assert service.passes_of_several == 0
+    together = start("together", tokens_per_device=40)
+    clients = [Client(together, **kind) for kind in kinds]
+    for client in clients:
+        together.future(client.request_ids[0]).result(60)
+    together.close()  # all is accepted before anything is worked off
+    together._closed = False
+    for number, client in enumerate(clients):
+        ask(client, number)
+    together.start()
+    for client, expected in zip(clients, alone, strict=True):
+        assert_same(finished(together, client), expected)
+    assert together.passes_of_several >= 4
+
+
 def iter_steps(client, steps, seed):
     """As :func:`train`, a request at a time."""
     for step in range(steps):
