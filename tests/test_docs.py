@@ -32,6 +32,7 @@ from dschat_lora.experiments.nlg.config import (
 )
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.serving.config import ChatConfig, ServeConfig
+from dschat_lora.tinker.config import TinkerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # Configuration class of each stage script, by its verb.
@@ -118,7 +119,7 @@ VERBS = {
     )},
     "audit": AuditConfig, "merge": MergeConfig, "generate": GenerateConfig, "eval": EvalConfig,
     "score": ScoreConfig, "push": PushConfig, "export": ExportConfig, "inspect": InspectConfig,
-    "chat": ChatConfig, "serve": ServeConfig,
+    "chat": ChatConfig, "serve": ServeConfig, "tinker": TinkerConfig,
 }  # fmt: skip
 _STAGE_CONFIGS = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig)
 # Options of verbs that take their arguments apart themselves, and those of launchers.

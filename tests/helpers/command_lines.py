@@ -42,6 +42,7 @@ from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime import stage_main
 from dschat_lora.serving.config import ChatConfig, ServeConfig
+from dschat_lora.tinker.config import TinkerConfig
 from helpers.step1 import write_adapter_config, write_jsonl
 
 HANGS_AFTER = 60  # seconds
@@ -95,6 +96,7 @@ COMMANDS = (
     Command(("inspect",), InspectConfig, ("adapter",)),
     Command(("chat",), ChatConfig, (MODEL,)),
     Command(("serve",), ServeConfig, (MODEL, "--port", "0")),
+    Command(("tinker",), TinkerConfig, (MODEL, "--port", "0")),
     Command(("merge",), MergeConfig, ("adapter",)),
     Command(("generate",), GenerateConfig, (MODEL, "Hello.")),
     Command(("eval",), EvalConfig, (MODEL, DATA)),

@@ -883,7 +883,7 @@ def test_a_body_that_does_not_come_is_given_up(address, monkeypatch):
 
 
 def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
-    from dschat_lora.serving import verbs as places
+    from dschat_lora.endpoint import sockets as places
     from dschat_lora.serving.decoder import AnswerDecoder
 
     listen = places.listen
