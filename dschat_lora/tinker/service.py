@@ -164,7 +164,7 @@ class TinkerService:
         self._turns: list[str] = []  # runs and samplers, the one whose turn is next first
         self._changed = threading.Condition()
         self._closed = False
-        self._shared: dict[str, SharedBase] = {}
+        self._shared: dict[str, SharedBase | None] = {}
         self.passes_of_several = 0  # passes in which several runs had a part
         self._uses = 0
         self.failure: str | None = None
@@ -454,7 +454,7 @@ class TinkerService:
                 runs = [] if run is None else self._beside(run)
             if run is None:
                 self._sample(turn, jobs)
-            elif len(runs) > 1 and self._shared_base(run.base).works:
+            elif len(runs) > 1 and self._shared_base(run.base) is not None:
                 self._work_together(runs)
             else:
                 self._work_on(run)
@@ -490,9 +490,15 @@ class TinkerService:
                 found.append(each)
         return found
 
-    def _shared_base(self, base: Base) -> SharedBase:
+    def _shared_base(self, base: Base) -> SharedBase | None:
+        """What runs of a base share a pass by; None where each takes one of its own."""
         if base.name not in self._shared:
-            self._shared[base.name] = SharedBase(base)
+            found = None
+            try:
+                found = SharedBase(base)
+            except Exception as error:  # noqa: BLE001 - of an architecture that is unlike others
+                note(f"runs of {base.name} take turns: {type(error).__name__}: {error}")
+            self._shared[base.name] = found if found is not None and found.works else None
         return self._shared[base.name]
 
     def _work_together(self, runs: Sequence[TrainingRun]) -> None:
@@ -516,6 +522,7 @@ class TinkerService:
         try:
             shares = [Share(self._adapter(run), r.examples, r.loss) for run, r in group]
             shared = self._shared_base(group[0][0].base)
+            assert shared is not None
             results = shared(shares, backward=backward, tokens_per_device=self._tokens)
         except Exception as error:  # noqa: BLE001 - each is worked off by itself then
             note(f"{len(group)} runs take turns: {type(error).__name__}: {error}")
