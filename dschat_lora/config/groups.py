@@ -7,6 +7,7 @@ from typing import Literal
 
 from dschat_lora.config.options import classic, hidden, option
 from dschat_lora.config.parser import EVALUATION, LOGGING, PROCESSES
+from dschat_lora.config.values import LOCAL_HOSTS
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]
@@ -44,6 +45,23 @@ def require_numbers(config: object, allowed: str, *names: str, prefix: str = "")
     for name in names:
         value = getattr(config, name)
         require(value is None or _RANGES[allowed](value), prefix + name, value, allowed)
+
+
+def check_address(host: str, port: int, token: str | None, *, example: str) -> None:
+    """Refuse what no server can listen on, and to let others in without a token.
+
+    ``example`` is one, which the refusal names.
+    """
+    require(bool(host), "host", "''", "an address or a name")
+    require(0 <= port < 65536, "port", port, "in [0, 65535]")
+    if token is not None:
+        visible = token.isascii() and token.isprintable() and " " not in token
+        require(bool(token) and visible, "token", "this", "visible ASCII, no spaces")
+    if host not in LOCAL_HOSTS and token is None:
+        raise ValueError(
+            f"--host {host} lets other machines in: give --token {example} too, which requests "
+            "must then carry"
+        )
 
 
 def is_on(switch: Switch) -> bool:

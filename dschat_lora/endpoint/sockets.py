@@ -1,7 +1,18 @@
-"""The address that a server listens on."""
+"""The address that a server listens on, and what is the same of all servers."""
 
 import os
 import socket
+from collections.abc import Mapping
+from typing import Any
+
+# Of uvicorn's configuration: HTTP alone, and nothing written but what goes wrong.
+QUIET: Mapping[str, Any] = {
+    "ws": "none",
+    "lifespan": "off",  # whose end by a second Ctrl-C uvicorn logs with a traceback
+    "log_level": "warning",
+    "access_log": False,
+    "server_header": False,
+}
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
 from dschat_lora.endpoint.requests import parsed_request
-from dschat_lora.endpoint.sockets import address_of, listen
+from dschat_lora.endpoint.sockets import QUIET, address_of, listen
 from dschat_lora.rl.agent_programs import CALL_NUMBER, MODEL_NAME, reward_and_metrics
 from dschat_lora.rl.agents import OVER, AgentModel, Agents, Episode
 
@@ -38,13 +38,9 @@ class AgentServer:
             uvicorn.Config(
                 self._app(),
                 http="h11",
-                ws="none",
-                lifespan="off",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
                 backlog=4096,
                 timeout_keep_alive=3600,  # a program may think in between
+                **QUIET,
             )
         )
         serve = partial(self._server.run, sockets=[listening])

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_lora.checkpoint.history import CHECKPOINTS
-from dschat_lora.config.groups import require, require_numbers
+from dschat_lora.config.groups import check_address, require, require_numbers
 from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import InferenceConfig
-from dschat_lora.config.values import LOCAL_HOSTS
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.checks import find_of_kind
 
@@ -71,18 +70,9 @@ class ServeConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.host), "host", "''", "an address or a name")
-        require(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
+        check_address(self.host, self.port, self.token, example="TOKEN")
         require_numbers(self, ">= 1", "max_batch_size")
         require_numbers(self, ">= 0", "max_queue")
-        if self.token is not None:
-            visible = self.token.isascii() and self.token.isprintable() and " " not in self.token
-            require(bool(self.token) and visible, "token", "this", "visible ASCII, no spaces")
-        if self.host not in LOCAL_HOSTS and self.token is None:
-            raise ValueError(
-                f"--host {self.host} lets other machines in: give --token TOKEN too, which "
-                "requests must then carry"
-            )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from dschat_lora.endpoint.requests import (
     checked_messages,
     parsed_request,
 )
-from dschat_lora.endpoint.sockets import address_of
+from dschat_lora.endpoint.sockets import QUIET, address_of
 from dschat_lora.report.terminal import log_once
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import AnswerDecoder
@@ -215,11 +215,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 make_app(service),
                 http=HttpConnection,
-                ws="none",
-                lifespan="off",  # whose end by a second Ctrl-C uvicorn logs with a traceback
-                log_level="warning",
-                access_log=False,
-                server_header=False,
+                **QUIET,
             )
         )
         self._decoder = service.decoder

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_lora.config.groups import ModelConfig, require, require_numbers
+from dschat_lora.config.groups import ModelConfig, check_address, require, require_numbers
 from dschat_lora.config.options import option
-from dschat_lora.config.values import LOCAL_HOSTS
 
 KEY_PREFIX = "tml-"  # without which the client does not take a key
 
@@ -52,19 +51,12 @@ class TinkerConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models", "nothing", "a base model or more")
-        require(bool(self.host), "host", "''", "an address or a name")
-        require(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
         require_numbers(self, ">= 1", "max_adapters", "max_queue", "max_batch_size")
         require_numbers(self, ">= 1", "tokens_per_device", "state_every")
         if self.token is not None:
-            visible = self.token.isascii() and self.token.isprintable() and " " not in self.token
-            fits = visible and self.token.startswith(KEY_PREFIX)
-            require(fits, "token", "this", "visible ASCII without spaces that begins with tml-")
-        if self.host not in LOCAL_HOSTS and self.token is None:
-            raise ValueError(
-                f"--host {self.host} lets other machines in: give --token tml-SECRET too, which "
-                "clients must then have as their key"
-            )
+            allowed = "visible ASCII without spaces that begins with tml-"
+            require(self.token.startswith(KEY_PREFIX), "token", "this", allowed)
+        check_address(self.host, self.port, self.token, example="tml-SECRET")
 
     @property
     def model(self) -> ModelConfig:

@@ -130,24 +130,20 @@ class Sampler:
     def ends_of(self, options: SampleOptions) -> tuple[frozenset[int], tuple[str, ...]]:
         """Tokens that end an answer, and texts that do.
 
-        A text that is one token of the vocabulary is that token.
+        A text that is a token added to the vocabulary, as special ones are, is that token.
         """
         if options.stop is None:
             return self.base.end_ids, ()
-        vocabulary = self.base.tokenizer.get_vocab()
+        added = self.base.tokenizer.added_tokens_decoder
+        numbers = {str(token): number for number, token in added.items()}
         ends, texts = set(self.base.end_ids if options.stop else ()), []
         for each in options.stop:
-            number = vocabulary.get(each) if isinstance(each, str) else each
-            if number is None or (isinstance(each, str) and not self._is_special(each)):
+            number = numbers.get(each) if isinstance(each, str) else each
+            if number is None:
                 texts.append(str(each))
             else:
                 ends.add(number)
         return frozenset(ends), tuple(texts)
-
-    def _is_special(self, text: str) -> bool:
-        return any(
-            text == str(added) for added in self.base.tokenizer.added_tokens_decoder.values()
-        )
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from dschat_lora.endpoint.answers import BusyError
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
-from dschat_lora.endpoint.sockets import address_of
+from dschat_lora.endpoint.sockets import QUIET, address_of
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import log_once
 from dschat_lora.tinker.adapters import open_base
@@ -107,7 +107,7 @@ class Routes:
 
     async def info(self, request: Request) -> Response:
         """What a model is."""
-        run = self._run(JsonFields(await _body(request)).take("model_id", str))
+        run = self.service.run(JsonFields(await _body(request)).take("model_id", str))
         name = run.base.name
         data = {
             "arch": type(run.base.model).__name__,
@@ -201,11 +201,6 @@ class Routes:
 
     # What is kept
 
-    def _run(self, run: str) -> TrainingRun:
-        if run not in self.service.runs:
-            raise NotFoundError(f"there is no model {run!r:.120}")
-        return self.service.runs[run]
-
     async def list_runs(self, request: Request) -> Response:
         """All runs, the newest first."""
         runs = sorted(self.service.runs.values(), key=lambda r: r.facts["created"], reverse=True)
@@ -214,18 +209,18 @@ class Routes:
 
     async def show_run(self, request: Request) -> Response:
         """One of them."""
-        return JSONResponse(_run_facts(self._run(request.path_params["run"])))
+        return JSONResponse(_run_facts(self.service.run(request.path_params["run"])))
 
     async def list_weights(self, request: Request) -> Response:
         """Saved weights, of a run or of all."""
         name = request.path_params.get("run")
-        runs = [*self.service.runs.values()] if name is None else [self._run(name)]
+        runs = [*self.service.runs.values()] if name is None else [self.service.run(name)]
         found = [each for run in runs for each in _checkpoints(run)]
         page, cursor = _page(request, found, 100)
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 
     def _weights(self, request: Request) -> tuple[TrainingRun, Weights]:
-        run = self._run(request.path_params["run"])
+        run = self.service.run(request.path_params["run"])
         kind, name = request.path_params["kind"], request.path_params["name"]
         if kind not in KINDS:
             raise ApiError(404, f"there are no {kind!r:.80}, but {', '.join(KINDS)}")
@@ -495,12 +490,8 @@ def run_server(
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(service, host=config.host, token=config.token),
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
             timeout_graceful_shutdown=2,
+            **QUIET,
         )
     )
     service.start(on_failure=lambda: setattr(server, "should_exit", True))

@@ -159,6 +159,7 @@ class TinkerService:
         self.runs: dict[str, TrainingRun] = {}
         self._futures: dict[str, Future[Result]] = {}
         self._samples: OrderedDict[str, int] = OrderedDict()  # bytes of those that are done
+        self._sample_bytes = 0  # of all of them
         self._queues: dict[str, list[Job]] = {}  # of samplers
         self._loaded: OrderedDict[str, Sampler] = OrderedDict()
         self._turns: list[str] = []  # runs and samplers, the one whose turn is next first
@@ -263,7 +264,12 @@ class TinkerService:
             raise ValueError(f"base_model must be one of {', '.join(self.bases)}, got {name!r:.80}")
         return self.bases[name]
 
-    def _run(self, run: str) -> TrainingRun:
+    def run(self, run: str) -> TrainingRun:
+        """A run by its model's id.
+
+        Raises:
+            NotFoundError: if it is not here.
+        """
         if run not in self.runs:
             raise NotFoundError(f"there is no model {run!r:.120}")
         return self.runs[run]
@@ -322,7 +328,7 @@ class TinkerService:
             ValueError: without a number.
             BusyError: if too many wait.
         """
-        found = self._run(run)
+        found = self.run(run)
         if seq is None or (seq < 1 and kind != "create_model"):
             raise ValueError(f"seq_id must be a whole number from 1 on, got {seq}")
         if seq > MOST_NUMBER:
@@ -820,8 +826,10 @@ class TinkerService:
             for job, result in zip(jobs, results, strict=True):
                 job.future.set_result(result)
                 self._samples[job.request_id] = len(result.body)
-            while sum(self._samples.values()) > KEPT_BYTES and len(self._samples) > 1:
-                oldest, _ = self._samples.popitem(last=False)
+                self._sample_bytes += len(result.body)
+            while self._sample_bytes > KEPT_BYTES and len(self._samples) > 1:
+                oldest, size = self._samples.popitem(last=False)
+                self._sample_bytes -= size
                 del self._futures[oldest]
 
     def _sampler(self, facts: Mapping[str, Any]) -> Sampler:

@@ -187,9 +187,9 @@ class RunStore:
         """Delete all but the last few weights without a name; their paths."""
         places = (self.directory / "sampler_weights").glob(f"{UNNAMED}*")
         numbered = sorted(places, key=lambda path: int(path.name.removeprefix(UNNAMED)))
-        for place in numbered[:-KEPT_UNNAMED]:
-            shutil.rmtree(place, ignore_errors=True)
         gone = numbered[:-KEPT_UNNAMED]
+        for place in gone:
+            shutil.rmtree(place, ignore_errors=True)
         return {Weights(self.run, "sampler_weights", place.name).path for place in gone}
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:

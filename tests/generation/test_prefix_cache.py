@@ -7,13 +7,11 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.prefix_cache import MIN_PREFIX
 from dschat_lora.generation.slots import SlotCache, SlotRows
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
-from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.loading import share_parameters
-from helpers.tiny import SHAPE, VOCAB, tiny_model
+from helpers.tiny import SHAPE, VOCAB, adapted, tiny_model
 from helpers.unusual import unusual_model
 
 CPU = torch.device("cpu")
@@ -30,17 +28,6 @@ def sliding_model():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Gemma3ForCausalLM(config).eval()
-
-
-def adapted(base, seed):
-    model = share_parameters(base)
-    apply_lora(model, LoraConfig(lora_dim=4), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.normal_(std=0.3, generator=generator)
-    return model.eval()
 
 
 class Served:

@@ -4,14 +4,12 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
-from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling, uniforms
 from dschat_lora.generation.slots import SlotRows, sample_each
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
-from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.loading import share_parameters
-from helpers.tiny import KINDS, SHAPE, tiny_model
+from helpers.tiny import KINDS, SHAPE, adapted, tiny_model
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(1, do_sample=False)
@@ -20,17 +18,6 @@ NUMBERS = [1, 0, 2, 1, 2, 0]
 # When each request comes, and how many tokens it wants: batches grow, shrink and grow again.
 COMES = [0, 0, 2, 3, 3, 7]
 WANTS = [12, 3, 9, 6, 14, 5]
-
-
-def adapted(base, seed):
-    model = share_parameters(base)
-    apply_lora(model, LoraConfig(lora_dim=4), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.normal_(std=0.3, generator=generator)
-    return model.eval()
 
 
 def transformers_greedy(model, prompt, count):

@@ -14,7 +14,10 @@ from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.samples import SequenceSample
+from dschat_lora.lora.model import apply_lora
+from dschat_lora.models.loading import share_parameters
 
 VOCAB, LENGTH = 61, 32
 
@@ -111,3 +114,15 @@ def changing_inputs(model, change):
 
     body.forward = changed
     return model
+
+
+def adapted(base, seed):
+    """Another model on the weights of ``base``, whose adapters change what it says."""
+    model = share_parameters(base)
+    apply_lora(model, LoraConfig(lora_dim=4), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.3, generator=generator)
+    return model.eval()
