@@ -268,6 +268,9 @@ def test_runs_that_ask_at_once_share_a_pass_and_get_what_each_gets_alone(start):
             client.forward_backward(broken, "importance_sampling")
         client.forward_backward(rows(4, 30 + number))
         client.optim_step()
+        # Factors B are no longer 0: the gradient of a layer's input is through them too.
+        client.forward_backward(rows(4, 40 + number))
+        client.optim_step()
 
     for number, kind in enumerate(kinds):
         service = start(f"alone{number}", tokens_per_device=40)
@@ -286,7 +289,7 @@ def test_runs_that_ask_at_once_share_a_pass_and_get_what_each_gets_alone(start):
     together.start()
     for client, expected in zip(clients, alone, strict=True):
         assert_same(finished(together, client), expected)
-    assert together.passes_of_several >= 4
+    assert together.passes_of_several >= 5
 
 
 def iter_steps(client, steps, seed):
