@@ -105,6 +105,12 @@ class LoadConfig:
         help="Jinja file that renders messages, in place of the tokenizer's own; saved with the "
         "result",
     )
+    fused_kernels: Literal["auto", "on", "off"] = option(
+        "auto",
+        help="compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are "
+        "found equal to them; auto: on a GPU",
+        section=PROCESSES,
+    )
     compile: bool = option(
         False,
         help="compile the model's blocks (torch.compile): slow to start, faster from then on",

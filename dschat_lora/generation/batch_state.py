@@ -1,6 +1,5 @@
 """Decoding state of a batch, with a key-value cache and without one."""
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,14 +7,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_lora.algos.segments import block_causal_mask, to_device
-from dschat_lora.generation.cuda_graphs import DecodeStep, first_cause, has_failed, run_watching
+from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attends, attention_windows, recurrent_layers
 
 ROW_BUCKETS = (8, 16, 32, 64, 128)
-COLUMN_BUCKET = 128
+COLUMN_BUCKET = 128  # columns of a step are read in multiples of it, where steps are recorded
 PROMPT_BUCKET = 64  # columns of prompts that are read at once
 
 
@@ -34,8 +33,7 @@ class CachedRows:
         buckets: round shapes up to a few.
         retains: keep the keys and values of sequences that have ended, which later prompts begin
             with.
-        record: turns a step of one shape into its replay, as what :func:`graphs_for` returns does;
-            None runs every step anew.
+        record: see :class:`RecordedSteps`; the options of sampling are part of a step.
 
     Attributes:
         sequences: which sequence each row in use holds.
@@ -53,7 +51,7 @@ class CachedRows:
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._group, self._pad_id = model, group_of(model), pad_id
-        self._buckets, self._retains, self._record = buckets, retains, record
+        self._buckets, self._retains, self._steps = buckets, retains, RecordedSteps(record)
         self._recurrent = bool(recurrent_layers(model))
         self._order: list[int] = []  # which sequence each row holds, in use or ended
         self._first: list[int] = []  # column that each sequence begins in
@@ -78,9 +76,6 @@ class CachedRows:
             for kind, shape in shapes.items()
         }
         self._responses: Responses | None = None
-        # Each shape's step of each set of options, which are part of it.
-        self._recorded: dict[tuple[Responses, int, int], DecodeStep] = {}
-        self._tried: set[tuple[Responses, int, int]] = set()
 
     def holds(self, rows: int, columns: int) -> bool:
         """Whether a batch of this size fits."""
@@ -188,30 +183,7 @@ class CachedRows:
         assert self._responses is not None
         rows, self._cache.columns = self._rounded(self._cache.rows, self._filled)
         shape = (self._responses, rows, self._cache.columns)
-        if self._record is not None and has_failed():
-            self._record = None
-            self._recorded.clear()
-        if self._record is None or shape in self._recorded:
-            self._recorded.get(shape, self.advance)()
-        elif shape not in self._tried:
-            # What a graph contains has to have run before: libraries set themselves up then. It
-            # also shows whether the step can be captured.
-            self._tried.add(shape)
-            if self._ids.device.type != "cuda":
-                self.advance()
-            elif (place := run_watching(self.advance)) is not None:
-                self._give_up(f"the model waits for the GPU at {place}")
-        else:
-            try:
-                self._recorded[shape] = self._record(self.advance)
-            except RuntimeError as error:
-                self._give_up(first_cause(error))
-            self._recorded.get(shape, self.advance)()
-
-    def _give_up(self, reason: str) -> None:
-        warnings.warn(f"decoding without CUDA graphs, more slowly: {reason}", stacklevel=2)
-        self._record = None
-        self._recorded.clear()
+        self._steps.run(shape, self.advance, self._ids.device)
 
     def advance(self) -> None:
         """One token for every row, in place."""

@@ -2,10 +2,11 @@
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -34,15 +35,18 @@ def has_failed() -> bool:
 def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
     """A function that captures a step as a CUDA graph and returns its replay, without running it.
 
-    Replays follow one another, so all graphs share one memory pool. An exception is passed on;
-    after one, steps are returned as they are, in the whole process.
+    Replays follow one another, so graphs share one memory pool, until none of them is left. An
+    exception is passed on; after one, steps are returned as they are, in the whole process.
     """
-    pool = torch.cuda.graph_pool_handle()
+    pool, alive = torch.cuda.graph_pool_handle(), WeakSet[torch.cuda.CUDAGraph]()
 
     def record(step: DecodeStep) -> DecodeStep:
         global _failed
+        nonlocal pool
         if _failed:
             return step
+        if not alive:  # torch takes a pool that its last graph has left for freed
+            pool = torch.cuda.graph_pool_handle()
         graph, stream, begun = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), False
         try:
             # Other threads may use CUDA meanwhile: those that pin memory, a user's own.
@@ -59,10 +63,57 @@ def cuda_graphs() -> Callable[[DecodeStep], DecodeStep]:
             if begun:
                 _abandon(graph, pool)
             raise
+        alive.add(graph)
         replay: DecodeStep = graph.replay
         return replay
 
     return record
+
+
+class RecordedSteps:
+    """Steps by their shape: the first of each runs as it is, is recorded then, and replayed.
+
+    Args:
+        record: turns a step of one shape into its replay, as what :func:`graphs_for` returns does;
+            None runs every step anew.
+    """
+
+    def __init__(self, record: Callable[[DecodeStep], DecodeStep] | None) -> None:
+        self._record = record
+        self._recorded: dict[Hashable, DecodeStep] = {}
+        self._tried: set[Hashable] = set()
+
+    def run(self, shape: Hashable, step: DecodeStep, device: torch.device) -> None:
+        """Run ``step``, or replay what was recorded of one of its shape."""
+        if self._record is not None and has_failed():
+            self._give_up()
+        if self._record is None or shape in self._recorded:
+            self._recorded.get(shape, step)()
+        elif shape not in self._tried:
+            # What a graph contains has to have run before: libraries set themselves up then. It
+            # also shows whether the step can be captured.
+            self._tried.add(shape)
+            if device.type != "cuda":
+                step()
+            elif (place := run_watching(step)) is not None:
+                self._give_up(f"the model waits for the GPU at {place}")
+        else:
+            try:
+                self._recorded[shape] = self._record(step)
+            except RuntimeError as error:
+                self._give_up(first_cause(error))
+            self._recorded.get(shape, step)()
+
+    def forget(self) -> None:
+        """Replay nothing of before: tensors that it refers to have moved."""
+        self._recorded.clear()
+        self._tried.clear()
+
+    def _give_up(self, reason: str | None = None) -> None:
+        if reason is not None:
+            warnings.warn(f"decoding without CUDA graphs, more slowly: {reason}", stacklevel=2)
+        self._record = None
+        self.forget()
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:

@@ -17,7 +17,7 @@ from dschat_lora.models.backbone import attends, attention_windows, recurrent_la
 # Whether models gave with our cache what they give without, where that was tried.
 TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
-_ATTENTION = "dschat_lora_decode"
+_BY_PRODUCTS, _IN_GROUPS = "dschat_lora_decode", "dschat_lora_decode_in_groups"
 # Options of attention layers without effect where a mask is given, out of training.
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
 
@@ -279,21 +279,55 @@ def _as_pair(first: Tensor, second: Tensor) -> Tensor | None:
 
 @contextmanager
 def fast_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within, layers that use "sdpa" on a CPU attend from few tokens by plain products.
+    """Within, layers that use "sdpa" attend from few tokens as is best for their device.
 
-    The fused kernel is made for many; on a CPU it took two to ten times as long for one.
+    On a CPU that is by plain products: the fused kernel is made for many tokens, and took two to
+    ten times as long for one. On a GPU keys that heads share are not copied for each of them.
     Masks must be given whole: transformers makes none for attention it does not know.
     """
     config = model.config
-    if config._attn_implementation != "sdpa" or model.device.type != "cpu":
+    if config._attn_implementation != "sdpa":
         yield
         return
-    AttentionInterface.register(_ATTENTION, attend_by_products)
+    on_cpu = model.device.type == "cpu"
+    name, attend = (_BY_PRODUCTS, attend_by_products) if on_cpu else (_IN_GROUPS, attend_in_groups)
+    AttentionInterface.register(name, attend)
     try:
-        config._attn_implementation = _ATTENTION
+        config._attn_implementation = name
         yield
     finally:
         config._attn_implementation = "sdpa"
+
+
+def attend_in_groups(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' "sdpa", to which it falls back for several tokens.
+
+    Shapes are those of :func:`attend_by_products`.
+    """
+    rows, heads, tokens, size = query.shape
+    unknown = bool(options.keys() - _WITHOUT_EFFECT)
+    if unknown or attention_mask is None or tokens > 1 or key.shape[1] == heads:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    # cuDNN's kernel takes grouped queries under a mask. The others do not: to them the heads of
+    # a key are several tokens, under one mask.
+    takes_groups = torch.cuda.get_device_capability(query.device) >= (9, 0)
+    if not takes_groups:
+        query = query.reshape(rows, key.shape[1], -1, size)
+    output = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, scale=scaling, enable_gqa=takes_groups
+    )
+    return output.reshape(rows, 1, heads, value.shape[-1]), None
 
 
 def attend_by_products(

@@ -1,6 +1,6 @@
 """Continuous batching: rows join and leave a running batch between any two tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat_lora.algos.segments import to_device
-from dschat_lora.generation.batch_state import next_logits, padded_left
+from dschat_lora.generation.batch_state import COLUMN_BUCKET, next_logits, padded_left
+from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import RecurrentStates, fast_attention, takes_cache
 from dschat_lora.generation.prefix_cache import Layers, PrefixCache, can_keep_prefixes
@@ -17,8 +18,6 @@ from dschat_lora.generation.sampling import Sampling, sample_tokens
 from dschat_lora.lora.mixed import AdapterRows
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
 from dschat_lora.models.causal_lm import fp32_logits
-
-COLUMN_BUCKET = 64  # columns by which a cache grows at least
 
 
 class SlotCache(RecurrentStates):
@@ -41,8 +40,9 @@ class SlotCache(RecurrentStates):
         """Bytes of one token's keys and values."""
         return sum(store[0, :, 0].nbytes for stores in self._layers.values() for store in stores)
 
-    def reserve(self, rows: int, columns: int) -> None:
-        """Make room for so many rows and columns."""
+    def reserve(self, rows: int, columns: int) -> bool:
+        """Make room for so many rows and columns; whether stores were moved for it."""
+        before = self._rows, self._columns
         if rows > self._rows:
             self._rows = max(rows, 2 * self._rows)
         if columns > self._columns:
@@ -55,6 +55,7 @@ class SlotCache(RecurrentStates):
             if len(state) < self._rows:
                 self._states[name] = state.new_zeros(self._rows, *state.shape[1:])
                 self._states[name][: len(state)] = state
+        return before != (self._rows, self._columns)
 
     def _grown(self, store: Tensor) -> Tensor:
         rows, heads, columns, size = store.shape
@@ -126,12 +127,16 @@ class SlotCache(RecurrentStates):
 class SlotRows:
     """A batch whose rows come and go; each row may use another adapter.
 
+    Where steps are recorded, as on a GPU, their shapes are few: rows are a power of two, those
+    that hold no sequence read and write where nobody else does.
+
     Args:
         model: in evaluation mode; whole, with a kind of attention that takes our cache.
         adapters: of the model's mixed layers; None where it has none.
         pad_id: any token.
         prefix_cache: keep keys and values of rows that have gone, for prompts that begin with
             their tokens.
+        record: see :class:`RecordedSteps`; by default CUDA graphs on a GPU.
 
     Raises:
         ValueError: if the architecture cannot decode with our cache.
@@ -144,6 +149,7 @@ class SlotRows:
         *,
         pad_id: int,
         prefix_cache: bool = True,
+        record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         windows = attention_windows(model.config)
         if windows is None or not takes_cache(model):
@@ -157,6 +163,12 @@ class SlotRows:
         self._cache = SlotCache()
         keeps = prefix_cache and can_keep_prefixes(model)
         self._prefixes = PrefixCache() if keeps else None
+        if record is None and self._device.type == "cuda":
+            record = graphs_for(model)
+        self._is_recorded, self._steps = record is not None, RecordedSteps(record)
+        # Of each row in a step: token, position and adapter; and the logits after it.
+        self._inputs = torch.zeros(3, 0, dtype=torch.int64, device=self._device)
+        self._logits = torch.zeros(0)
         self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
         # Not stacked: several adapters have the same weight, which can lie in one stack alone.
@@ -185,7 +197,7 @@ class SlotRows:
             row began with them.
         """
         numbers = range(len(prompts))
-        self._cache.reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
+        self._reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
         known = [self._take_prefix(len(self) + i, prompts[i], adapters[i]) for i in numbers]
         # Recurrent layers would take padding for tokens. Beside a whole prompt, what follows a
         # prefix would be padded to its width.
@@ -239,17 +251,40 @@ class SlotRows:
         return self._forward(ids, positions, width, adapters)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """(B, V) logits after one more token of every row."""
+        """(B, V) logits after one more token of every row; recorded ones hold until the next."""
         lengths = [*map(len, self._tokens)]
-        width = max(lengths) + 1
-        self._cache.reserve(len(lengths), width)
-        positions = to_device(torch.tensor(lengths), self._device)[:, None]
-        ids = to_device(torch.tensor(tokens), self._device)[:, None]
-        self._cache.read_tokens(positions, width)
-        logits = self._forward(ids, positions, width, self._numbers)
+        count, rows, width = len(lengths), len(lengths), max(lengths) + 1
+        if self._is_recorded:
+            rows = 1 << (rows - 1).bit_length()
+            width += -width % COLUMN_BUCKET
+        self._reserve(rows, width)
+        given = torch.zeros(3, rows, dtype=torch.int64)
+        given[:, :count] = torch.tensor([tokens, lengths, self._numbers])
+        self._inputs[:, :rows].copy_(to_device(given, self._device))
+        self._steps.run((rows, width), partial(self._advance, rows, width), self._device)
         for row, token in zip(self._tokens, tokens, strict=True):
             row.append(token)
-        return logits
+        return self._logits[:count]
+
+    def _advance(self, rows: int, width: int) -> None:
+        """One token of each of the first rows, whose inputs and logits stay where they are."""
+        ids, positions, numbers = self._inputs[:, :rows]
+        self._cache.read_tokens(positions[:, None], width)
+        logits = self._forward(ids[:, None], positions[:, None], width, numbers)
+        if not self._is_recorded:
+            self._logits = logits
+            return
+        if len(self._logits) < self._inputs.shape[1]:
+            self._logits = logits.new_zeros(self._inputs.shape[1], logits.shape[1])
+        self._logits[:rows] = logits
+
+    def _reserve(self, rows: int, columns: int) -> None:
+        """Make room; where something moves for it, nothing recorded is replayed."""
+        moved = self._cache.reserve(rows, columns)
+        if rows > self._inputs.shape[1]:
+            moved, self._inputs = True, self._inputs.new_zeros(3, rows)
+        if moved:
+            self._steps.forget()
 
     def leave(self, row: int) -> None:
         """Drop a row; the last one takes its place."""
@@ -270,10 +305,11 @@ class SlotRows:
     def clear(self) -> None:
         """Drop all rows, and free the cache and what is kept of earlier rows."""
         self._tokens, self._numbers, self._cache = [], [], SlotCache()
+        self._steps.forget()
         self._prefixes = None if self._prefixes is None else PrefixCache()
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, width: int, adapters: Sequence[int]
+        self, ids: Tensor, positions: Tensor, width: int, adapters: Sequence[int] | Tensor
     ) -> Tensor:
         """(B, V) logits after (B, T) tokens, each of which attends to its row up to itself."""
         if self._adapters is not None:

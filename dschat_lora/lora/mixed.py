@@ -26,10 +26,13 @@ class AdapterRows:
     def __init__(self, device: torch.device) -> None:
         self._rows = self._tokens = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def choose(self, numbers: Sequence[int], width: int) -> None:
-        """Set the adapter of each row of a batch that is ``width`` tokens wide."""
-        self._rows = torch.tensor(numbers, device=self._rows.device)
-        self._tokens = self._rows.repeat_interleave(width)
+    def choose(self, numbers: Sequence[int] | Tensor, width: int) -> None:
+        """Set the adapter of each row of a batch that is ``width`` tokens wide.
+
+        Of a width of 1, an int64 tensor of the device is read whenever a layer runs.
+        """
+        self._rows = torch.as_tensor(numbers, device=self._rows.device)
+        self._tokens = self._rows if width == 1 else self._rows.repeat_interleave(width)
 
     def of(self, x: Tensor) -> Tensor:
         """(len(x),) int64 adapters of a layer's input, whose rows are the batch's, or its tokens.

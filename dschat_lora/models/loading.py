@@ -33,6 +33,7 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
+from dschat_lora.models.fused import fuse_kernels
 from dschat_lora.models.stored_weights import check_whole, empty_parameters, load_parts
 from dschat_lora.models.tensor_parallel import divide
 
@@ -164,17 +165,21 @@ def load_causal_lm(
                 check_alone(model)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(located(path)[0])
-            return _with_body(model)
+            return _completed(model, config)
         model, report = auto.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_loaded(model, report["missing_keys"])
         check_alone(model)
-        return _with_body(model)
+        return _completed(model, config)
 
 
-def _with_body(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, whose ``base_model`` is what lies below its head."""
+def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """The model by few kernels, whose ``base_model`` is what lies below its head."""
+    if config.fused_kernels == "on" or (
+        config.fused_kernels == "auto" and torch.cuda.is_available()
+    ):
+        fuse_kernels(model, on_cpu=config.fused_kernels == "on")
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
     return model

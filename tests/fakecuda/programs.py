@@ -19,13 +19,18 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles 
 from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
 from benchmarks.parts.tensor_memory import divided_among
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.slots import SlotRows
+from dschat_lora.lora.mixed import AdapterRows, mix_adapters
+from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.blocks import compile_blocks, offload_inputs, recompute_blocks
+from dschat_lora.models.loading import share_parameters
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
@@ -165,6 +170,30 @@ def decode(
             more = {"warned": warned, "left": left, "holds": holds, "logits": [*kinds]}
             found.append(noted(watch) | more)
         return found
+
+
+def serve(shape, *, layers, card="h200", adapters=2, steps=40):
+    """Steps of three requests, of which the first leaves after ten, with as many adapters."""
+    size = replace(shapes.SHAPES[shape], num_layers=layers)
+    with fake_cuda(card) as watch, warnings.catch_warnings(record=True) as told:
+        watch.truth = False
+        model = shapes.random_base(size, dtype=torch.bfloat16, device=CUDA).eval()
+        model.requires_grad_(False)
+        numbers = AdapterRows(CUDA)
+        copies = [share_parameters(model) for _ in range(adapters)]
+        for copy in copies:
+            apply_lora(copy, LoraConfig(lora_dim=8), seed=0)
+        mix_adapters(model, copies, rows=numbers)
+        rows = SlotRows(model, numbers, pad_id=1)
+        with torch.no_grad(), rows.kernels():
+            rows.join([[5] * 20, [6] * 30, [7] * 100], [0, 1, adapters])
+            watch.start()
+            for number in range(steps):
+                rows.step([8] * len(rows))
+                if number == 9:
+                    rows.leave(0)
+        warned = [str(each.message) for each in told if "CUDA graphs" in str(each.message)]
+        return noted(watch) | {"warned": warned}
 
 
 def planned(longest, asked):

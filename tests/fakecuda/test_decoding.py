@@ -82,3 +82,12 @@ def test_cudnn_plans_attention_where_it_is_asked_for_and_for_few_shapes(fake_dev
     # buckets of 128 columns.
     found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=True)
     assert found == [[1, 128], [1, 256], [64, 64], [128, 128], [192, 192], [248, 248]]
+
+
+def test_requests_that_come_and_go_replay_steps(fake_device):
+    found = fake_device.run("fakecuda.programs:serve", shape="opt-1.3b", layers=2)
+    assert found["warned"] == []
+    # Three requests in four rows, then two in two up to 128 columns, and in a larger cache; the
+    # first step of each shape runs as it is.
+    assert (found["graphs"], found["replays"]) == (3, 9 + 17 + 11)
+    assert set(found["waits"]) == {"synchronize  dschat_lora/generation/cuda_graphs.py:53 record"}

@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -27,6 +26,7 @@ from dschat_lora.generation.kv_cache import fast_attention, takes_cache
 from dschat_lora.generation.sampling import Responses, Sampling, keep_top, sample_tokens, uniforms
 from dschat_lora.lora.model import adapter_layers, adapters_disabled, apply_lora
 from dschat_lora.models.loading import share_parameters
+from helpers.tape import Tape
 from helpers.tiny import KINDS, VOCAB, tiny_model
 
 CPU = torch.device("cpu")
@@ -398,34 +398,6 @@ def test_what_does_not_fit_the_positions_is_refused():
     assert run(model, [prompt], GREEDY) == [[generated(model, prompt, 12)]]
     with pytest.raises(AssertionError, match="53 tokens and 12 new ones exceed the model's 64"):
         run(model, [[5], [5, *prompt]], GREEDY)
-
-
-class Tape(TorchDispatchMode):
-    """What a CUDA graph is to a GPU: the operations of one step, to be run again as they were."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.operations = []
-        with self:
-            step()
-        self.fresh = True
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        assert "local_scalar" not in str(operation), "a step waits for its numbers"
-        output = operation(*args, **(kwargs or {}))
-        self.operations.append((operation, args, kwargs or {}, output))
-        return output
-
-    def __call__(self):
-        if self.fresh:
-            # A graph only records at first; the tape has already run what it recorded.
-            self.fresh = False
-            return
-        known = {}
-        for operation, args, kwargs, recorded in self.operations:
-            args, kwargs = tree_map(lambda x: known.get(id(x), x), (args, kwargs))
-            output = operation(*args, **kwargs)
-            tree_map(lambda old, new: known.__setitem__(id(old), new), recorded, output)
 
 
 def rows_of(model, prompts, sampling, seeds, eos_ids=(), **options):

@@ -9,6 +9,7 @@ from dschat_lora.generation.sampling import Sampling, uniforms
 from dschat_lora.generation.slots import SlotRows, sample_each
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.models.loading import share_parameters
+from helpers.tape import Tape
 from helpers.tiny import KINDS, SHAPE, adapted, tiny_model
 
 CPU = torch.device("cpu")
@@ -61,13 +62,26 @@ def continuous(rows, samplings, numbers=NUMBERS, *, draws=None):
     return said
 
 
+@pytest.fixture(params=["as they are", "recorded"])
+def record(request, monkeypatch):
+    """What records steps, in shapes of few columns; None."""
+    if request.param == "as they are":
+        yield None
+        return
+    monkeypatch.setattr("dschat_lora.generation.slots.COLUMN_BUCKET", 8)
+    tapes = []
+    yield lambda step: tapes.append(Tape(step)) or tapes[-1]
+    assert len(tapes) > 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_come_and_go_with_their_adapters_say_what_transformers_generates(kind):
+def test_rows_that_come_and_go_with_their_adapters_say_what_transformers_generates(kind, record):
     base = tiny_model(kind)
     models = [adapted(base, seed) for seed in range(2)]
     model, chosen = share_parameters(base), AdapterRows(CPU)
     mix_adapters(model, models, rows=chosen)
-    said = continuous(SlotRows(model.eval(), chosen, pad_id=0), [GREEDY] * len(PROMPTS))
+    rows = SlotRows(model.eval(), chosen, pad_id=0, record=record)
+    said = continuous(rows, [GREEDY] * len(PROMPTS))
     for prompt, number, count, tokens in zip(PROMPTS, NUMBERS, WANTS, said, strict=True):
         assert tokens == transformers_greedy([base, *models][number], prompt, count)
 
@@ -87,11 +101,11 @@ _SMALL = SHAPE | {"initializer_range": 0.3}
 
 
 @pytest.mark.parametrize("kind", SLIDING)
-def test_sliding_windows_move_with_each_row(kind):
+def test_sliding_windows_move_with_each_row(kind, record):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = SLIDING[kind]().eval()
-    said = continuous(SlotRows(model, pad_id=0), [GREEDY] * len(PROMPTS))
+    said = continuous(SlotRows(model, pad_id=0, record=record), [GREEDY] * len(PROMPTS))
     for prompt, count, tokens in zip(PROMPTS, WANTS, said, strict=True):
         assert tokens == transformers_greedy(model, prompt, count)
 

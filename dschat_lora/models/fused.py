@@ -1,0 +1,157 @@
+"""RMSNorm and rotary embeddings in few kernels, where transformers has many operations."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_AGREES = 1e-5  # relative error in fp32 that is rounding
+_ROTARY = "apply_rotary_pos_emb"  # in the module of a model's attention
+
+
+def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
+    """Compute norms and rotations of a model by fewer kernels on a GPU, in training and decoding.
+
+    A class of norms, and a function that rotates, is replaced if it gives the same on random
+    numbers; others, and what is on a CPU, compute as before. What is 16 bits wide is rounded once
+    where it was rounded two or three times.
+
+    Args:
+        model: from transformers; changed in place, weights and their names are not.
+        on_cpu: compute so on a CPU too, where it is hardly faster.
+
+    Returns:
+        the names of what was replaced.
+    """
+    classes: dict[type[nn.Module], type[nn.Module] | None] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in classes:
+            classes[kind] = _fused_norm(module, on_cpu) if "RMSNorm" in kind.__name__ else None
+        if (fused := classes[kind]) is not None:
+            module.__class__ = fused
+    found = [kind.__name__ for kind, fused in classes.items() if fused is not None]
+    for home in {sys.modules[kind.__module__] for kind in classes}:
+        rotate = vars(home).get(_ROTARY)
+        if rotate is not None and isinstance(rotate, _Rotate):
+            rotate.on_cpu |= on_cpu
+        elif rotate is not None and _is_rotation(rotate):
+            vars(home)[_ROTARY] = _Rotate(rotate, on_cpu)
+        else:
+            continue
+        found.append(f"{home.__name__}.{_ROTARY}")
+    return found
+
+
+def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
+    """A class that computes as ``norm`` does by torch's own kernel; None where none would."""
+    kind, weight = type(norm), norm._parameters.get("weight")
+    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
+    eps = getattr(norm, name, None)
+    if weight is None or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    x, scale = _numbers(2, len(weight))
+    probe = kind.__new__(kind)
+    vars(probe).update(vars(norm), _parameters={"weight": nn.Parameter(scale, requires_grad=False)})
+    try:
+        expected = kind.forward(probe, x)
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # one that takes more than a tensor
+    offsets = [n for n in (0, 1) if _agree(F.rms_norm(x, x.shape, n + scale, eps), expected)]
+    if not offsets:
+        return None
+
+    def forward(self: Any, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        weight, eps = self.weight, getattr(self, name)
+        if rest or options or x.dtype != weight.dtype or not (x.is_cuda or on_cpu):
+            return kind.forward(self, x, *rest, **options)  # type: ignore[no-any-return]
+        if offsets[0]:  # as Gemma's
+            return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+class _Rotate:
+    """transformers' ``apply_rotary_pos_emb`` by fewer kernels, where they compute what it does."""
+
+    def __init__(self, plain: Callable[..., tuple[Tensor, Tensor]], on_cpu: bool) -> None:
+        self.plain, self.on_cpu = plain, on_cpu
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        alike = q.dtype == k.dtype == cos.dtype == sin.dtype
+        whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]
+        dim = rest[0] if rest else options.get("unsqueeze_dim", 1)
+        known = len(rest) <= 1 and not options.keys() - {"unsqueeze_dim"} and isinstance(dim, int)
+        fits = alike and whole and known and cos.dim() == 3 and not torch.compiler.is_compiling()
+        if not (fits and (q.is_cuda or self.on_cpu)):
+            return self.plain(q, k, cos, sin, *rest, **options)
+        cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+        both = _adjacent(q, k) if dim == 1 else None
+        if both is None:
+            return _rotated(q, cos, sin), _rotated(k, cos, sin)
+        queries, keys = _rotated(both, cos, sin).split([q.shape[1], k.shape[1]], dim=1)
+        return queries, keys
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        half = sin.shape[-1] // 2
+        # Its transpose: the other way round, each half by the sines of the other.
+        return _rotated(grads[0], cos, -sin.roll(half, -1)), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x cos + (-x2, x1) sin``, of the halves x1 and x2 of the last dimension."""
+    half = x.shape[-1] // 2
+    output = x * cos
+    output[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    output[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return output
+
+
+def _adjacent(q: Tensor, k: Tensor) -> Tensor | None:
+    """(B, heads + key heads, T, D) view of both where they are parts of one product, else None."""
+    if (
+        q.stride() != k.stride()
+        or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr()
+        or k.storage_offset() - q.storage_offset() != q.shape[1] * q.stride(1)
+    ):
+        return None
+    shape = (q.shape[0], q.shape[1] + k.shape[1], *q.shape[2:])
+    return q.as_strided(shape, q.stride(), q.storage_offset())
+
+
+def _is_rotation(rotate: Callable[..., Any]) -> bool:
+    q, k = _numbers(2, 3, 5, 8), _numbers(2, 1, 5, 8)
+    cos, sin = _numbers(2, 2, 5, 8)
+    try:
+        expected = rotate(q, k, cos, sin)
+        pairs = zip((q, k), expected, strict=True)
+        return all(_agree(_rotated(x, cos[:, None], sin[:, None]), y) for x, y in pairs)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False  # one with other arguments
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    alike = found.shape == expected.shape and found.dtype == expected.dtype
+    return alike and bool((found - expected).norm() <= _AGREES * expected.norm())
