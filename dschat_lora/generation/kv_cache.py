@@ -319,14 +319,9 @@ def attend_in_groups(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
-    # cuDNN's kernel takes grouped queries under a mask. The others do not: to them the heads of
-    # a key are several tokens, under one mask.
-    takes_groups = torch.cuda.get_device_capability(query.device) >= (9, 0)
-    if not takes_groups:
-        query = query.reshape(rows, key.shape[1], -1, size)
-    output = F.scaled_dot_product_attention(
-        query, key, value, attention_mask, scale=scaling, enable_gqa=takes_groups
-    )
+    # To most kernels that take a mask the heads of a key are several tokens, under one mask.
+    query = query.reshape(rows, key.shape[1], -1, size)
+    output = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
     return output.reshape(rows, 1, heads, value.shape[-1]), None
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_MM_TAKES_TYPE = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
+
 
 class LoraLinear(nn.Module):
     """``x -> x W^T + b + scaling * dropout(x) A^T B^T`` with W frozen.
@@ -145,6 +147,19 @@ def lora_linear(
     )
 
 
+def scaled_product(first: Tensor, second: Tensor, scaling: float) -> Tensor:
+    """``scaling * first @ second`` of (n, k) and (k, m), scaled in the accumulator."""
+    output = first.new_empty(len(first), second.shape[1])
+    return output.addmm_(first, second, beta=0, alpha=scaling)
+
+
+def product_as(dtype: torch.dtype, first: Tensor, second: Tensor) -> Tensor:
+    """``first @ second`` in another type; on a GPU float32 is not rounded to 16 bits before."""
+    if _MM_TAKES_TYPE and first.is_cuda and dtype == torch.float32 and first.dtype.itemsize == 2:
+        return torch.mm(first, second, out_dtype=dtype)
+    return (first @ second).to(dtype)
+
+
 class _LoraLinear(torch.autograd.Function):
     """Products of matrices: the leading dimensions of ``x`` are one."""
 
@@ -170,8 +185,8 @@ class _LoraLinear(torch.autograd.Function):
         output = F.linear(rows, values.t() if transposed else values, bias)
         del values
         adapted = rows if keep is None else rows * keep.reshape(rows.shape)
-        inner = F.linear(adapted, down.to(x.dtype))
-        output.addmm_(inner, up.to(x.dtype).t(), alpha=scaling)
+        inner = scaled_product(adapted, down.to(x.dtype).t(), scaling)
+        output.addmm_(inner, up.to(x.dtype).t())
         ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, keep, inner)
         ctx.scaling, ctx.transposed, ctx.state = scaling, transposed, state
         ctx.types = lora_A.dtype, lora_B.dtype
@@ -188,7 +203,7 @@ class _LoraLinear(torch.autograd.Function):
         rows, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
         if keep is not None:
             keep = keep.reshape(rows.shape)
-        grad_inner = (grad @ up.to(grad.dtype)).mul_(ctx.scaling)
+        grad_inner = scaled_product(grad, up.to(grad.dtype), ctx.scaling)
         grad_x = grad_a = grad_b = None
         if wants_x:
             # Unpacked again: kept, the values would take the room that four bits save.
@@ -202,9 +217,9 @@ class _LoraLinear(torch.autograd.Function):
             grad_x = grad_x.view(x.shape)
         if wants_a:
             adapted = rows if keep is None else rows * keep
-            grad_a = (grad_inner.t() @ adapted).to(ctx.types[0])
+            grad_a = product_as(ctx.types[0], grad_inner.t(), adapted)
         if wants_b:
-            grad_b = (grad.t() @ inner).mul_(ctx.scaling).to(ctx.types[1])
+            grad_b = product_as(ctx.types[1], grad.t(), inner)
         grad_bias = grad.sum(0) if wants_bias else None
         grad_matrix = grad.t() @ rows if wants_weight else None
         if grad_matrix is not None and ctx.transposed:

@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dschat_lora.lora.layers import LoraLinear, conv1d, is_transposed, values_of
+from dschat_lora.lora.layers import (
+    LoraLinear,
+    conv1d,
+    is_transposed,
+    product_as,
+    scaled_product,
+    values_of,
+)
 
 # Rows of a part, one behind the other, and the adapter's layer; None where it has none here.
 Part = tuple[int, LoraLinear | None]
@@ -70,8 +77,8 @@ class _SharedLoraLinear(torch.autograd.Function):
                 continue
             down, up = next(pairs), next(pairs)
             output = F.linear(own, values.t() if transposed else values, bias)
-            inners.append(F.linear(own, down.to(x.dtype)))
-            outputs.append(output.addmm_(inners[-1], up.to(x.dtype).t(), alpha=scaling))
+            inners.append(scaled_product(own, down.to(x.dtype).t(), scaling))
+            outputs.append(output.addmm_(inners[-1], up.to(x.dtype).t()))
         ctx.save_for_backward(x, weight, *factors, *inners)
         ctx.transposed, ctx.parts, ctx.factors = transposed, parts, len(factors)
         whole = torch.cat(outputs)
@@ -91,11 +98,11 @@ class _SharedLoraLinear(torch.autograd.Function):
             grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
             if scaling is not None:
                 down, up, inner = next(pairs), next(pairs), next(inners)
-                grad_inner = (grad @ up.to(grad.dtype)).mul_(scaling)
+                grad_inner = scaled_product(grad, up.to(grad.dtype), scaling)
                 if grad_x is not None:
                     grad_x.addmm_(grad_inner, down.to(grad.dtype))
-                found.append((grad_inner.t() @ rows).to(down.dtype))
-                found.append((grad.t() @ inner).mul_(scaling).to(up.dtype))
+                found.append(product_as(down.dtype, grad_inner.t(), rows))
+                found.append(product_as(up.dtype, grad.t(), inner))
             grads_x.append(grad_x)
         whole = None
         if ctx.needs_input_grad[0]:

@@ -156,7 +156,7 @@ def varlen_attend(
     # Versions without the option always take grouped queries.
     has_option = "enable_gqa" in _options(function)
     grouped = {"enable_gqa": key.shape[1] != query.shape[1]} if has_option else {}
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if spans.keys is not None:
         key, value = (x.index_select(0, spans.keys) for x in (key, value))
     # Where queries are fewer than keys the kernel takes them for the last ones.

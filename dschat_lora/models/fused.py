@@ -110,31 +110,35 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        half = sin.shape[-1] // 2
-        # Its transpose: the other way round, each half by the sines of the other.
-        return _rotated(grads[0], cos, -sin.roll(half, -1)), None, None
+        return _rotated(grads[0], *ctx.saved_tensors, transposed=True), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x cos + (-x2, x1) sin``, of the halves x1 and x2 of the last dimension."""
-    half = x.shape[-1] // 2
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False) -> Tensor:
+    """``x cos + (-x2, x1) sin``, of the halves x1 and x2 of the last dimension; or its transpose.
+
+    That is what a gradient takes: the other way round, each half by the sines of the other.
+    """
+    (x1, x2), (first, second) = x.chunk(2, -1), sin.chunk(2, -1)
     output = x * cos
-    output[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    output[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    y1, y2 = output.chunk(2, -1)
+    to_first, to_second = (second, first) if transposed else (first, second)
+    y1.addcmul_(x2, to_first, value=1 if transposed else -1)
+    y2.addcmul_(x1, to_second, value=-1 if transposed else 1)
     return output
 
 
 def _adjacent(q: Tensor, k: Tensor) -> Tensor | None:
     """(B, heads + key heads, T, D) view of both where they are parts of one product, else None."""
-    if (
-        q.stride() != k.stride()
-        or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr()
-        or k.storage_offset() - q.storage_offset() != q.shape[1] * q.stride(1)
-    ):
+    rows, heads, tokens, size = q.shape
+    row, _, token, _ = q.stride()
+    for x in (q, k):  # as they lie, but for dimensions of one entry
+        places = zip(x.shape, x.stride(), (row, size, token, 1), strict=True)
+        if any(count > 1 and step != expected for count, step, expected in places):
+            return None
+    beside = k.storage_offset() - q.storage_offset() == heads * size
+    if not beside or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
         return None
-    shape = (q.shape[0], q.shape[1] + k.shape[1], *q.shape[2:])
-    return q.as_strided(shape, q.stride(), q.storage_offset())
+    return q.as_strided((rows, heads + k.shape[1], tokens, size), (row, size, token, 1))
 
 
 def _is_rotation(rotate: Callable[..., Any]) -> bool:
