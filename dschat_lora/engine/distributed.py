@@ -199,8 +199,8 @@ def device() -> torch.device:
 def choose_attention_kernels() -> None:
     """Do without cuDNN's attention, unless TORCH_CUDNN_SDPA_DEPRIORITIZED, torch's own, is 0.
 
-    Where torch prefers it, on compute capability 9 and 10, each new shape is planned for half a
-    second, and rows have many.
+    Where torch prefers it, on compute capability 9 and 10, each new shape is planned for up to
+    half a second, and rows have many. Steps of decoding have few, and take it in any case.
     """
     asked = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "0"
     torch.backends.cuda.enable_cudnn_sdp(asked)

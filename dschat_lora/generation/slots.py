@@ -127,7 +127,7 @@ class SlotCache(RecurrentStates):
 class SlotRows:
     """A batch whose rows come and go; each row may use another adapter.
 
-    Where steps are recorded, as on a GPU, their shapes are few: rows are a power of two, those
+    Where steps are recorded, and on a GPU, their shapes are few: rows are a power of two, those
     that hold no sequence read and write where nobody else does.
 
     Args:
@@ -165,7 +165,8 @@ class SlotRows:
         self._prefixes = PrefixCache() if keeps else None
         if record is None and self._device.type == "cuda":
             record = graphs_for(model)
-        self._is_recorded, self._steps = record is not None, RecordedSteps(record)
+        self._has_few_shapes = record is not None or self._device.type == "cuda"
+        self._steps = RecordedSteps(record)
         # Of each row in a step: token, position and adapter; and the logits after it.
         self._inputs = torch.zeros(3, 0, dtype=torch.int64, device=self._device)
         self._logits = torch.zeros(0)
@@ -254,7 +255,7 @@ class SlotRows:
         """(B, V) logits after one more token of every row; recorded ones hold until the next."""
         lengths = [*map(len, self._tokens)]
         count, rows, width = len(lengths), len(lengths), max(lengths) + 1
-        if self._is_recorded:
+        if self._has_few_shapes:
             rows = 1 << (rows - 1).bit_length()
             width += -width % COLUMN_BUCKET
         self._reserve(rows, width)
@@ -271,7 +272,7 @@ class SlotRows:
         ids, positions, numbers = self._inputs[:, :rows]
         self._cache.read_tokens(positions[:, None], width)
         logits = self._forward(ids[:, None], positions[:, None], width, numbers)
-        if not self._is_recorded:
+        if not self._has_few_shapes:
             self._logits = logits
             return
         if len(self._logits) < self._inputs.shape[1]:

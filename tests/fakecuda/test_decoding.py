@@ -75,9 +75,10 @@ def test_after_a_failed_capture_numbers_are_drawn_and_no_graph_of_before_is_repl
     assert after == [0, 0, 0]
 
 
-def test_cudnn_plans_attention_where_it_is_asked_for_and_for_few_shapes(fake_device):
+def test_cudnn_plans_attention_of_steps_and_where_it_is_asked_for_of_prompts(fake_device):
     longest = [50, 65, 70, 100, 127, 128, 129, 200]
-    assert fake_device.run("fakecuda.programs:planned", longest=longest, asked=False) == []
+    found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=False)
+    assert found == [[1, 128], [1, 256]]
     # Prompts up to multiples of 64, but the last of which the cache has room for 248; steps by
     # buckets of 128 columns.
     found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=True)

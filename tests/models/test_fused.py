@@ -1,0 +1,121 @@
+"""Norms and rotary embeddings by fewer kernels, against transformers' own operations."""
+
+import copy
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from dschat_lora.generation.fast_linears import FastLinears
+from dschat_lora.models.fused import fuse_kernels
+from helpers.kinds import tiny_config
+from helpers.tiny import adapted, tiny_model
+
+KINDS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi", "olmo2", "qwen3_moe"]
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Makes a tiny model; what rotates for its type is put back afterwards."""
+
+    def make(kind):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        home = sys.modules[type(model).__module__]
+        if hasattr(home, "apply_rotary_pos_emb"):
+            monkeypatch.setattr(home, "apply_rotary_pos_emb", home.apply_rotary_pos_emb)
+        return model
+
+    return make
+
+
+def values_of(model):
+    """Logits with and without gradients, and the gradients of all parameters."""
+    ids = torch.arange(34).view(2, 17) % 40 + 5
+    model.zero_grad()
+    output = model(ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        return {"logits": output.logits, "evaluated": model(ids).logits} | gradients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients_are_those_of_plain_operations(kind, plain):
+    model = plain(kind)
+    expected, names = values_of(model), [*model.state_dict()]
+    found = fuse_kernels(model, on_cpu=True)
+    rotates = [name for name in found if name.endswith("apply_rotary_pos_emb")]
+    assert len(rotates) == 1
+    assert (len(found) > 1) == (kind != "phi"), "phi has layer norms"
+    assert [*model.state_dict()] == names
+    assert {type(m).__name__ for m in model.modules() if "RMSNorm" in type(m).__name__} <= {*found}
+    for values in (values_of(model), values_of(copy.deepcopy(model))):
+        for name, value in expected.items():
+            error = (values[name] - value).norm() / value.norm()
+            assert error < 1e-5, name
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is not a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[str(operation.overloadpacket).removeprefix("aten.")] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_queries_and_keys_of_one_product_are_rotated_together(tokens, plain):
+    plain("qwen2")  # which puts back what rotates
+    model = adapted(tiny_model("qwen2"), 0)
+    ids = torch.arange(2 * tokens).view(2, tokens) + 5
+    expected = model(ids).logits
+    fuse_kernels(model, on_cpu=True)
+    layers = model.config.num_hidden_layers
+    for stacked, rotations in ((False, 2), (True, 1)):
+        with FastLinears(model, stacked=stacked).in_use(), Operations() as seen:
+            found = model(ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert seen.counts["addcmul_"] == 2 * rotations * layers
+
+
+@pytest.mark.parametrize("kind", ["glm4", "cohere"])
+def test_what_computes_something_else_is_left_as_it_is(kind, plain):
+    model = plain(kind)
+    home = sys.modules[type(model).__module__]
+    rotate, before = home.apply_rotary_pos_emb, values_of(model)
+    fuse_kernels(model, on_cpu=True)
+    assert home.apply_rotary_pos_emb is rotate
+    after = values_of(model)
+    assert all(torch.allclose(after[name], value, atol=1e-5) for name, value in before.items())
+
+
+def test_a_cpu_computes_as_before_unless_it_is_asked_to(plain):
+    model = plain("llama")
+    expected = values_of(model)
+    assert fuse_kernels(model)
+    assert all(torch.equal(value, expected[name]) for name, value in values_of(model).items())
+
+
+def test_a_norm_that_is_given_more_than_its_input_computes_by_itself(plain):
+    model = plain("llama")
+
+    class GatedRMSNorm(type(model.model.norm)):
+        def forward(self, x, gate=None):
+            x = super().forward(x)
+            return x if gate is None else x * gate
+
+    model.model.norm.__class__ = GatedRMSNorm
+    fuse_kernels(model, on_cpu=True)
+    x = torch.randn(3, model.config.hidden_size)
+    assert torch.allclose(model.model.norm(x, 2.0), 2 * model.model.norm(x), atol=1e-6)
