@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_MM_TAKES_TYPE = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
+_MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype")  # since torch 2.8
 
 
 class LoraLinear(nn.Module):

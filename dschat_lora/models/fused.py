@@ -68,7 +68,7 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
     def forward(self: Any, x: Tensor, *rest: Any, **options: Any) -> Tensor:
         weight, eps = self.weight, getattr(self, name)
         if rest or options or x.dtype != weight.dtype or not (x.is_cuda or on_cpu):
-            return kind.forward(self, x, *rest, **options)  # type: ignore[no-any-return]
+            return kind.forward(self, x, *rest, **options)
         if offsets[0]:  # as Gemma's
             return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -89,16 +89,17 @@ class _Rotate:
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]
         dim = rest[0] if rest else options.get("unsqueeze_dim", 1)
         known = len(rest) <= 1 and not options.keys() - {"unsqueeze_dim"} and isinstance(dim, int)
-        fits = alike and whole and known and cos.dim() == 3 and not torch.compiler.is_compiling()
-        if not (fits and (q.is_cuda or self.on_cpu)):
+        fits = alike and whole and known and cos.dim() == 3 and (q.is_cuda or self.on_cpu)
+        if not fits or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self.plain(q, k, cos, sin, *rest, **options)
         cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+            rotate: Any = _Rotation.apply
+            return rotate(q, cos, sin), rotate(k, cos, sin)
         both = _adjacent(q, k) if dim == 1 else None
         if both is None:
             return _rotated(q, cos, sin), _rotated(k, cos, sin)
-        queries, keys = _rotated(both, cos, sin).split([q.shape[1], k.shape[1]], dim=1)
+        queries, keys = torch.split(_rotated(both, cos, sin), [q.shape[1], k.shape[1]], dim=1)
         return queries, keys
 
 

@@ -26,6 +26,7 @@ STEP1_FLAGS = """
     expert_lora_dim expert_lora_alpha expert_learning_rate router_aux_loss_coef
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation base_bits
     trust_remote_code add_eot_token eot_token chat_template compile compute_fp32_loss
+    fused_kernels
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
     modules_to_save enable_lora only_optimize_lora
     resume_from_checkpoint save_interval save_minutes save_total_limit

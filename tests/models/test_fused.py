@@ -119,3 +119,42 @@ def test_a_norm_that_is_given_more_than_its_input_computes_by_itself(plain):
     fuse_kernels(model, on_cpu=True)
     x = torch.randn(3, model.config.hidden_size)
     assert torch.allclose(model.model.norm(x, 2.0), 2 * model.model.norm(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", ["apart", "one behind the other", "with a gap"])
+@pytest.mark.parametrize("rotary", [8, 4])
+def test_rotations_of_any_sines_and_places_are_those_of_the_function(rotary, shared, plain):
+    model = plain("gpt_neox")  # whose function rotates the first entries alone, where cos has fewer
+    home = sys.modules[type(model).__module__]
+    rotate = home.apply_rotary_pos_emb
+    fuse_kernels(model, on_cpu=True)
+    assert home.apply_rotary_pos_emb is not rotate
+    drawn = torch.randn(2, 5, 6 * 8)
+    parts = {"apart": (0, 16), "one behind the other": (0, 32), "with a gap": (0, 40)}[shared]
+    q, k = (drawn[..., at : at + n].view(2, 5, -1, 8) for at, n in zip(parts, (32, 8), strict=True))
+    if shared == "apart":
+        q, k = q.clone(), k.clone()
+    cos, sin = torch.randn(2, 2, 5, rotary)
+    grads = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8)
+    with torch.no_grad():
+        pairs = [
+            f(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+            for f in (rotate, home.apply_rotary_pos_emb)
+        ]
+    leaves = [[x.clone().requires_grad_() for x in (q, k)] for _ in range(2)]
+    for (q, k), f in zip(leaves, (rotate, home.apply_rotary_pos_emb), strict=True):
+        outputs = f(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        torch.autograd.backward(outputs, grads)
+    for expected, found in zip(*pairs, strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
+    for expected, found in zip(*leaves, strict=True):
+        assert torch.allclose(found.grad, expected.grad, atol=1e-6)
+
+
+def test_a_norm_of_weights_of_another_type_computes_by_itself(plain):
+    model = plain("llama")
+    norm, x = model.model.norm, torch.randn(3, model.config.hidden_size).bfloat16()
+    expected = norm(x)
+    fuse_kernels(model, on_cpu=True)
+    assert norm(x).dtype == expected.dtype == torch.float32
+    assert torch.equal(norm(x), expected)
