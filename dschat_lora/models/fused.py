@@ -55,7 +55,7 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
     if weight is None or weight.dim() != 1 or not isinstance(eps, float):
         return None
     x, scale = _numbers(2, len(weight))
-    probe = kind.__new__(kind)
+    probe: Any = nn.Module.__new__(kind)
     vars(probe).update(vars(norm), _parameters={"weight": nn.Parameter(scale, requires_grad=False)})
     try:
         expected = kind.forward(probe, x)
