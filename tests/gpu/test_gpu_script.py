@@ -1,7 +1,6 @@
 """What only a GPU shows: ``pytest -m gpu`` on a machine that has one."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,13 +17,8 @@ pytestmark = [
 ]
 
 
-def test_checks_of_the_gpu_script_hold_on_this_gpu(tmp_path):
-    environment = os.environ | {"PYTHON": sys.executable, "BENCH_OUTPUT": str(tmp_path)}
-    # The other tests hide the GPUs, from their own processes and from those they start.
-    hidden = environment.pop("DSCHAT_LORA_GPUS")
-    del environment["DS_ACCELERATOR"], environment["CUDA_VISIBLE_DEVICES"]
-    if hidden != "all":
-        environment["CUDA_VISIBLE_DEVICES"] = hidden
+def test_checks_of_the_gpu_script_hold_on_this_gpu(tmp_path, gpu_environment):
+    environment = gpu_environment | {"PYTHON": sys.executable, "BENCH_OUTPUT": str(tmp_path)}
     result = subprocess.run([str(SCRIPT), *PARTS], env=environment, check=False)
     assert result.returncode == 0
     (stored,) = tmp_path.glob("*.json")

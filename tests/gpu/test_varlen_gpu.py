@@ -17,13 +17,8 @@ pytestmark = [
 ]
 
 
-def test_one_call_a_layer_rounds_no_more_than_a_dense_mask_and_waits_for_nothing():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
-    # The other tests hide the GPUs, from their own processes and from those they start.
-    hidden = environment.pop("DSCHAT_LORA_GPUS")
-    del environment["DS_ACCELERATOR"], environment["CUDA_VISIBLE_DEVICES"]
-    if hidden != "all":
-        environment["CUDA_VISIBLE_DEVICES"] = hidden
+def test_one_call_a_layer_rounds_no_more_than_a_dense_mask_and_waits_for_nothing(gpu_environment):
+    environment = gpu_environment | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
     script = [sys.executable, str(HERE / "varlen_main.py")]
     result = subprocess.run(script, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     for entry in json.loads(result.stdout):

@@ -1,0 +1,14 @@
+"""What the tests for a GPU share."""
+
+import os
+
+import pytest
+
+
+@pytest.fixture
+def gpu_environment():
+    """Of a process that sees the GPUs, which other tests hide."""
+    environment = dict(os.environ)
+    hidden = environment.pop("DSCHAT_LORA_GPUS")
+    del environment["DS_ACCELERATOR"], environment["CUDA_VISIBLE_DEVICES"]
+    return environment if hidden == "all" else environment | {"CUDA_VISIBLE_DEVICES": hidden}

@@ -1,0 +1,72 @@
+"""Compares fused kernels and replayed steps with plain ones on a GPU, as JSON."""
+
+import json
+import sys
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dschat_lora.generation.slots import SlotRows
+from dschat_lora.models.fused import fuse_kernels
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "initializer_range": 0.2,
+}
+
+
+def llama(dtype=torch.float32):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).to("cuda", dtype).eval()
+
+
+def values_of(model):
+    ids = torch.arange(200, device="cuda").view(2, 100)
+    model.zero_grad()
+    output = model(ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    gradient = torch.cat([p.grad.flatten().float() for p in model.parameters()])
+    return output.logits.detach().float(), gradient
+
+
+def error(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def compare_values():
+    exact, rounded, fused = values_of(llama()), values_of(llama(torch.bfloat16)), []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = llama(dtype)
+        fuse_kernels(model)
+        fused.append(values_of(model))
+    plain = [error(found, of_fp32) for found, of_fp32 in zip(rounded, exact, strict=True)]
+    errors = [
+        [error(found, of_fp32) for found, of_fp32 in zip(values, exact, strict=True)]
+        for values in fused
+    ]
+    return {"fp32": errors[0], "bf16": errors[1], "bf16 as it is": plain}
+
+
+def compare_steps():
+    model = llama()
+    fuse_kernels(model)
+    prompts = [[5] * 20, [6] * 30, [7] * 100]
+    logits = []
+    for record in (None, lambda step: step):
+        rows, found = SlotRows(model, pad_id=0, record=record), []
+        with torch.inference_mode(), rows.kernels():
+            rows.join(prompts, [0] * 3)
+            for number in range(40):
+                found.append(rows.step([number + 8] * len(rows)).clone())
+                if number == 9:
+                    rows.leave(0)
+        logits.append(found)
+    return max(error(replayed, plain) for replayed, plain in zip(*logits, strict=True))
+
+
+sys.stdout.write(json.dumps(compare_values() | {"steps": compare_steps()}))
