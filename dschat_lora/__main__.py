@@ -17,7 +17,7 @@ from dschat_lora.runtime.stage_main import (
     prepare_process,
 )
 from dschat_lora.serving.verbs import chat, serve
-from dschat_lora.tinker.verbs import tinker
+from dschat_lora.tinker.verbs import checked, tinker
 
 
 class Verb(NamedTuple):
@@ -79,7 +79,10 @@ VERBS = {
     "inspect": Verb("say what a directory is, and how it came about", verbs.inspect),
     "chat": Verb("chat with models in the terminal", chat),
     "serve": Verb("serve models over HTTP, and a page to compare them", serve),
-    "tinker": Verb("train and sample over the Tinker API, on this machine", tinker),
+    "tinker": Verb(
+        "train and sample over the Tinker API, on this machine",
+        partial(command_lines.launched, "tinker", checked, tinker),
+    ),
     "merge": Verb("base and adapter as one transformers directory", command_lines.merge),
     "generate": Verb("answer prompts", command_lines.generate),
     "eval": Verb("perplexity, preferences or rewards on rows of data", command_lines.evaluate),

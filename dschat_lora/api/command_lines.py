@@ -174,6 +174,21 @@ def experiment(name: str, argv: list[str]) -> None:
     {"nlg": run_nlg, "glue": run_glue}[name](rest, **texts, command=command)
 
 
+def launched(
+    name: str,
+    check: Callable[[list[str]], object],
+    run: Callable[[list[str]], None],
+    argv: list[str],
+) -> None:
+    """A verb in this process or, once its options are checked, in those that the launcher starts."""
+    launcher, rest = split_launcher_options(argv)
+    if launcher is None:
+        run(rest)
+    else:
+        check(rest)
+        launch_stage(name, launcher, rest)
+
+
 def plan(argv: list[str]) -> None:
     """Run ``dschat-lora plan``."""
     parser = Parser(

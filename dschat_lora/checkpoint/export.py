@@ -65,8 +65,8 @@ def save_adapter(
     """
     own = gather_to_cpu(adapter_parameters(model)) if tensors is None else tensors
 
-    def write_beside(staging: Path) -> None:
-        _write_beside(staging, model, tokenizer, card)
+    def write_more_files(staging: Path) -> None:
+        write_beside(staging, model, tokenizer, card)
         if write_more is not None:
             write_more(staging)
 
@@ -80,7 +80,7 @@ def save_adapter(
             base_bits=base_bits,
             base_fingerprint=base_fingerprint,
             task_type=task_type,
-            write_more=write_beside,
+            write_more=write_more_files,
         )
     )
 
@@ -196,7 +196,7 @@ def _device_with_room(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _write_beside(
+def write_beside(
     staging: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase, card: Mapping[str, Any]
 ) -> None:
     """Write tokenizer and model card, and the end tokens where there are several."""

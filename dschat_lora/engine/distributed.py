@@ -209,9 +209,9 @@ def choose_attention_kernels() -> None:
 ResultT = TypeVar("ResultT")
 
 
-def _collective_device() -> torch.device:
-    """Where the tensors of a collective of this process group lie."""
-    return torch.device("cpu") if dist.get_backend() == "gloo" else device()
+def _collective_device(group: Any = None) -> torch.device:
+    """Where the tensors of a collective of a process group lie."""
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device()
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
@@ -296,17 +296,22 @@ def first_of_model(value: ResultT) -> ResultT:
 
 
 def _broadcast_text(text: str, source: int) -> str:
-    """The text of the rank ``source``; call on every rank. Bytes, for nobody unpickles a peer's."""
-    content = text.encode()
-    size = torch.tensor([len(content)], device=_collective_device())
-    dist.broadcast(size, source)
+    """The text of the rank ``source``; call on every rank."""
+    return broadcast_bytes(text.encode(), source).decode()
+
+
+def broadcast_bytes(content: bytes, source: int, group: Any = None) -> bytes:
+    """Those of the rank ``source``; call on every rank of the group. Nobody unpickles a peer's."""
+    place = _collective_device(group)
+    size = torch.tensor([len(content)], device=place)
+    dist.broadcast(size, source, group=group)
     data = torch.zeros(int(size), dtype=torch.uint8)
-    if rank() == source:
+    if rank() == source and content:
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    data = data.to(_collective_device())
+    data = data.to(place)
     if len(data):
-        dist.broadcast(data, source)
-    return bytes(data.tolist()).decode()
+        dist.broadcast(data, source, group=group)
+    return data.cpu().numpy().tobytes()
 
 
 def local_rank_first(function: Callable[[], ResultT]) -> ResultT:

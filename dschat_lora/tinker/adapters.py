@@ -10,20 +10,27 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dschat_lora.algos.segments import Spans
-from dschat_lora.checkpoint.adapter import lora_config_of, read_adapter
-from dschat_lora.checkpoint.export import save_adapter
+from dschat_lora.checkpoint.adapter import lora_config_of, read_adapter, write_adapter
+from dschat_lora.checkpoint.export import write_beside
 from dschat_lora.checkpoint.tensors import save_tensors
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import PaddedRows, batch_to_device
 from dschat_lora.engine.build import DTYPES, resolve_dtype
-from dschat_lora.engine.distributed import device
+from dschat_lora.engine.distributed import (
+    device,
+    rank,
+    sum_over_ranks,
+    sum_tensor_,
+    world_size,
+)
 from dschat_lora.generation.generate import check_cache
 from dschat_lora.lora.layers import FactorCasts
-from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.blocks import recompute_blocks
 from dschat_lora.models.build import AdaptedModel, build_causal_lm
@@ -39,6 +46,7 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.source import ModelSource
 from dschat_lora.tinker.losses import DatumLoss, Numbers
+from dschat_lora.tinker.processes import agreed
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 CHECKPOINT_FILE = "checkpoint.json"
@@ -225,16 +233,25 @@ class TrainedAdapter:
     """An adapter in training: its factors, their gradients, and AdamW's moments.
 
     Gradients of one call are added to those of the last ones until a step takes them. What a call
-    returns depends on its examples and on the calls before it alone.
+    returns depends on its examples and on the calls before it alone. Every process has the factors,
+    and a part of each call's examples. With ZeRO each has the moments of some factors alone, and at
+    stage 2 their gradients alone. :meth:`forward` and :meth:`step` are called on every rank.
 
     Attributes:
         base: whose weights it shares.
         lora: its options, layers by their whole names.
         steps: of the optimizer so far.
+        losses: of the calls since then whose gradients are there.
     """
 
     def __init__(
-        self, base: Base, lora: LoraConfig, *, seed: int = 0, tokens_per_device: int = 16384
+        self,
+        base: Base,
+        lora: LoraConfig,
+        *,
+        seed: int = 0,
+        tokens_per_device: int = 16384,
+        zero_stage: int = 0,
     ) -> None:
         adapted = base.adapted(lora, seed=seed)
         self.base, self.lora, self.steps = base, adapted.lora, 0
@@ -245,9 +262,14 @@ class TrainedAdapter:
         self._module = CausalLMLogprobs(self.model)
         self._module.fit_to_architecture(len(base.tokenizer), self.model.device)
         self.parameters = adapter_parameters(self.model)
-        self._adam = torch.optim.AdamW(self.parameters.values(), lr=1e-4, foreach=True)
+        self._zero_stage = zero_stage if world_size() > 1 else 0
+        self._shards = _shards(self.parameters) if self._zero_stage else [[*self.parameters]]
+        own = [self.parameters[name] for name in self._shards[rank() if self._zero_stage else 0]]
+        self._adam = torch.optim.AdamW([{"params": own}], lr=1e-4, foreach=True)
+        # Of several processes' gradients those since the last step, by name.
+        self._summed: dict[str, Tensor] = {}
         self._casts = FactorCasts(self._module)
-        self.pending = False  # whether there are gradients that no step has taken
+        self.losses: list[float] = []
 
     def forward(
         self, examples: Sequence[Datum], loss: DatumLoss, *, backward: bool
@@ -260,7 +282,19 @@ class TrainedAdapter:
         Raises:
             ValueError: if the loss is not finite.
         """
-        found: list[Tensor] = [torch.zeros(0)] * len(examples)
+        try:
+            found = agreed(lambda: self._own_part(examples, loss, backward=backward))
+        except BaseException:
+            if backward:  # those of some batches are no gradient of anything
+                self.drop_gradients()
+            raise
+        return self.merged(*found, backward=backward)
+
+    def _own_part(
+        self, examples: Sequence[Datum], loss: DatumLoss, *, backward: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What :meth:`forward` returns, of this process's examples; 0 for those of others."""
+        found = [torch.zeros(each.targets.shape) for each in examples]
         total = torch.zeros((), dtype=torch.float64, device=self.model.device)
         self.model.train(backward)
         try:
@@ -271,34 +305,64 @@ class TrainedAdapter:
                     part = loss(logprobs, numbers_on(total.device, chosen))
                     if backward:
                         part.backward()  # type: ignore[no-untyped-call]
-                        self.pending = True
                     total += part.detach()
                     for n, values in zip(numbers, logprobs, strict=True):
                         found[n] = values.detach().float().cpu()
-        except BaseException:
-            if backward:  # those of some batches are no gradient of anything
-                self.drop_gradients()
-            raise
         finally:
             self.model.eval()
-        return self.checked(float(total), backward=backward), found
+        return total, found
 
-    def checked(self, total: float, *, backward: bool) -> float:
-        """The summed loss.
+    def merged(
+        self, total: Tensor, found: list[Tensor], *, backward: bool
+    ) -> tuple[float, list[Tensor]]:
+        """The loss and log-probabilities of all processes; gradients are summed; on every rank.
 
         Raises:
-            ValueError: if it is not finite; gradients are dropped then.
+            ValueError: if the loss is not finite; gradients are dropped then.
         """
-        if not math.isfinite(total):
+        if world_size() > 1:
+            sum_tensor_(total)
+            flat = torch.cat([each.flatten() for each in found]).to(total.device)
+            found = in_shapes(sum_tensor_(flat).cpu(), found)
+        if not math.isfinite(value := float(total)):
             if backward:
                 self.drop_gradients()
-            raise ValueError(f"the loss is not finite: {total}; its gradient was dropped")
-        return total
+            raise ValueError(f"the loss is not finite: {value}; its gradient was dropped")
+        if backward:
+            self.losses.append(value)
+            self._sum_gradients()
+        return value, found
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """Add the gradients of all processes to those since the last step."""
+        if world_size() == 1:  # autograd has
+            return
+        parameters = self.parameters.values()
+        here = [float(p.grad is not None) for p in parameters]  # not of experts without tokens
+        counts = dict(zip(self.parameters, sum_over_ranks(here), strict=True))
+        for owner, shard in enumerate(self._shards if self._zero_stage == 2 else [[*counts]]):
+            chosen = {name: self.parameters[name] for name in shard if counts[name]}
+            if not chosen:
+                continue
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen.values()]
+            flat = torch.cat([each.flatten() for each in own])
+            if self._zero_stage == 2:
+                dist.reduce(flat, owner)
+                if owner != rank():
+                    continue
+            else:
+                sum_tensor_(flat)
+            for name, part in zip(chosen, in_shapes(flat, own), strict=True):
+                self._summed[name] = self._summed[name] + part if name in self._summed else part
+        for parameter in parameters:
+            parameter.grad = None
 
     def batches(self, examples: Sequence[Datum]) -> Iterator[list[int]]:
-        """Numbers of examples of like length, whose rows fit into one pass."""
+        """Numbers of this process's examples of like length, whose rows fit into one pass."""
         batch: list[int] = []
-        for n in sorted(range(len(examples)), key=lambda n: -len(examples[n].tokens)):
+        order = sorted(range(len(examples)), key=lambda n: -len(examples[n].tokens))
+        for n in order[rank() :: world_size()]:
             width = len(examples[(batch or [n])[0]].tokens)
             if batch and (len(batch) + 1) * width > self._tokens_per_device:
                 yield batch
@@ -311,7 +375,7 @@ class TrainedAdapter:
         """Of each example's targets, in their shape."""
         batch = make_batch(examples, self.base.pad_id)
         flat = self._module(*batch_to_device(batch, self.model.device).inputs)
-        return in_shapes(flat, examples)
+        return in_shapes(flat, [each.targets for each in examples])
 
     def head(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """(N,) log-probabilities of (N,) targets after (N, H) hidden states, by its own head."""
@@ -327,11 +391,16 @@ class TrainedAdapter:
         Raises:
             ValueError: without a gradient, or with one that is not finite: nothing has changed.
         """
-        if not self.pending:
+        if not self.losses:
             raise ValueError("optim_step needs a gradient: call forward_backward before it")
+        for name, gradient in self._summed.items():
+            self.parameters[name].grad = gradient
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in self.parameters.values() if p.grad is not None]
         )
+        if self._zero_stage == 2:  # of this process's shard
+            (square,) = sum_over_ranks([float(norm) ** 2])
+            norm = torch.tensor(math.sqrt(square), device=self.model.device)
         if not math.isfinite(value := float(norm)):
             self.drop_gradients()
             raise ValueError(f"the gradient is not finite, and was dropped: its norm is {value}")
@@ -346,22 +415,41 @@ class TrainedAdapter:
             "eps": params.eps,
             "weight_decay": params.weight_decay,
         }
-        self._adam.step()
+        agreed(self._adam.step)
+        if self._zero_stage:
+            self._share_factors()
         self.drop_gradients()
         self.steps += 1
         return {"grad_norm": value}
 
+    @torch.no_grad()
+    def _share_factors(self) -> None:
+        """Give every process the factors that one has stepped."""
+        for owner, shard in enumerate(self._shards):
+            chosen = [self.parameters[name] for name in shard]
+            if not chosen:
+                continue
+            flat = torch.cat([each.flatten() for each in chosen])
+            dist.broadcast(flat, owner)
+            for each, part in zip(chosen, in_shapes(flat, chosen), strict=True):
+                each.copy_(part)
+
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step."""
-        self._adam.zero_grad(set_to_none=True)
-        self.pending = False
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._summed.clear()
+        self.losses.clear()
 
     def values(self) -> dict[str, Tensor]:
         """The factors, by the names of adapter files; copies."""
         return {name: each.detach().clone() for name, each in self.parameters.items()}
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's moments and steps, by ``MOMENT/NAME``; empty before the first step."""
+        """AdamW's moments and steps, by ``MOMENT/NAME``; empty before the first step.
+
+        With ZeRO those of this process's shard.
+        """
         found = {}
         for name, parameter in self.parameters.items():
             for key, value in self._adam.state.get(parameter, {}).items():
@@ -377,39 +465,59 @@ class TrainedAdapter:
         copy_values(self.parameters, values)
         self._adam.state.clear()
         self.drop_gradients()
+        own = {*self._shards[rank() if self._zero_stage else 0]}
         for key, value in moments.items():
             kind, _, name = key.partition("/")
+            if name not in own:
+                continue
             parameter = self.parameters[name]
             place = parameter.device if kind in _MOMENTS else value.device
             self._adam.state[parameter][kind] = value.to(place, copy=True)
         self.steps = steps
 
-    def write(self, directory: Path, *, with_optimizer: bool, facts: Mapping[str, Any]) -> None:
-        """Write the adapter as PEFT reads it, and beside it what training goes on from."""
+    def write(
+        self, directory: Path, moments: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> None:
+        """Write the adapter as PEFT reads it, and beside it what training goes on from.
+
+        ``moments`` are those of all processes; none are written of a sampler. Call on one rank.
+        """
         stop_at(self.model, end_ids(self.base.tokenizer))
-        moments = {key: value.cpu() for key, value in self.moments().items()}
+        card = {
+            "data": {},
+            "training": {"optimizer steps": self.steps},
+            "metrics": {},
+            "versions": {},
+        }
 
         def write_more(staging: Path) -> None:
-            if with_optimizer and moments:
-                save_tensors(moments, staging / OPTIMIZER_FILE)
+            write_beside(staging, self.model, self.base.tokenizer, card)
+            if moments:
+                cpu = {key: value.cpu() for key, value in moments.items()}
+                save_tensors(cpu, staging / OPTIMIZER_FILE)
             content = {**facts, "steps": self.steps}
             (staging / CHECKPOINT_FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
-        save_adapter(
+        write_adapter(
             directory,
-            self.model,
+            {name: value.cpu() for name, value in self.values().items()},
             self.lora,
-            base=self.base.source.base,
-            tokenizer=self.base.tokenizer,
-            card={
-                "data": {},
-                "training": {"optimizer steps": self.steps},
-                "metrics": {},
-                "versions": {},
-            },
+            layout=adapter_layout(self.model),
+            base_model_name_or_path=self.base.source.base,
             base_bits=self._adapted.base_bits,
             write_more=write_more,
         )
+
+
+def _shards(parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names for each process, of about as many values."""
+    shards: list[list[str]] = [[] for _ in range(world_size())]
+    sizes = [0] * world_size()
+    for name in sorted(parameters, key=lambda name: -parameters[name].numel()):
+        least = sizes.index(min(sizes))
+        shards[least].append(name)
+        sizes[least] += parameters[name].numel()
+    return shards
 
 
 def make_batch(examples: Sequence[Datum], pad_id: int) -> DatumBatch:
@@ -433,10 +541,10 @@ def make_batch(examples: Sequence[Datum], pad_id: int) -> DatumBatch:
     )
 
 
-def in_shapes(flat: Tensor, examples: Sequence[Datum]) -> list[Tensor]:
-    """(N,) values of all targets as those of each example, in their shape."""
-    parts = torch.split(flat, [each.targets.numel() for each in examples])
-    return [part.view(each.targets.shape) for part, each in zip(parts, examples, strict=True)]
+def in_shapes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """(N,) values as tensors of the shapes of others, one behind the other."""
+    parts = torch.split(flat, [each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 
 
 def numbers_on(device: torch.device, examples: Sequence[Datum]) -> list[Numbers]:

@@ -49,6 +49,12 @@ class TinkerConfig:
     max_batch_size: int = option(64, help="answers decoded at a time")
     tokens_per_device: int = option(16384, help="tokens of a forward and backward pass, at most")
 
+    zero_stage: Literal[0, 1, 2] = option(
+        0,
+        help="ZeRO, with --num_gpus above 1: 1 shards optimizer states over processes, 2 gradients "
+        "too",
+    )
+
     def __post_init__(self) -> None:
         require(bool(self.models), "models", "nothing", "a base model or more")
         require_numbers(self, ">= 1", "max_adapters", "max_queue", "max_batch_size")

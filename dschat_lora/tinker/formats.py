@@ -1,5 +1,6 @@
 """Bodies of requests and results: JSON, and protobuf by the client's own message types."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -404,6 +405,14 @@ def adapting(body: Mapping[str, Any] | None) -> Adapting:
         train_unembed=fields.take("train_unembed", bool, True),
     )
     fields.finish()
+    return found
+
+
+def content_of(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON body but those that say of what and which request it is."""
+    found: dict[str, Any] = json.loads(body)
+    for name in ("type", "model_id", "seq_id", "session_id", "model_seq_id"):
+        found.pop(name, None)
     return found
 
 

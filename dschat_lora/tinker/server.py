@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import socket
 import tarfile
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,13 +24,17 @@ from starlette.routing import Route
 from dschat_lora.endpoint.answers import BusyError
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
 from dschat_lora.endpoint.sockets import QUIET, address_of
+from dschat_lora.engine.failure_detection import on_loss
+from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import log_once
-from dschat_lora.tinker.adapters import open_base
+from dschat_lora.tinker.adapters import Base, open_base
 from dschat_lora.tinker.config import TinkerConfig
 from dschat_lora.tinker.formats import JsonFields, parse_message
+from dschat_lora.tinker.processes import follow
 from dschat_lora.tinker.service import NotFoundError, TinkerService, TrainingRun
 from dschat_lora.tinker.store import KINDS, Store, Weights, now, size_of
+from dschat_lora.tinker.worker import Worker
 
 API = "/api/v1"
 HEALTH = f"{API}/healthz"
@@ -454,14 +459,19 @@ def _claim(directory: Path) -> None:
 
 
 def run_server(
-    config: TinkerConfig, sources: Mapping[str, ModelSource], listening: socket.socket
+    config: TinkerConfig, sources: Mapping[str, ModelSource], listening: socket.socket | None
 ) -> None:
-    """Serve on a listening socket until a signal comes.
+    """Serve on a listening socket until a signal comes; call on every rank of a launch.
+
+    Rank 0 has the socket; the others compute what it asks for.
 
     Raises:
         ValueError: if a base cannot be loaded, or another server has the directory.
         OSError: if the thread that computes ends by itself.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        init_distributed()
+        on_loss(lambda _: "start it again with the same --state_dir, and it goes on")
     bases = {
         source.base: open_base(
             source.base, source, config.model, recomputes=config.gradient_checkpointing
@@ -469,6 +479,29 @@ def run_server(
         for source in sources.values()
     }
     directory = Path(config.state_dir).expanduser().resolve()
+    if listening is None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 says when it is over
+            signal.signal(number, signal.SIG_IGN)
+        follow(
+            Worker(
+                bases,
+                Store(directory),
+                tokens_per_device=config.tokens_per_device,
+                zero_stage=config.zero_stage,
+            )
+        )
+    else:
+        _serve(config, bases, sources, directory, listening)
+    shutdown()
+
+
+def _serve(
+    config: TinkerConfig,
+    bases: Mapping[str, Base],
+    sources: Mapping[str, ModelSource],
+    directory: Path,
+    listening: socket.socket,
+) -> None:
     _claim(directory)
     service = TinkerService(
         bases,
@@ -477,6 +510,7 @@ def run_server(
         max_queue=config.max_queue,
         max_batch_size=config.max_batch_size,
         tokens_per_device=config.tokens_per_device,
+        zero_stage=config.zero_stage,
         state_every=config.state_every,
         aliases={word: source.base for word, source in sources.items()},
     )
@@ -502,4 +536,5 @@ def run_server(
         service.close()
     if service.failure is not None:
         raise OSError(service.failure)
+    service.worker.channel.send()
     log_once(f"stopped at {now()[:19]}")

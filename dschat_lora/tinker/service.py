@@ -20,32 +20,24 @@ from typing import Any, Literal
 
 import torch
 
-from dschat_lora.config.groups import LoraConfig
 from dschat_lora.endpoint.answers import BusyError
+from dschat_lora.engine.distributed import world_size
 from dschat_lora.report.terminal import note
-from dschat_lora.tinker.adapters import (
-    CHECKPOINT_FILE,
-    Adapting,
-    Base,
-    SavedAdapter,
-    TrainedAdapter,
-    read_saved,
-)
+from dschat_lora.tinker.adapters import CHECKPOINT_FILE, Adapting, Base, TrainedAdapter
 from dschat_lora.tinker.formats import (
     JSON,
     PROTOBUF,
-    ForwardBackward,
     JsonFields,
     adam_params,
     adapting,
-    forward_backward,
+    content_of,
     forward_backward_output,
     sample_request,
-    sample_response,
 )
-from dschat_lora.tinker.samplers import Sampler, SampleRequest
+from dschat_lora.tinker.processes import FULL
+from dschat_lora.tinker.samplers import SampleRequest
 from dschat_lora.tinker.store import UNNAMED, RunStore, Store, Weights, now, parse_path
-from dschat_lora.tinker.together import Share, SharedBase
+from dschat_lora.tinker.worker import SampleBody, Worker
 
 Category = Literal["user", "server"]
 KEPT_BYTES = 2**28  # of samples that may be asked for once more
@@ -88,6 +80,7 @@ class Job:
     body: bytes
     future: "Future[Result]" = field(default_factory=Future)
     sample: SampleRequest | None = None
+    sample_body: SampleBody | None = None
 
 
 @dataclass(eq=False)
@@ -99,9 +92,7 @@ class TrainingRun:
         done: number of the last request that was worked off.
         saved: that after which its state was written.
         waiting: requests by number.
-        adapter: None while it is on disk alone.
         arrived: when a request came last.
-        used: greater for an adapter that was used later.
     """
 
     run: str
@@ -111,10 +102,7 @@ class TrainingRun:
     done: int = -1
     saved: int = -1
     waiting: dict[int, Job] = field(default_factory=dict)
-    adapter: TrainedAdapter | None = None
-    losses: list[float] = field(default_factory=list)  # since the last step
     arrived: float = field(default_factory=time.monotonic)
-    used: int = 0
 
     @property
     def how(self) -> Adapting:
@@ -131,7 +119,7 @@ class TinkerService:
         max_adapters: most adapters in memory, those in training and those of samplers each.
         max_queue: most requests that wait.
         max_batch_size: most answers that are decoded at a time.
-        tokens_per_device: most positions of a forward and backward pass.
+        tokens_per_device, zero_stage: of :class:`Worker`.
         state_every: steps of a run after which its state is written; what was sent since is then
             computed again where it is needed.
         aliases: other names of bases.
@@ -146,14 +134,18 @@ class TinkerService:
         max_queue: int = 4096,
         max_batch_size: int = 64,
         tokens_per_device: int = 16384,
+        zero_stage: int = 0,
         state_every: int = 1,
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.bases, self.store = bases, store
+        self.worker = Worker(
+            bases, store, tokens_per_device=tokens_per_device, zero_stage=zero_stage
+        )
         self._aliases = aliases
         self._state_every = state_every
         self._max_adapters, self._max_queue = max_adapters, max_queue
-        self._max_batch_size, self._tokens = max_batch_size, tokens_per_device
+        self._max_batch_size = max_batch_size * world_size()
         self.sessions = store.table("sessions")
         self.samplers = store.table("samplers")
         self.runs: dict[str, TrainingRun] = {}
@@ -161,13 +153,9 @@ class TinkerService:
         self._samples: OrderedDict[str, int] = OrderedDict()  # bytes of those that are done
         self._sample_bytes = 0  # of all of them
         self._queues: dict[str, list[Job]] = {}  # of samplers
-        self._loaded: OrderedDict[str, Sampler] = OrderedDict()
         self._turns: list[str] = []  # runs and samplers, the one whose turn is next first
         self._changed = threading.Condition()
         self._closed = False
-        self._shared: dict[str, SharedBase | None] = {}
-        self.passes_of_several = 0  # passes in which several runs had a part
-        self._uses = 0
         self.failure: str | None = None
         self._thread: threading.Thread | None = None
         for each in store.runs():
@@ -380,11 +368,12 @@ class TinkerService:
             if type(seq) is not int:
                 raise ValueError(f"seq_id must be a whole number, got {seq!r:.80}")
         base, request_id = self.base(facts["base_model"]), f"{sampler}:{seq}"
-        parsed = sample_request(body, base, (str(sampler), str(seq)))
+        key = str(sampler), str(seq)
+        parsed = sample_request(body, base, key)
         with self._changed:
             if request_id not in self._futures:
                 self._check_room()
-                job = Job(request_id, "sample", b"", sample=parsed)
+                job = Job(request_id, "sample", b"", sample=parsed, sample_body=(body, key))
                 self._futures[request_id] = job.future
                 if sampler not in self._queues:
                     self._queues[sampler] = []
@@ -460,7 +449,7 @@ class TinkerService:
                 runs = [] if run is None else self._beside(run)
             if run is None:
                 self._sample(turn, jobs)
-            elif len(runs) > 1 and self._shared_base(run.base) is not None:
+            elif len(runs) > 1:
                 self._work_together(runs)
             else:
                 self._work_on(run)
@@ -496,55 +485,18 @@ class TinkerService:
                 found.append(each)
         return found
 
-    def _shared_base(self, base: Base) -> SharedBase | None:
-        """What runs of a base share a pass by; None where each takes one of its own."""
-        if base.name not in self._shared:
-            found = None
-            try:
-                found = SharedBase(base)
-            except Exception as error:  # noqa: BLE001 - of an architecture that is unlike others
-                note(f"runs of {base.name} take turns: {type(error).__name__}: {error}")
-            self._shared[base.name] = found if found is not None and found.works else None
-        return self._shared[base.name]
-
     def _work_together(self, runs: Sequence[TrainingRun]) -> None:
-        """The next requests of several runs, in one pass of those with a gradient or without."""
-        parsed = []
-        for run in runs:
-            try:
-                parsed.append((run, forward_backward(run.waiting[run.done + 1].body, run.base)))
-            except ValueError:
-                self._work_on(run)  # which tells it
-        for forward_only in (False, True):
-            group = [each for each in parsed if each[1].forward_only is forward_only]
-            if len(group) > 1:
-                self._pass(group, backward=not forward_only)
-            for run, _ in group[: len(group) == 1]:
-                self._work_on(run)
-
-    def _pass(
-        self, group: Sequence[tuple[TrainingRun, ForwardBackward]], *, backward: bool
-    ) -> None:
+        """The next requests of several runs, which are ``forward_backward``."""
         try:
-            shares = [Share(self._adapter(run), r.examples, r.loss) for run, r in group]
-            shared = self._shared_base(group[0][0].base)
-            assert shared is not None
-            results = shared(shares, backward=backward, tokens_per_device=self._tokens)
+            results = self._forward(runs)
         except Exception as error:  # noqa: BLE001 - each is worked off by itself then
-            note(f"{len(group)} runs take turns: {type(error).__name__}: {error}")
-            for run, _ in group:
-                run.adapter = None  # its gradients may be of a part of the examples
+            note(f"{len(runs)} runs take turns: {type(error).__name__}: {error}")
+            for run in runs:
+                self.worker.close(run.run)  # its gradients may be of a part of the examples
                 self._work_on(run)
             return
-        self.passes_of_several += 1
-        for (run, _), result in zip(group, results, strict=True):
-            if isinstance(result, ValueError):
-                self._finish(run, Result.failure(result, "user"))
-                continue
-            loss, logprobs = result
-            if backward:
-                run.losses.append(loss)
-            self._finish(run, Result(forward_backward_output(loss, logprobs), PROTOBUF))
+        for run, result in zip(runs, results, strict=True):
+            self._finish(run, result)
 
     def _work_on(self, run: TrainingRun) -> None:
         """The next request of a run."""
@@ -552,18 +504,8 @@ class TinkerService:
         job = run.waiting[seq]
         try:
             result = self._answer(run, seq, job)
-        except (ValueError, NotFoundError) as error:
-            result = Result.failure(error, "user")
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            result = Result.failure(
-                "out of GPU memory: send fewer or shorter examples, or start the service with a "
-                "smaller --tokens_per_device",
-                "server",
-            )
         except Exception as error:  # noqa: BLE001 - others go on
-            note(f"error: {job.kind} failed: {type(error).__name__}: {error}")
-            result = Result.failure(f"{job.kind} failed: {type(error).__name__}", "server")
+            result = _failed(job.kind, error, "send fewer or shorter examples", "tokens_per_device")
         self._finish(run, result)
 
     def _finish(self, run: TrainingRun, result: Result) -> None:
@@ -571,7 +513,7 @@ class TinkerService:
         seq = run.done + 1
         job = run.waiting[seq]
         if result.error == "server":
-            run.adapter = None  # it may have changed in part: what is on disk counts
+            self.worker.close(run.run)  # it may have changed in part: what is on disk counts
         kind = "error" if result.error else "pb" if result.media_type == PROTOBUF else "json"
         try:
             run.store.write_result(seq, kind, result.body)
@@ -588,10 +530,10 @@ class TinkerService:
 
     def _answer(self, run: TrainingRun, seq: int, job: Job) -> Result:
         if job.kind == "forward_backward":
-            return self._forward_backward(run, job.body)
+            return self._forward([run])[0]
         if run.saved < 0 and (made := run.store.result(0)) is not None and made[0] == "error":
             raise ValueError("the model could not be made; make another one")
-        body = _content(job.body)
+        body = content_of(job.body)
         if job.kind == "create_model":
             return self._create(run, seq, body)
         if job.kind == "optim_step":
@@ -606,74 +548,27 @@ class TinkerService:
 
     def _adapter(self, run: TrainingRun) -> TrainedAdapter:
         """A run's adapter, in memory; another one makes room where it must."""
-        if run.adapter is None:
-            runs = [*self.runs.values()]
-            in_memory = [each for each in runs if each.adapter is not None]
-            in_memory.sort(key=lambda each: each.used)  # the one that was used last goes last
-            for each in in_memory[: max(0, len(in_memory) + 1 - self._max_adapters)]:
-                each.adapter = None
-            run.adapter = self._from_disk(run)
-        self._uses += 1
-        run.used = self._uses
-        return run.adapter
-
-    def _from_disk(self, run: TrainingRun) -> TrainedAdapter:
-        """The adapter as it was after the last request that was worked off."""
-        adapter = TrainedAdapter(
-            run.base,
-            run.base.lora_of(run.how),
-            seed=run.how.seed,
-            tokens_per_device=self._tokens,
-        )
-        if run.saved >= 0:
-            tensors, facts = run.store.state()
-            names = set(adapter.parameters)
-            values = {name: tensors[name] for name in names}
-            moments = {key: each for key, each in tensors.items() if key not in names}
-            adapter.load(values, moments, facts["steps"])
-        for seq, kind, body in run.store.logged():
-            if run.saved < seq <= run.done:
-                with suppress(ValueError):  # those that failed fail once more
-                    self._repeat(adapter, run.store.result(seq), kind, body)
-        return adapter
-
-    def _repeat(
-        self, adapter: TrainedAdapter, result: tuple[str, bytes] | None, kind: str, body: bytes
-    ) -> None:
-        """Do again what a request has done to the adapter."""
-        if result is not None and result[0] == "error":
-            if json.loads(result[1])["category"] == "server":
-                return  # what it did was undone
-            if kind == "optim_step":
-                adam_params(_content(body))
-                adapter.drop_gradients()  # they were not finite, or none
-        elif kind == "optim_step":
-            adapter.step(adam_params(_content(body)))
-        elif kind in ("create_model", "load_weights"):
-            self._load_into(adapter, _content(body))
-        if kind == "forward_backward":
-            request = forward_backward(body, adapter.base)
-            if not request.forward_only:
-                adapter.forward(request.examples, request.loss, backward=True)
-
-    def _load_into(self, adapter: TrainedAdapter, body: Mapping[str, Any]) -> None:
-        """Put saved weights into an adapter, if some are named."""
-        if (path := body.get("path")) is not None:
-            saved = self._saved(path)
-            moments = saved.moments if body.get("optimizer") else {}
-            adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
+        adapters = self.worker.adapters
+        if run.run not in adapters:
+            while len(adapters) >= self._max_adapters:
+                self.worker.close(next(iter(adapters)))
+            self.worker.open(run.run, run.done)
+        adapters.move_to_end(run.run)
+        return adapters[run.run]
 
     def _write_state(
         self, run: TrainingRun, adapter: TrainedAdapter, seq: int, result: Result
     ) -> None:
         facts = {"seq": seq, "steps": adapter.steps}
         run.store.write_result(seq, "json", result.body)  # else it would be lost with the log
-        run.store.write_state({**adapter.values(), **adapter.moments()}, facts)
+        run.store.write_state({**adapter.values(), **self.worker.moments(run.run)}, facts)
         run.saved = seq
 
     def _create(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
         adapter, path = self._adapter(run), body.get("path")
-        self._load_into(adapter, body)
+        if path is not None:
+            self.source(path)
+            self.worker.load(run.run, path, bool(body.get("optimizer")))
         kind = "create_model" if path is None else "load_weights"
         result = Result.of({"type": kind, "path": path, "model_id": run.run})
         self._write_state(run, adapter, seq, result)
@@ -693,46 +588,46 @@ class TinkerService:
             )
         return run, place
 
-    def _saved(self, path: str) -> SavedAdapter:
-        return read_saved(self.source(path)[1])
-
-    def _forward_backward(self, run: TrainingRun, body: bytes) -> Result:
-        request = forward_backward(body, run.base)
-        adapter = self._adapter(run)
-        backward = not request.forward_only
-        loss, logprobs = adapter.forward(request.examples, request.loss, backward=backward)
-        if backward:
-            run.losses.append(loss)
-        return Result(forward_backward_output(loss, logprobs), PROTOBUF)
+    def _forward(self, runs: Sequence[TrainingRun]) -> list[Result]:
+        """What the next requests of different runs of one base give."""
+        for run in runs:
+            self._adapter(run)
+        found = self.worker.forward([(run.run, run.done + 1) for run in runs])
+        return [
+            Result.failure(each, "user")
+            if isinstance(each, ValueError)
+            else Result(forward_backward_output(*each), PROTOBUF)
+            for each in found
+        ]
 
     def _step(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
         params = adam_params(body)
         adapter = self._adapter(run)
-        metrics = adapter.step(params)
+        loss = sum(adapter.losses)
+        metrics = self.worker.step(run.run, vars(params))
         result = Result.of({"metrics": metrics})
         if adapter.steps % self._state_every == 0:
             self._write_state(run, adapter, seq, result)
         line = {
             "step": adapter.steps,
-            "loss": sum(run.losses),
+            "loss": loss,
             "learning_rate": params.learning_rate,
             "grad_norm": metrics["grad_norm"],
         }
         with suppress(OSError):  # the step itself is on disk
             run.store.append_metrics(line)
-        run.losses.clear()
         return result
 
     def _load(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
         fields = JsonFields(body)
         path = fields.take("path", str)
-        fields.take("optimizer", bool)
+        optimizer = fields.take("optimizer", bool)
         if (other := self.source(path)[0].base) is not run.base:
             raise ValueError(
                 f"path: the weights are of {other.name}, and the model is of {run.base.name}"
             )
         adapter = self._adapter(run)
-        self._load_into(adapter, body)
+        self.worker.load(run.run, path, optimizer)
         result = Result.of({"type": "load_weights", "path": path, "model_id": run.run})
         self._write_state(run, adapter, seq, result)
         return result
@@ -767,8 +662,9 @@ class TinkerService:
             "user_metadata": fields.texts("user_metadata"),
         }
         place = run.store.place(weights)
-        self._adapter(run).write(place, with_optimizer=with_optimizer, facts=facts)
-        self._loaded.pop(weights.path, None)
+        adapter = self._adapter(run)
+        adapter.write(place, self.worker.moments(run.run) if with_optimizer else {}, facts)
+        self.worker.drop_sampler(weights.path)
 
     def _save_for_sampler(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
         if body.get("path") is not None:
@@ -807,21 +703,16 @@ class TinkerService:
 
     def _sample(self, sampler: str, jobs: Sequence[Job]) -> None:
         try:
-            requests = [job.sample for job in jobs if job.sample is not None]
-            results = [
-                Result(sample_response(each), PROTOBUF)
-                for each in self._sampler(self.sampler(sampler))(requests)
-            ]
-        except (ValueError, NotFoundError) as error:
-            results = [Result.failure(error, "user")] * len(jobs)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            message = "out of GPU memory: start the service with a smaller --max_batch_size"
-            results = [Result.failure(message, "server")] * len(jobs)
+            facts = self.sampler(sampler)
+            base, path = self.base(facts["base_model"]).name, facts["model_path"]
+            if path is not None and path not in self.worker.samplers:
+                self.source(path)
+            bodies = [job.sample_body for job in jobs if job.sample_body is not None]
+            found = self.worker.sample(base, path, bodies, self._max_adapters)
+            results = [Result(each, PROTOBUF) for each in found]
         except Exception as error:  # noqa: BLE001 - others go on
-            note(f"error: sampling failed: {type(error).__name__}: {error}")
-            message = f"sampling failed: {type(error).__name__}"
-            results = [Result.failure(message, "server")] * len(jobs)
+            result = _failed("sampling", error, "ask for fewer answers at once", "max_batch_size")
+            results = [result] * len(jobs)
         with self._changed:
             for job, result in zip(jobs, results, strict=True):
                 job.future.set_result(result)
@@ -832,32 +723,17 @@ class TinkerService:
                 self._sample_bytes -= size
                 del self._futures[oldest]
 
-    def _sampler(self, facts: Mapping[str, Any]) -> Sampler:
-        """What answers for a base or saved weights, in memory."""
-        base, path = self.base(facts["base_model"]), facts["model_path"]
-        key = path or base.name
-        if key not in self._loaded:
-            while len(self._loaded) >= self._max_adapters:
-                self._loaded.popitem(last=False)
-            lora: LoraConfig | None = None
-            values = None
-            if path is not None:
-                saved = self._saved(path)
-                lora, values = saved.lora, saved.values
-            self._loaded[key] = Sampler(base, lora, values)
-        self._loaded.move_to_end(key)
-        for other, sampler in self._loaded.items():
-            if other != key:
-                sampler.release()
-        return self._loaded[key]
 
-
-def _content(body: bytes) -> dict[str, Any]:
-    """The fields of a request but those that say of what and which it is."""
-    found: dict[str, Any] = json.loads(body)
-    for name in ("type", "model_id", "seq_id", "session_id", "model_seq_id"):
-        found.pop(name, None)
-    return found
+def _failed(what: str, error: Exception, advice: str, option: str) -> Result:
+    """The result of a request that ended in an error; what is beside the advice is an option."""
+    if isinstance(error, ValueError | NotFoundError):
+        return Result.failure(error, "user")
+    if FULL in str(error):
+        torch.cuda.empty_cache()
+        words = f"out of GPU memory: {advice}, or start the service with a smaller --{option}"
+        return Result.failure(words, "server")
+    note(f"error: {what} failed: {type(error).__name__}: {error}")
+    return Result.failure(f"{what} failed: {type(error).__name__}", "server")
 
 
 def _alike(job: Job) -> object:

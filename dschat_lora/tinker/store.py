@@ -119,6 +119,10 @@ class RunStore:
         """Keep a request before it is acknowledged."""
         _replace(self._log / f"{seq:08d}.{kind}", body)
 
+    def request(self, seq: int) -> bytes:
+        """The body of a ``forward_backward`` that is logged."""
+        return (self._log / f"{seq:08d}.forward_backward").read_bytes()
+
     def logged(self) -> Iterator[tuple[int, str, bytes]]:
         """Number, kind and body of the requests since the last state, in order."""
         for seq, path in self._numbered(self._log):
@@ -208,6 +212,11 @@ class Store:
     def run(self, run: str) -> RunStore:
         """The directory of a run."""
         return RunStore(self.directory / "runs" / run.replace(":", "_"), run)
+
+    def place(self, path: str) -> Path:
+        """The directory of the weights at a ``tinker://`` path."""
+        weights = parse_path(path)
+        return self.run(weights.run).place(weights)
 
     def runs(self) -> Iterator[RunStore]:
         """Of all runs."""

@@ -29,6 +29,7 @@ from dschat_lora.tinker.adapters import (
     numbers_on,
 )
 from dschat_lora.tinker.losses import DatumLoss
+from dschat_lora.tinker.processes import agreed
 
 # Of a pass of several on a CPU: with more, arithmetic takes the time, and caches hold less.
 MAX_CPU_TOKENS = 512
@@ -75,11 +76,24 @@ class SharedBase:
 
         Where anything else is raised, gradients of all may be of a part of their examples.
         """
-        device, most = self._base.model.device, tokens_per_device
+        totals, found = agreed(lambda: self._own_part(shares, tokens_per_device, backward=backward))
+        results: list[tuple[float, list[Tensor]] | ValueError] = []
+        for share, total, logprobs in zip(shares, totals, found, strict=True):
+            try:
+                results.append(share.adapter.merged(total, logprobs, backward=backward))
+            except ValueError as error:
+                results.append(error)
+        return results
+
+    def _own_part(
+        self, shares: Sequence[Share], most: int, *, backward: bool
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Losses and log-probabilities of this process's examples; 0 for those of others."""
+        device = self._base.model.device
         if device.type == "cpu":
             most = min(most, MAX_CPU_TOKENS)
         totals = [torch.zeros((), dtype=torch.float64, device=device) for _ in shares]
-        found = [[torch.zeros(0)] * len(share.examples) for share in shares]
+        found = [[torch.zeros(each.targets.shape) for each in share.examples] for share in shares]
         self._module.model.train(backward)
         try:
             with torch.set_grad_enabled(backward):
@@ -90,13 +104,7 @@ class SharedBase:
                         self._pass(shares, group, totals, found, backward=backward)
         finally:
             self._module.model.eval()
-        results: list[tuple[float, list[Tensor]] | ValueError] = []
-        for share, total, logprobs in zip(shares, totals, found, strict=True):
-            try:
-                results.append((share.adapter.checked(float(total), backward=backward), logprobs))
-            except ValueError as error:
-                results.append(error)
-        return results
+        return totals, found
 
     def _pass(
         self,
@@ -132,15 +140,13 @@ class SharedBase:
             torch.split(batch.target_ids, sizes),
             strict=True,
         ):
-            logprobs = in_shapes(adapter.head(states, targets), own)
+            logprobs = in_shapes(adapter.head(states, targets), [each.targets for each in own])
             losses.append(shares[n].loss(logprobs, numbers_on(states.device, own)))
             totals[n].add_(losses[-1].detach())
             for k, values in zip(numbers, logprobs, strict=True):
                 found[n][k] = values.detach().float().cpu()
         if backward:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-            for adapter in adapters:
-                adapter.pending = True
 
 
 def _groups(

@@ -1,12 +1,15 @@
 """The command line of ``dschat-lora tinker``."""
 
 import importlib.util
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.endpoint.sockets import listen
-from dschat_lora.models.source import find_model
+from dschat_lora.engine import failure_detection
+from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.directory import check_can_be_made
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.tinker.config import TinkerConfig
@@ -15,11 +18,17 @@ _EXAMPLES = """examples:
   dschat-lora tinker base
   dschat-lora tinker Qwen/Qwen3-4B --state_dir runs
   dschat-lora tinker Qwen/Qwen3-4B --host 0.0.0.0 --token tml-SECRET
-"""
+  dschat-lora tinker Qwen/Qwen3-4B --num_gpus 8 --zero_stage 2
+
+One process runs, unless --num_gpus N asks DeepSpeed's launcher for N on this machine."""
 
 
-def tinker(argv: Sequence[str]) -> None:
-    """Run ``dschat-lora tinker``."""
+def checked(argv: Sequence[str]) -> tuple[TinkerConfig, Mapping[str, ModelSource]]:
+    """The options, and each base by its word on the command line.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
     try:
         config = parse_config(
             TinkerConfig,
@@ -46,5 +55,15 @@ def tinker(argv: Sequence[str]) -> None:
         raise ValueError(
             f"dschat-lora tinker needs {' and '.join(lacking)}: pip install 'dschat_lora[tinker]'"
         )
-    with listen(config.host, config.port) as listening:  # before anything heavy is loaded
+    return config, sources
+
+
+def tinker(argv: Sequence[str]) -> None:
+    """Run ``dschat-lora tinker``; each process of a launch calls this."""
+    failure_detection.join()
+    config, sources = checked(argv)
+    serves = os.environ.get("RANK", "0") == "0"
+    # Before anything heavy is loaded.
+    with listen(config.host, config.port) if serves else nullcontext() as listening:
+        failure_detection.wait_until_all_are_ready()
         late("tinker.server:run_server")(config, sources, listening)

@@ -277,7 +277,7 @@ def test_runs_that_ask_at_once_share_a_pass_and_get_what_each_gets_alone(start):
         client = Client(service, **kind)
         ask(client, number)
         alone.append(finished(service, client))
-        assert service.passes_of_several == 0
+        assert service.worker.passes_of_several == 0
     together = start("together", tokens_per_device=40)
     clients = [Client(together, **kind) for kind in kinds]
     for client in clients:
@@ -289,7 +289,7 @@ def test_runs_that_ask_at_once_share_a_pass_and_get_what_each_gets_alone(start):
     together.start()
     for client, expected in zip(clients, alone, strict=True):
         assert_same(finished(together, client), expected)
-    assert together.passes_of_several >= 5
+    assert together.worker.passes_of_several >= 5
 
 
 def iter_steps(client, steps, seed):
@@ -345,10 +345,10 @@ def test_requests_that_come_twice_or_out_of_order_are_worked_off_once_in_order(s
     for seq, kind, body in sent:
         shuffled.submit(other.run, seq, kind, body)
     assert_same(finished(shuffled, other), expected)
-    before = shuffled.runs[other.run].adapter.steps
+    before = shuffled.worker.adapters[other.run].steps
     for seq, kind, body in sent:  # and once more when all is over
         shuffled.submit(other.run, seq, kind, body)
-    assert shuffled.runs[other.run].adapter.steps == before == 3
+    assert shuffled.worker.adapters[other.run].steps == before == 3
     assert not shuffled.runs[other.run].waiting
 
 
