@@ -180,7 +180,7 @@ def launched(
     run: Callable[[list[str]], None],
     argv: list[str],
 ) -> None:
-    """A verb in this process or, once its options are checked, in those that the launcher starts."""
+    """A verb in this process or, with options that hold, in those that the launcher starts."""
     launcher, rest = split_launcher_options(argv)
     if launcher is None:
         run(rest)

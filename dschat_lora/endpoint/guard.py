@@ -6,7 +6,7 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -81,7 +81,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, *, host: str, token: str | None, public: Collection[str]
+        self, app: ASGIApp, *, host: str, token: str | None, public: Container[str]
     ) -> None:
         self._app, self._token, self._public = app, token, public
         self._is_local = host in LOCAL_HOSTS

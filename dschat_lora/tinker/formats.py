@@ -247,7 +247,10 @@ def sample_request(body: Mapping[str, Any], base: Base, key: tuple[Any, ...]) ->
     count = fields.take("num_samples", int, 1)
     if not 1 <= count <= MAX_SAMPLES:
         raise ValueError(f"num_samples must be from 1 to {MAX_SAMPLES}, got {count}")
-    options = _options(fields.take("sampling_params", dict), base, len(prompt), key)
+    asks = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
+    # Of a prompt that fills the context there is nothing else to tell.
+    room = base.limit - len(prompt) or int(any(body.get(name) for name in asks))
+    options = _options(fields.take("sampling_params", dict), base, len(prompt), room, key)
     top_prompt, top_sample = (
         fields.take(name, int, 0) for name in ("topk_prompt_logprobs", "topk_sample_logprobs")
     )
@@ -280,10 +283,9 @@ def sample_request(body: Mapping[str, Any], base: Base, key: tuple[Any, ...]) ->
 
 
 def _options(
-    body: Mapping[str, Any], base: Base, prompt_length: int, key: tuple[Any, ...]
+    body: Mapping[str, Any], base: Base, prompt_length: int, room: int, key: tuple[Any, ...]
 ) -> SampleOptions:
     fields = JsonFields(body, "sampling_params")
-    room = base.limit - prompt_length
     if room < 1:
         raise ValueError(
             f"prompt has {prompt_length} tokens, and {base.name} {base.limit} positions: there is "

@@ -1,7 +1,7 @@
 """Sampling from adapters as they were when they were saved, several requests in a batch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,22 @@ class Sampler:
         """
         options = requests[0].options
         ends, texts = self.ends_of(options)
+        answered = [each for each in requests if len(each.prompt) < self.base.limit]
+        drawn = iter(self._drawn(answered, options, ends) if answered else ())
+        results = []
+        for each in requests:
+            empty = SampledSequence([], [], stopped=False)
+            sequences = [empty] * each.num_samples  # where the context is full
+            if len(each.prompt) < self.base.limit:
+                pairs = [next(drawn) for _ in range(each.num_samples)]
+                sequences = [self._sequence(each, *pair, ends, texts) for pair in pairs]
+            results.append(self._with_prompt(each, sequences))
+        return results
+
+    def _drawn(
+        self, requests: Sequence[SampleRequest], options: SampleOptions, ends: frozenset[int]
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """Tokens and log-probabilities of the answers to requests, one behind the other."""
         if ends not in self._decoders:
             self._decoders[ends] = Decoder(
                 self._model, eos_ids=ends, pad_id=self.base.pad_id, device=self._model.device
@@ -175,13 +191,7 @@ class Sampler:
         )
         if any(responses.undrawn()):
             raise ValueError(undrawn_reason(()))
-        drawn = iter(zip(responses.tokens(), responses.logprobs(), strict=True))
-        results = []
-        for each in requests:
-            pairs = [next(drawn) for _ in range(each.num_samples)]
-            sequences = [self._sequence(each, *pair, ends, texts) for pair in pairs]
-            results.append(self._with_prompt(each, sequences))
-        return results
+        return zip(responses.tokens(), responses.logprobs(), strict=True)
 
     def _sequence(
         self,

@@ -2,15 +2,19 @@
 
 import asyncio
 import fcntl
-import io
+import hmac
 import json
 import os
+import re
+import secrets
 import signal
 import socket
-import tarfile
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from dschat_lora.endpoint.answers import BusyError
@@ -28,11 +32,11 @@ from dschat_lora.engine.failure_detection import on_loss
 from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import log_once
-from dschat_lora.tinker.adapters import Base, open_base
+from dschat_lora.tinker.adapters import CHECKPOINT_FILE, Base, open_base
 from dschat_lora.tinker.config import TinkerConfig
 from dschat_lora.tinker.formats import JsonFields, parse_message
 from dschat_lora.tinker.processes import follow
-from dschat_lora.tinker.service import NotFoundError, TinkerService, TrainingRun
+from dschat_lora.tinker.service import NotFoundError, TinkerService, TrainingRun, end_of_time
 from dschat_lora.tinker.store import KINDS, Store, Weights, now, size_of
 from dschat_lora.tinker.worker import Worker
 
@@ -44,7 +48,29 @@ MAX_MESSAGE_BYTES = 2**28
 MAX_BODY_BYTES = 2**26
 OWNER = "local"
 CLIENT_VERSION = "0.38"  # of the package tinker, whose protocol this is
-Answer = Callable[[Request], Awaitable[Response]]
+LINKS, LINK_SECONDS = "/files", 3600
+Answer = Callable[[Request], Awaitable[Response] | Response]
+
+
+class Links:
+    """URLs that are signed: the client fetches files without its key."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def of(self, file: str, ends: int) -> str:
+        """The path of a URL that is valid until a time in seconds."""
+        signed = hmac.new(self._key, f"{ends}/{file}".encode(), "sha256").hexdigest()
+        return f"{API}{LINKS}/{ends}/{signed}/{file}"
+
+    def __contains__(self, path: str) -> bool:
+        """Whether a path needs no token."""
+        if path == HEALTH:
+            return True
+        ends, _, rest = path.removeprefix(f"{API}{LINKS}/").partition("/")
+        file = rest.partition("/")[2]
+        is_valid = re.fullmatch("[0-9]{1,12}", ends) and int(ends) > time.time()
+        return bool(is_valid) and hmac.compare_digest(path, self.of(file, int(ends)))
 
 
 @dataclass(frozen=True)
@@ -52,6 +78,7 @@ class Routes:
     """What answers requests over HTTP."""
 
     service: TinkerService
+    links: Links
 
     async def capabilities(self, request: Request) -> Response:
         """The bases."""
@@ -161,7 +188,8 @@ class Routes:
             fields.take("sampling_session_seq_id", int),
         )
         base, path = fields.take("base_model", str, None), fields.take("model_path", str, None)
-        sampler = self.service.create_sampler(session, number, base=base, path=path)
+        create = partial(self.service.create_sampler, session, number, base=base, path=path)
+        sampler = await asyncio.to_thread(create)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def join_sampler(self, request: Request) -> Response:
@@ -170,7 +198,7 @@ class Routes:
         count = self.service.join_sampler(sampler)
         return JSONResponse({"type": "join_sampling_session", "client_counter": count})
 
-    async def show_sampler(self, request: Request) -> Response:
+    def show_sampler(self, request: Request) -> Response:
         """What a sampler is."""
         sampler = request.path_params["sampler"]
         facts = self.service.sampler(sampler)
@@ -206,17 +234,17 @@ class Routes:
 
     # What is kept
 
-    async def list_runs(self, request: Request) -> Response:
+    def list_runs(self, request: Request) -> Response:
         """All runs, the newest first."""
-        runs = sorted(self.service.runs.values(), key=lambda r: r.facts["created"], reverse=True)
+        runs = sorted([*self.service.runs.values()], key=lambda r: r.facts["created"], reverse=True)
         page, cursor = _page(request, [_run_facts(run) for run in runs], 20)
         return JSONResponse({"training_runs": page, "cursor": cursor})
 
-    async def show_run(self, request: Request) -> Response:
+    def show_run(self, request: Request) -> Response:
         """One of them."""
         return JSONResponse(_run_facts(self.service.run(request.path_params["run"])))
 
-    async def list_weights(self, request: Request) -> Response:
+    def list_weights(self, request: Request) -> Response:
         """Saved weights, of a run or of all."""
         name = request.path_params.get("run")
         runs = [*self.service.runs.values()] if name is None else [self.service.run(name)]
@@ -234,40 +262,60 @@ class Routes:
             raise NotFoundError(f"{run.run} has no {kind}/{name}")
         return run, weights
 
-    async def delete_weights(self, request: Request) -> Response:
+    def delete_weights(self, request: Request) -> Response:
         """Delete saved weights."""
         run, weights = self._weights(request)
-        await asyncio.to_thread(run.store.delete, weights)
+        run.store.delete(weights)
         return JSONResponse({})
 
-    async def archive(self, request: Request) -> Response:
-        """Saved weights as a tar file."""
+    async def set_time(self, request: Request) -> Response:
+        """How long saved weights stay."""
+        ends = end_of_time(JsonFields(await _body(request)).take("ttl_seconds", int, None))
+        return await asyncio.to_thread(self._change, request, expires_at=ends)
+
+    def publish(self, request: Request) -> Response:
+        """Mark saved weights as public, or no longer: who may ask stays the same here."""
+        return self._change(request, public=request.method == "POST")
+
+    def _change(self, request: Request, **facts: Any) -> Response:
+        run, weights = self._weights(request)
+        run.store.change(weights, **facts)
+        return JSONResponse({})
+
+    def urls(self, request: Request) -> Response:
+        """Where each file of saved weights can be had for an hour, by anybody who has the URL."""
         run, weights = self._weights(request)
         place = run.store.place(weights)
+        ends = int(time.time()) + LINK_SECONDS
+        root = f"{request.scope['scheme']}://{request.headers['host']}"
+        where = f"{run.run}/{weights.kind}/{weights.name}"
+        files = {path.name for path in place.iterdir()} - {CHECKPOINT_FILE}
+        urls = {name: root + self.links.of(f"{where}/{name}", ends) for name in files}
+        expires = datetime.fromtimestamp(ends, timezone.utc)
+        return JSONResponse({"urls": urls, "expires": expires.isoformat()})
 
-        def pack() -> bytes:
-            content = io.BytesIO()
-            with tarfile.open(fileobj=content, mode="w") as file:
-                file.add(place, arcname=".")
-            return content.getvalue()
-
-        return Response(await asyncio.to_thread(pack), media_type="application/x-tar")
+    def file(self, request: Request) -> Response:
+        """One of those files."""
+        if request.scope["path"] not in self.links:
+            raise ApiError(403, "this URL is not valid any more; ask for another one")
+        run, weights = self._weights(request)
+        return FileResponse(run.store.place(weights) / request.path_params["file"])
 
     async def weights_info(self, request: Request) -> Response:
         """What saved weights are of."""
         path = JsonFields(await _body(request)).take("tinker_path", str)
-        run, _ = self.service.source(path, "tinker_path")
+        run, _ = await asyncio.to_thread(self.service.source, path, "tinker_path")
         how = vars(run.how)
         named = {key: how[key] for key in ("train_unembed", "train_mlp", "train_attn")}
         facts = {"base_model": run.base.name, "is_lora": True, "lora_rank": how["rank"]}
         return JSONResponse({**facts, **named})
 
-    async def list_sessions(self, request: Request) -> Response:
+    def list_sessions(self, request: Request) -> Response:
         """Ids of all sessions, the newest first."""
         page, _ = _page(request, [*reversed(self.service.sessions)], 20)
         return JSONResponse({"sessions": page})
 
-    async def show_session(self, request: Request) -> Response:
+    def show_session(self, request: Request) -> Response:
         """Runs and samplers of a session."""
         session = request.path_params["session"]
         facts = self.service.session(session)
@@ -312,6 +360,7 @@ def _checkpoint(run: TrainingRun, weights: Weights, facts: Mapping[str, Any]) ->
         "time": facts["time"],
         "tinker_path": weights.path,
         "size_bytes": size_of(run.store.place(weights)),
+        "public": facts.get("public", False),
         "user_metadata": facts.get("user_metadata"),
         "expires_at": facts.get("expires_at"),
     }
@@ -388,7 +437,8 @@ async def _refuse_request(request: Request, error: ApiError) -> Response:
 
 def make_app(service: TinkerService, *, host: str, token: str | None) -> Starlette:
     """The application of a service that is started."""
-    routes, post = Routes(service), ["POST"]
+    links = Links()
+    routes, post = Routes(service, links), ["POST"]
     checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
     table: list[tuple[str, Answer, list[str]]] = [
         ("/healthz", _constant, ["GET"]),
@@ -407,7 +457,6 @@ def make_app(service: TinkerService, *, host: str, token: str | None) -> Starlet
         ("/forward_backward", routes.forward_backward, post),
         *(
             (f"/{kind}", routes.of_run(kind), post)
-            # The last one is refused in its turn: its number is not lost.
             for kind in (
                 "optim_step",
                 "save_weights",
@@ -427,7 +476,10 @@ def make_app(service: TinkerService, *, host: str, token: str | None) -> Starlet
         ("/training_runs/{run}/checkpoints", routes.list_weights, ["GET"]),
         ("/checkpoints", routes.list_weights, ["GET"]),
         (checkpoint, routes.delete_weights, ["DELETE"]),
-        (f"{checkpoint}/archive", routes.archive, ["GET"]),
+        (f"{checkpoint}/ttl", routes.set_time, ["PUT"]),
+        (f"{checkpoint}/publish", routes.publish, ["POST", "DELETE"]),
+        (f"{checkpoint}/external_weights_urls", routes.urls, ["GET"]),
+        (LINKS + "/{ends}/{signature}/{run}/{kind}/{name}/{file}", routes.file, ["GET"]),
         ("/{rest:path}", _not_built, ["GET", "POST", "PUT", "DELETE"]),
     ]
     handlers: dict[Any, Any] = {
@@ -437,7 +489,7 @@ def make_app(service: TinkerService, *, host: str, token: str | None) -> Starlet
     }
     app = Starlette(
         routes=[Route(f"{API}{path}", answer, methods=how) for path, answer, how in table],
-        middleware=[Middleware(Guard, host=host, token=token, public=frozenset((HEALTH,)))],
+        middleware=[Middleware(Guard, host=host, token=token, public=links)],
         exception_handlers=handlers,
     )
     app.router.redirect_slashes = False  # no addresses made of a request's Host

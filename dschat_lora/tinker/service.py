@@ -541,9 +541,11 @@ class TinkerService:
         if job.kind == "load_weights":
             return self._load(run, seq, body)
         if job.kind == "save_weights":
-            return self._save(run, "weights", body, with_optimizer=True)
-        if job.kind != "save_weights_for_sampler":
-            raise ValueError(f"{job.kind} is not built here")
+            return self._save(run, job.kind, "weights", body)
+        if job.kind == "save_weights_external":
+            if body.get("age_encryption_recipients"):
+                raise ValueError("age_encryption_recipients is not built here")
+            return self._save(run, job.kind, "external_weights", body)
         return self._save_for_sampler(run, seq, body)
 
     def _adapter(self, run: TrainingRun) -> TrainedAdapter:
@@ -632,9 +634,7 @@ class TinkerService:
         self._write_state(run, adapter, seq, result)
         return result
 
-    def _save(
-        self, run: TrainingRun, kind: str, body: Mapping[str, Any], *, with_optimizer: bool
-    ) -> Result:
+    def _save(self, run: TrainingRun, request: str, kind: str, body: Mapping[str, Any]) -> Result:
         fields = JsonFields(body)
         weights = run.store.weights(kind, fields.take("path", str, None))
         place = run.store.place(weights)
@@ -644,36 +644,30 @@ class TinkerService:
                 raise ValueError(
                     f"path: {weights.path} is there already; overwrite=True replaces it"
                 )
-        self._write(run, weights, body, with_optimizer=with_optimizer)
-        name = "save_weights" if with_optimizer else "save_weights_for_sampler"
-        return Result.of({"type": name, "path": weights.path})
+        self._write(run, weights, body)
+        return Result.of({"type": request, "path": weights.path})
 
-    def _write(
-        self, run: TrainingRun, weights: Weights, body: Mapping[str, Any], *, with_optimizer: bool
-    ) -> None:
-        fields, ends = JsonFields(body), None
-        if (seconds := fields.take("ttl_seconds", int, None)) is not None:
-            if not 1 <= seconds <= MOST_NUMBER:
-                raise ValueError(f"ttl_seconds must be from 1 to {MOST_NUMBER}")
-            ends = datetime.now(timezone.utc) + timedelta(seconds=seconds)
+    def _write(self, run: TrainingRun, weights: Weights, body: Mapping[str, Any]) -> None:
+        fields = JsonFields(body)
         facts = {
             "time": now(),
-            "expires_at": None if ends is None else ends.isoformat(timespec="milliseconds"),
+            "expires_at": end_of_time(fields.take("ttl_seconds", int, None)),
             "user_metadata": fields.texts("user_metadata"),
         }
         place = run.store.place(weights)
         adapter = self._adapter(run)
-        adapter.write(place, self.worker.moments(run.run) if with_optimizer else {}, facts)
+        moments = self.worker.moments(run.run) if weights.kind == "weights" else {}
+        adapter.write(place, moments, facts)
         self.worker.drop_sampler(weights.path)
 
     def _save_for_sampler(self, run: TrainingRun, seq: int, body: Mapping[str, Any]) -> Result:
         if body.get("path") is not None:
-            return self._save(run, "sampler_weights", body, with_optimizer=False)
+            return self._save(run, "save_weights_for_sampler", "sampler_weights", body)
         number = body.get("sampling_session_seq_id")
         if type(number) is not int:
             raise ValueError("save_weights_for_sampler needs path or sampling_session_seq_id")
         weights = Weights(run.run, "sampler_weights", f"{UNNAMED}{seq}")
-        self._write(run, weights, body, with_optimizer=False)
+        self._write(run, weights, body)
         gone = run.store.drop_unnamed()
         with self._changed:
             for name in [k for k, v in self.samplers.items() if v["model_path"] in gone]:
@@ -734,6 +728,20 @@ def _failed(what: str, error: Exception, advice: str, option: str) -> Result:
         return Result.failure(words, "server")
     note(f"error: {what} failed: {type(error).__name__}: {error}")
     return Result.failure(f"{what} failed: {type(error).__name__}", "server")
+
+
+def end_of_time(seconds: int | None) -> str | None:
+    """When weights go that stay so long; None: never.
+
+    Raises:
+        ValueError: if it is no such time.
+    """
+    if seconds is None:
+        return None
+    if not 1 <= seconds <= MOST_NUMBER:
+        raise ValueError(f"ttl_seconds must be from 1 to {MOST_NUMBER}")
+    ends = datetime.now(timezone.utc) + timedelta(seconds=seconds)
+    return ends.isoformat(timespec="milliseconds")
 
 
 def _alike(job: Job) -> object:

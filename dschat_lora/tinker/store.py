@@ -19,7 +19,7 @@ from dschat_lora.checkpoint.tensors import save_weights
 from dschat_lora.tinker.adapters import CHECKPOINT_FILE
 
 SCHEME = "tinker://"
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 UNNAMED = ".unnamed-"  # weights for a sampler that no request can name
 KEPT_UNNAMED = 4  # of each run
 KEPT_RESULTS = 512  # of each run, which clients may still ask for
@@ -37,7 +37,7 @@ class Weights:
     """Saved weights: of a run, for training or a sampler, under a name."""
 
     run: str
-    kind: str  # weights or sampler_weights
+    kind: str  # of KINDS
     name: str
 
     @property
@@ -164,6 +164,11 @@ class RunStore:
     def place(self, weights: Weights) -> Path:
         """The directory of saved weights."""
         return self.directory / weights.kind / weights.name
+
+    def change(self, weights: Weights, **facts: Any) -> None:
+        """Change what is known of saved weights."""
+        file = self.place(weights) / CHECKPOINT_FILE
+        write_whole(file, json.dumps({**json.loads(file.read_text("utf-8")), **facts}) + "\n")
 
     def delete(self, weights: Weights) -> None:
         """Delete saved weights: they are there whole, or not at all."""

@@ -11,7 +11,9 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -302,6 +304,11 @@ def test_samplers_answer_as_they_are_asked(client):
     assert ended.stop_reason == "stop"
     assert list(ended.tokens) == list(sequence.tokens[: len(ended.tokens)])
     assert sampler.compute_logprobs(prompt(7)).result() == [None]
+    long = [9, 7] * 256  # the whole context
+    found = sampler.compute_logprobs(prompt(*long)).result()
+    shorter = sampler.compute_logprobs(prompt(*long[:-1])).result()
+    assert len(found) == 512
+    np.testing.assert_allclose(found[1:-1], shorter[1:], atol=1e-4)
 
 
 def test_a_long_prompt_and_a_long_answer_are_decoded_side_by_side(client, base):
@@ -344,12 +351,35 @@ def test_the_lists_hold_what_was_made_and_what_is_deleted_leaves_them(client, re
     assert rest.get_sampler(facts.sampler_ids[0]).result().model_path == other
     models = rest.get_server_capabilities().result().supported_models
     assert [each.model_name for each in models] == ["base", "twin"]
-    status, content = call(address, "GET", f"training_runs/{run}/checkpoints/weights/kept/archive")
-    assert status == 200
-    assert b"adapter_model.safetensors" in content
     rest.delete_checkpoint(run, "weights/kept").result()
     rest.delete_checkpoint_from_tinker_path(other).result()
     assert rest.list_checkpoints(run).result().checkpoints == []
+
+
+def test_files_of_external_weights_are_had_by_signed_urls_without_a_key(service):
+    with running(make_app(service, host="127.0.0.1", token="tml-secret")) as guarded:
+        named = {"base_url": guarded, "api_key": "tml-secret"}
+        with tinker.ServiceClient(**named) as own:
+            trainer = new_trainer(own)
+            path = trainer.save_weights_external("out", ttl_seconds=3600).result().path
+        rest = tinker.RestClient(**named)
+        urls = rest.get_external_weights_urls(path).result().urls
+        found = {name: urlopen(url).read() for name, url in urls.items()}
+        for url in (urls["README.md"][:-1], urls["README.md"].replace("/files/1", "/files/2")):
+            with pytest.raises(HTTPError, match="401"):
+                urlopen(url)
+        place = service.store.place(path)
+        assert found.keys() >= {"adapter_model.safetensors", "adapter_config.json"}
+        assert all((place / name).read_bytes() == each for name, each in found.items())
+        rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+        rest.publish_checkpoint_from_tinker_path(path).result()
+        (kept,) = rest.list_checkpoints(trainer.model_id).result().checkpoints
+        assert (kept.checkpoint_type, kept.public, kept.expires_at) == ("external", True, None)
+        rest.unpublish_checkpoint_from_tinker_path(path).result()
+        rest.set_checkpoint_ttl_from_tinker_path(path, 60).result()
+        (kept,) = rest.list_checkpoints(trainer.model_id).result().checkpoints
+        assert not kept.public
+        assert kept.expires_at is not None
 
 
 def test_weights_whose_time_is_over_are_no_more(client, rest):
@@ -610,9 +640,9 @@ REFUSED = {
         "ttl_seconds must be from 1",
     ),
     "external": (
-        lambda t: t.trainer.save_weights_external("x").result(),
+        lambda t: t.trainer.save_weights_external("x", age_encryption_recipients=["age1"]).result(),
         FAILED,
-        "save_weights_external is not built here",
+        "age_encryption_recipients is not built here",
     ),
     "no run": (
         lambda t: t.client.create_training_client_from_state("tinker://x/weights/y").result(),
@@ -695,9 +725,9 @@ REFUSED = {
         "tinker_path: there is no model 'x'",
     ),
     "not built": (
-        lambda t: t.rest.set_checkpoint_ttl_from_tinker_path(t.state, 5).result(),
+        lambda t: t.client.copy_weights(t.state).result(),
         MISSING,
-        "is not built here",
+        "copy_weights is not built here",
     ),
 }
 

@@ -10,80 +10,29 @@ tinker = pytest.importorskip("tinker")
 
 from peft import PeftModel  # noqa: E402
 from tinker import types  # noqa: E402
-from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
 from tinker.proto.response_conv import (  # noqa: E402
-    deserialize_forward_backward_output,
     deserialize_sample_response,
 )
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from dschat_lora.checkpoint.adapter import read_adapter  # noqa: E402
 from dschat_lora.config.groups import ModelConfig  # noqa: E402
 from dschat_lora.endpoint.answers import BusyError  # noqa: E402
 from dschat_lora.models.source import find_model  # noqa: E402
 from dschat_lora.tinker.adapters import open_base  # noqa: E402
 from dschat_lora.tinker.service import NotFoundError, TinkerService  # noqa: E402
 from dschat_lora.tinker.store import Store, parse_path  # noqa: E402
-
-NAME = "base"
-ADAM = {"learning_rate": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "grad_clip_norm": 20.0}
+from helpers.tinker_runs import (  # noqa: E402
+    NAME,
+    Client,
+    result,
+    rows,
+    values,
+)
 
 
 @pytest.fixture(scope="module")
 def base():
     return open_base(NAME, find_model(None), ModelConfig(dtype="fp32"), recomputes=False)
-
-
-class Client:
-    """A client of one run, by the messages of the real client's package."""
-
-    def __init__(self, service, number=0, *, session=None, **lora):
-        self.service = service
-        self.session = session or service.create_session({})
-        body = {"base_model": NAME, "lora_config": {"rank": 4, "seed": 3, **lora}}
-        self.request_ids = [service.create_run(self.session, number, body)]
-        self.run = self.request_ids[0].rpartition(":")[0]
-        self.seq = 0
-
-    def send(self, kind, body):
-        self.seq += 1
-        self.request_ids.append(self.service.submit(self.run, self.seq, kind, body))
-        return self.request_ids[-1]
-
-    def forward_backward(self, data, loss="cross_entropy", config=None, *, forward_only=False):
-        message = forward_backward_request_to_proto(
-            types.ForwardBackwardRequest(
-                forward_backward_input=types.ForwardBackwardInput(
-                    data=data, loss_fn=loss, loss_fn_config=config
-                ),
-                model_id=self.run,
-                seq_id=self.seq + 1,
-            )
-        )
-        message.forward_only = forward_only
-        return self.send("forward_backward", message.SerializeToString())
-
-    def optim_step(self, **params):
-        return self.send("optim_step", json.dumps({"adam_params": {**ADAM, **params}}).encode())
-
-    def save(self, name, kind="save_weights"):
-        return self.send(kind, json.dumps({"path": name}).encode())
-
-    def load(self, path, *, optimizer):
-        body = json.dumps({"path": path, "optimizer": optimizer}).encode()
-        return self.send("load_weights", body)
-
-
-def result(service, request_id):
-    found = service.future(request_id).result(timeout=60)
-    if found.media_type == "application/x-protobuf":
-        return deserialize_forward_backward_output(found.body)
-    return json.loads(found.body)
-
-
-def values(service, path):
-    weights = parse_path(path)
-    return read_adapter(service.runs[weights.run].store.place(weights)).tensors
 
 
 @pytest.fixture
@@ -102,24 +51,6 @@ def start(base, tmp_path):
     yield started
     for service in services:
         service.close()
-
-
-def rows(count, seed, loss="cross_entropy"):
-    """Examples of random tokens; of a policy's losses the first tokens are a prompt."""
-    draw = torch.Generator().manual_seed(seed)
-    data = []
-    for _ in range(count):
-        size = int(torch.randint(4, 20, (), generator=draw))
-        tokens = torch.randint(4, 1000, (size + 1,), generator=draw).tolist()
-        inputs = {"target_tokens": tokens[1:]}
-        answer = torch.arange(size) >= 2
-        if loss == "cross_entropy":
-            inputs["weights"] = torch.randn(size, generator=draw)
-        else:
-            inputs["logprobs"] = -6 - torch.rand(size, generator=draw) * answer
-            inputs["advantages"] = torch.randn(size, generator=draw) * answer
-        data.append(types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs))
-    return data
 
 
 def by_hand(loss, logprobs, numbers, config):
