@@ -95,8 +95,8 @@ def collective(
     @wraps(method)
     def call(self: CalledT, *args: ParamsT.args, **named: ParamsT.kwargs) -> ResultT:
         assert not named, "arguments are sent by their places"
-        self.channel.send(method.__name__, *args)
         try:
+            self.channel.send(method.__name__, *args)
             return method(self, *args, **named)
         except (ValueError, ProcessError):
             raise

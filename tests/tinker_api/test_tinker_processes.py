@@ -105,8 +105,9 @@ def test_a_process_that_is_lost_ends_the_server_which_goes_on_where_it_was(
         )
         running.append(start())
 
-    with tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-local") as client:
-        struck, undisturbed = train(range(3), strike), train(range(3))
+    client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-local")
+    struck, undisturbed = train(range(3), strike), train(range(3))
+    client.close("success")
     assert struck == pytest.approx(undisturbed, rel=1e-5)
     running[1].signal(signal.SIGINT)
     assert running[1].wait() == [0, 0]
