@@ -47,7 +47,9 @@ class TinkerConfig:
     )
     max_queue: int = option(4096, help="requests that may wait; further ones are refused (429)")
     max_batch_size: int = option(64, help="answers decoded at a time, by each process")
-    tokens_per_device: int = option(16384, help="tokens of a forward and backward pass of a process, at most")
+    tokens_per_device: int = option(
+        16384, help="tokens of a forward and backward pass of a process, at most"
+    )
 
     zero_stage: Literal[0, 1, 2] = option(
         0,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,7 @@ def collective(
             wait_for_lost_peer(error)
             raise OutOfStepError(f"{method.__name__} failed: {error}") from error
 
-    return call
+    return cast(Callable[Concatenate[CalledT, ParamsT], ResultT], call)
 
 
 def follow(called: Called) -> None:

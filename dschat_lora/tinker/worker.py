@@ -20,6 +20,7 @@ from dschat_lora.tinker.adapters import (
     read_saved,
 )
 from dschat_lora.tinker.formats import (
+    ForwardBackward,
     adam_params,
     content_of,
     forward_backward,
@@ -76,9 +77,9 @@ class Worker:
 
         What requests have done since its state was written is done again.
         """
-        store = self._store.run(run)
 
-        def read() -> tuple[TrainedAdapter, int]:
+        def read() -> tuple[TrainedAdapter, list[Any]]:
+            store, saved = self._store.run(run), -1
             facts = store.facts()
             base, how = self.bases[facts["base_model"]], Adapting(**facts["lora"])
             adapter = TrainedAdapter(
@@ -88,18 +89,18 @@ class Worker:
                 tokens_per_device=self._tokens,
                 zero_stage=self._zero_stage,
             )
-            if store.state_facts() is None:
-                return adapter, -1
-            tensors, state = store.state()
-            values = {name: tensors.pop(name) for name in adapter.parameters}
-            adapter.load(values, tensors, state["steps"])
-            return adapter, state["seq"]
+            if store.state_facts() is not None:
+                tensors, state = store.state()
+                values = {name: tensors.pop(name) for name in adapter.parameters}
+                adapter.load(values, tensors, state["steps"])
+                saved = state["seq"]
+            logged = [each for each in store.logged() if saved < each[0] <= done]
+            return adapter, [(store.result(seq), kind, body) for seq, kind, body in logged]
 
-        adapter, saved = agreed(read)
-        for seq, kind, body in store.logged():
-            if saved < seq <= done:
-                with suppress(ValueError):  # those that failed fail once more
-                    self._repeat(adapter, store.result(seq), kind, body)
+        adapter, requests = agreed(read)
+        for request in requests:
+            with suppress(ValueError):  # those that failed fail once more
+                self._repeat(adapter, *request)
         self.adapters[run] = adapter
 
     def _repeat(
@@ -135,28 +136,25 @@ class Worker:
         Those with a gradient are computed in one pass where the base allows it, and those without.
         """
 
-        def read(run: str, number: int) -> Any:
+        def read(run: str, number: int) -> ForwardBackward | ValueError:
+            body = self._store.run(run).request(number)
             try:
-                return forward_backward(
-                    self._store.run(run).request(number), self.adapters[run].base
-                )
+                return forward_backward(body, self.adapters[run].base)
             except ValueError as error:
                 return error
 
-        parsed = agreed(lambda: {run: read(run, number) for run, number in requests})
-        found = {run: each for run, each in parsed.items() if isinstance(each, ValueError)}
+        parsed = agreed(lambda: [read(run, number) for run, number in requests])
+        found: list[Any] = [*parsed]  # errors stay
         for forward_only in (False, True):
-            group = [
-                (run, Share(self.adapters[run], each.examples, each.loss))
-                for run, each in parsed.items()
-                if run not in found and each.forward_only is forward_only
-            ]
-            shares = [share for _, share in group]
-            for (run, _), output in zip(
-                group, self._outputs(shares, backward=not forward_only), strict=True
-            ):
-                found[run] = output
-        return [found[run] for run, _ in requests]
+            chosen, shares = [], []
+            for n, each in enumerate(parsed):
+                if isinstance(each, ForwardBackward) and each.forward_only is forward_only:
+                    chosen.append(n)
+                    shares.append(Share(self.adapters[requests[n][0]], each.examples, each.loss))
+            outputs = self._outputs(shares, backward=not forward_only)
+            for n, output in zip(chosen, outputs, strict=True):
+                found[n] = output
+        return found
 
     def _outputs(self, shares: Sequence[Share], *, backward: bool) -> list[Output | ValueError]:
         if len(shares) > 1 and (shared := self._shared_base(shares[0].adapter.base)) is not None:
