@@ -28,6 +28,7 @@ from starlette.routing import Route
 from dschat_lora.endpoint.answers import BusyError
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
 from dschat_lora.endpoint.sockets import QUIET, address_of
+from dschat_lora.engine.distributed import world_size
 from dschat_lora.engine.failure_detection import on_loss
 from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.models.source import ModelSource
@@ -532,9 +533,12 @@ def run_server(
         for source in sources.values()
     }
     directory = Path(config.state_dir).expanduser().resolve()
-    if listening is None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 says when it is over
+    if world_size() > 1:
+        # A launcher sends them to all. Rank 0's server ends by them, and raises them again; the
+        # others end when rank 0 says so.
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+    if listening is None:
         follow(
             Worker(
                 bases,

@@ -109,6 +109,6 @@ def test_a_process_that_is_lost_ends_the_server_which_goes_on_where_it_was(
     struck, undisturbed = train(range(3), strike), train(range(3))
     client.close("success")
     assert struck == pytest.approx(undisturbed, rel=1e-5)
-    running[1].signal(signal.SIGINT)
+    running[1].signal(signal.SIGTERM)
     assert running[1].wait() == [0, 0]
     assert "1 runs go on, 2 requests wait" in running[1].out()
