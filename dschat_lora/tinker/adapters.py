@@ -263,9 +263,11 @@ class TrainedAdapter:
         self._module.fit_to_architecture(len(base.tokenizer), self.model.device)
         self.parameters = adapter_parameters(self.model)
         self._zero_stage = zero_stage if world_size() > 1 else 0
-        self._shards = _shards(self.parameters) if self._zero_stage else [[*self.parameters]]
-        own = [self.parameters[name] for name in self._shards[rank() if self._zero_stage else 0]]
-        self._adam = torch.optim.AdamW([{"params": own}], lr=1e-4, foreach=True)
+        self._shards = _shards(self.parameters) if self._zero_stage else []
+        own = self._shards[rank()] if self._zero_stage else [*self.parameters]
+        self._stepped = {name: self.parameters[name] for name in own}  # by this process
+        group = {"params": [*self._stepped.values()]}
+        self._adam = torch.optim.AdamW([group], lr=1e-4, foreach=True)
         # Of several processes' gradients those since the last step, by name.
         self._summed: dict[str, Tensor] = {}
         self._casts = FactorCasts(self._module)
@@ -451,7 +453,7 @@ class TrainedAdapter:
         With ZeRO those of this process's shard.
         """
         found = {}
-        for name, parameter in self.parameters.items():
+        for name, parameter in self._stepped.items():
             for key, value in self._adam.state.get(parameter, {}).items():
                 found[f"{key}/{name}"] = value.detach().clone()
         return found
@@ -465,12 +467,10 @@ class TrainedAdapter:
         copy_values(self.parameters, values)
         self._adam.state.clear()
         self.drop_gradients()
-        own = {*self._shards[rank() if self._zero_stage else 0]}
         for key, value in moments.items():
             kind, _, name = key.partition("/")
-            if name not in own:
+            if (parameter := self._stepped.get(name)) is None:
                 continue
-            parameter = self.parameters[name]
             place = parameter.device if kind in _MOMENTS else value.device
             self._adam.state[parameter][kind] = value.to(place, copy=True)
         self.steps = steps
