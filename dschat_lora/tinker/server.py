@@ -72,7 +72,9 @@ class Links:
         ends, _, rest = path.removeprefix(f"{API}{LINKS}/").partition("/")
         file = rest.partition("/")[2]
         is_valid = re.fullmatch("[0-9]{1,12}", ends) and int(ends) > time.time()
-        return bool(is_valid) and hmac.compare_digest(path, self.of(file, int(ends)))
+        return bool(is_valid) and hmac.compare_digest(
+            path.encode(), self.of(file, int(ends)).encode()
+        )
 
 
 @dataclass(frozen=True)

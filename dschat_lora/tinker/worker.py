@@ -118,7 +118,7 @@ class Worker:
         elif kind in ("create_model", "load_weights"):
             content = content_of(body)
             if content.get("path") is not None:
-                self._load(adapter, content["path"], optimizer=content["optimizer"])
+                self._load(adapter, content["path"], optimizer=bool(content.get("optimizer")))
         if kind == "forward_backward":
             request = forward_backward(body, adapter.base)
             if not request.forward_only:
@@ -173,7 +173,7 @@ class Worker:
         if base.name not in self._shared:
             found = None
             try:
-                found = SharedBase(base)
+                found = agreed(lambda: SharedBase(base))
             except Exception as error:  # noqa: BLE001 - of an architecture that is unlike others
                 note(f"runs of {base.name} take turns: {type(error).__name__}: {error}")
             self._shared[base.name] = found if found is not None and found.works else None

@@ -368,6 +368,8 @@ def test_files_of_external_weights_are_had_by_signed_urls_without_a_key(service)
         for url in (urls["README.md"][:-1], urls["README.md"].replace("/files/1", "/files/2")):
             with pytest.raises(HTTPError, match="401"):
                 urlopen(url)
+        path_only = urlsplit(urls["README.md"]).path.removeprefix("/api/v1/")
+        assert call(guarded, "GET", f"{path_only}%C3%A9", headers=[("X-API-Key", "no")])[0] == 401
         place = service.store.place(path)
         assert found.keys() >= {"adapter_model.safetensors", "adapter_config.json"}
         assert all((place / name).read_bytes() == each for name, each in found.items())
