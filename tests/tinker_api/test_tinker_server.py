@@ -727,7 +727,7 @@ REFUSED = {
         "tinker_path: there is no model 'x'",
     ),
     "not built": (
-        lambda t: t.client.copy_weights(t.state).result(),
+        lambda t: t.rest.copy_weights(t.state, "project").result(),
         MISSING,
         "copy_weights is not built here",
     ),
