@@ -128,30 +128,6 @@ def dro_loss(
     return _summed(losses, torch.zeros_like(mask), logprobs, old_logprobs)
 
 
-@torch.no_grad()
-def importance_weights(
-    logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, *, cap: float
-) -> Tensor:
-    """``min(exp(logprob - sampler logprob), cap)`` of each token, without gradient.
-
-    Truncated importance sampling (Ionides, "Truncated importance sampling", 2008; per token as in
-    section 4.1 of arXiv:1802.01561): tokens drawn from one distribution count as those of another.
-
-    Args:
-        logprobs: (N, R) of the tokens under the policy that the losses take them to come from.
-        sampler_logprobs: (N, R) under the distribution they were drawn from, in nats.
-        mask: (N, R) bool, True on response tokens.
-        cap: largest weight, above 0.
-
-    Returns:
-        (N, R) weights; exactly 1, or ``cap`` if that is less, where both are equal, and 0 where
-        the mask is False.
-    """
-    check_same_shape(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
-    weights = torch.exp(torch.where(mask, logprobs - sampler_logprobs, 0)).clamp(max=cap)
-    return torch.where(mask, weights, 0)
-
-
 def token_weights(
     mask: Tensor, normalization: Normalization, *, max_length: int, dtype: torch.dtype
 ) -> Tensor:

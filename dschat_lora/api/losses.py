@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.dpo import dpo_loss
+from dschat_lora.algos.importance import importance_weights
 from dschat_lora.algos.kl import KL_ESTIMATORS
 from dschat_lora.algos.ppo import (
     PolicyLoss,
     cispo_loss,
     gspo_loss,
-    importance_weights,
     policy_loss,
 )
 from dschat_lora.config.options import build_config, options_in_python
@@ -34,7 +34,11 @@ TokenLoss = Callable[[Tensor, Mapping[str, Any]], Tensor]
 
 _CLIPS = ("cliprange", "cliprange_low", "cliprange_high")
 _KL = ("kl_coef", "kl_estimator")
-_POLICY = ("importance_cap", *_KL)
+_CORRECTION = (
+    *("importance_cap", "rollout_correction", "rollout_is"),
+    *("rollout_is_threshold", "rollout_is_threshold_lower"),
+)
+_POLICY = (*_CORRECTION, *_KL)
 # Options of each loss, with the command line's names.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
@@ -137,9 +141,9 @@ def _cross_entropy(logprobs: Tensor, tables: Tables) -> Tensor:
 
 def _policy(name: str, config: PpoConfig) -> Loss:
     reads = ["weights", "logprobs", "advantages"]
-    reads += ["old_logprobs"] * bool(config.importance_cap) + ["ref_logprobs"] * bool(
-        config.kl_coef
-    )
+    correction = config.correction
+    reads += ["old_logprobs"] * (correction is not None)
+    reads += ["ref_logprobs"] * bool(config.kl_coef)
     clips: dict[str, float] = {
         "cliprange": config.cliprange_low,
         "cliprange_high": config.cliprange_high,
@@ -155,11 +159,9 @@ def _policy(name: str, config: PpoConfig) -> Loss:
         mask, weights = counted(tables), tables["weights"]
         # The losses are linear in the size of advantages: there stand the weights of tokens.
         old, advantages = tables["logprobs"], tables["advantages"] * weights
-        if config.importance_cap:
+        if correction is not None:
             drawn, old = old, tables["old_logprobs"]
-            advantages = advantages * importance_weights(
-                old, drawn, mask, cap=config.importance_cap
-            )
+            advantages = advantages * importance_weights(old, drawn, mask, **vars(correction))
         loss = surrogate(logprobs, old, advantages, mask).total
         if config.kl_coef:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, tables["ref_logprobs"])

@@ -21,6 +21,7 @@ AlgorithmName = Literal[
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
 LossNormalization = Literal["token", "sequence", "constant"]
+Correction = Literal["none", "tis", "mis"]
 
 
 def by_algorithm(help: str) -> Any:
@@ -82,6 +83,16 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 
 
 @dataclass(frozen=True)
+class RolloutCorrection:
+    """How :func:`dschat_lora.algos.importance.importance_weights` bounds weights."""
+
+    cap: float
+    floor: float = 0.0
+    level: Literal["token", "sequence"] = "token"
+    masks: bool = False
+
+
+@dataclass(frozen=True)
 class PpoConfig:
     """The update: PPO, RLOO, GRPO and what came after them."""
 
@@ -137,7 +148,21 @@ class PpoConfig:
     importance_cap: float = option(
         0.0,
         help="largest weight of a token in the policy's loss, weights being its probability in the "
-        "policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1",
+        "policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1; "
+        "the same as --rollout_correction tis --rollout_is_threshold of this number",
+    )
+    rollout_correction: Correction | None = option(
+        None,
+        help="importance weights in the policy's loss where tokens come from another distribution "
+        "than the one that learns; tis: truncated at --rollout_is_threshold; mis: 0 beyond it; "
+        "default: tis with another --rollout_engine than own, else none",
+    )
+    rollout_is: Literal["token", "sequence"] = option(
+        "token", help="whether each token has a weight, or each response the product of its tokens'"
+    )
+    rollout_is_threshold: float = option(2.0, help="largest weight of --rollout_correction")
+    rollout_is_threshold_lower: float = option(
+        0.0, help="smallest weight: below it tis gives this one, mis 0"
     )
     entropy_coef: float = option(0.0, help="weight of the entropy bonus")
     target_kl: float = option(
@@ -151,13 +176,26 @@ class PpoConfig:
         if self.cliprange is not None:
             defaults |= {"cliprange_low": self.cliprange, "cliprange_high": self.cliprange}
         for name, field in type(self).__dataclass_fields__.items():
-            if field.default is None and getattr(self, name) is None:
+            if field.default is None and getattr(self, name) is None and name in defaults:
                 object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs")
         require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
         require_numbers(
             self, ">= 0", "dynamic_sampling", "critic_warmup_iterations", "importance_cap"
         )
+        require_numbers(self, "> 0", "rollout_is_threshold")
+        lower = self.rollout_is_threshold_lower
+        require(
+            0 <= lower < self.rollout_is_threshold,
+            "rollout_is_threshold_lower",
+            lower,
+            f"in [0, {self.rollout_is_threshold:g}), below --rollout_is_threshold",
+        )
+        if self.importance_cap and self.rollout_correction is not None:
+            raise ValueError(
+                f"--importance_cap {self.importance_cap:g} is --rollout_correction tis with that "
+                "threshold: give one of them"
+            )
         require_numbers(self, ">= 1", "kl_horizon")
         require_numbers(self, "in [0, 1]", "gamma", "lam")
         clips = ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value")
@@ -180,6 +218,20 @@ class PpoConfig:
     def rules(self) -> Algorithm:
         """What the algorithm is by its paper."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def correction(self) -> RolloutCorrection | None:
+        """Bounds of importance weights; None: all are 1."""
+        if self.importance_cap:
+            return RolloutCorrection(self.importance_cap)
+        if self.rollout_correction in (None, "none"):
+            return None
+        return RolloutCorrection(
+            cap=self.rollout_is_threshold,
+            floor=self.rollout_is_threshold_lower,
+            level=self.rollout_is,
+            masks=self.rollout_correction == "mis",
+        )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dschat_lora.rl.environment_adapters import ADAPTERS
 from dschat_lora.rl.role_config import RoleConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 
 
 def _check_name(option: str, name: str) -> None:
@@ -97,6 +98,20 @@ class RolloutConfig:
         help="responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not "
         "compare them",
     )
+    rollout_engine: str = option(
+        "own",
+        help="what draws responses: own; transformers, its continuous batching; or servers with "
+        "vLLM's OpenAI interface that take adapters at run time, by their addresses with commas "
+        "between them, such as http://127.0.0.1:8000",
+    )
+    rollout_adapter_dir: str | None = option(
+        None,
+        help="directory that the servers of --rollout_engine see too, in which they find the "
+        "adapter; default: one in memory, for servers on this machine",
+    )
+    rollout_timeout: float = option(
+        600.0, help="seconds that a server of --rollout_engine may take for a response"
+    )
     merge_for_rollouts: bool = option(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
@@ -156,7 +171,16 @@ class RolloutConfig:
         for name in ("environment", "agent"):
             if getattr(self, name) is not None:
                 _check_name(name, getattr(self, name))
-        require_numbers(self, "> 0", "agent_timeout")
+        require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
+        if self.rollout_engine not in ("own", "transformers"):
+            addresses = self.rollout_servers
+            require(
+                bool(addresses) and all(map(_ADDRESS.fullmatch, addresses)),
+                "rollout_engine",
+                self.rollout_engine,
+                "own, transformers, or addresses of servers such as http://127.0.0.1:8000, with "
+                "commas between them (vLLM and SGLang run as servers)",
+            )
         require_numbers(self, ">= 0", "agent_retries")
         require_numbers(self, ">= 1", "agent_max_calls")
         players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
@@ -174,6 +198,14 @@ class RolloutConfig:
                 f"--num_generations {self.num_generations} must divide the {own} responses of an "
                 "iteration (--per_device_generation_batch_size x --generation_batches)"
             )
+
+    @property
+    def rollout_servers(self) -> tuple[str, ...]:
+        """Addresses of the servers that draw responses, without the path ``/v1``; perhaps none."""
+        if self.rollout_engine in ("own", "transformers"):
+            return ()
+        given = (each.strip().rstrip("/") for each in self.rollout_engine.split(","))
+        return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
 
     @property
     def has_agent(self) -> bool:
@@ -370,10 +402,13 @@ class RlhfConfig(StageConfig):
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
-        if self.ppo.importance_cap and not self.batch.do_sample:
+        if self.ppo.correction is not None and not self.batch.do_sample:
+            given = f"--importance_cap {self.ppo.importance_cap:g}"
+            if not self.ppo.importance_cap:
+                given = f"--rollout_correction {self.ppo.rollout_correction}"
             raise ValueError(
-                f"--importance_cap {self.ppo.importance_cap:g} weighs by the probability that a "
-                "token was drawn with, and --no-do_sample draws none: leave one of them out"
+                f"{given} weighs by the probability that a token was drawn with, and "
+                "--no-do_sample draws none: leave one of them out"
             )
 
     @property

@@ -19,11 +19,11 @@ from dschat_lora.algos.advantages import (
     token_rewards,
     whiten,
 )
+from dschat_lora.algos.importance import Mismatch, importance_weights, sampler_mismatch
 from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
-from dschat_lora.algos.ppo import importance_weights
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.distributed import gather_over_ranks
-from dschat_lora.rl.algorithms import PpoConfig
+from dschat_lora.rl.algorithms import PpoConfig, RolloutCorrection
 from dschat_lora.rl.batch import Response, ResponseBatch, response_mask
 from dschat_lora.rl.engines import Engines
 from dschat_lora.rl.rewards import RewardFunctions, TrainerState, UserFunctionError, shortened
@@ -79,11 +79,19 @@ class Experience:
             found[row, : len(values)] = torch.tensor(values, dtype=found.dtype)
         return to_device(found, self.logprobs.device)
 
-    def importance(self, cap: float) -> Tensor:
+    def importance(self, correction: RolloutCorrection) -> Tensor:
         """(N, R) :func:`importance_weights` of the old policy to what tokens were drawn from."""
         assert self.logprobs is not None
-        drawn = self.table(response.sampler_logprobs for response in self.responses)
-        return importance_weights(self.logprobs, drawn, self.mask, cap=cap)
+        return importance_weights(self.logprobs, self._drawn(), self.mask, **vars(correction))
+
+    def mismatch(self, correction: RolloutCorrection | None) -> Mismatch:
+        """:func:`sampler_mismatch` of the old policy and what tokens were drawn from."""
+        assert self.logprobs is not None
+        level = "token" if correction is None else correction.level
+        return sampler_mismatch(self.logprobs, self._drawn(), self.mask, level=level)
+
+    def _drawn(self) -> Tensor:
+        return self.table(response.sampler_logprobs for response in self.responses)
 
 
 @dataclass(frozen=True)

@@ -198,11 +198,14 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def _of_sampling(config: RlhfConfig) -> list[str]:
     """Notes on how responses are drawn."""
     batch, given, notes = config.batch, config.given, []
-    if batch.do_sample and not (batch.draws_from_policy or config.ppo.importance_cap):
+    if batch.do_sample and not batch.draws_from_policy and config.ppo.correction is None:
         notes.append(
             "--top_p, --top_k and --rollout_temperature draw from another distribution than the "
             "one that learns: --importance_cap 2 weighs tokens for the difference"
         )
+    if config.ppo.correction is None:
+        unused = sorted(n for n in given if n.startswith("rollout_is"))
+        notes += [f"--{name} has no effect without --rollout_correction" for name in unused]
     if not batch.do_sample:
         unused = sorted({"top_p", "top_k", "rollout_temperature"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]

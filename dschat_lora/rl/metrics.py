@@ -13,6 +13,7 @@ from torch import Tensor
 from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
+from dschat_lora.rl.algorithms import RolloutCorrection
 from dschat_lora.rl.batch import TIMED_OUT, Response
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.rewards import messages_after_prompt
@@ -258,22 +259,34 @@ def _equal_prompts(experience: Experience) -> dict[str, int]:
     return {"equal_prompts": len(equal_groups(experience.scores.tolist(), groups))}
 
 
-def importance_metrics(importance: Tensor | None, mask: Tensor, cap: float) -> dict[str, float]:
-    """Mean weight of the tokens that count, and the share at the ``cap``; nothing without weights.
+def importance_metrics(
+    importance: Tensor | None, experience: Experience, correction: RolloutCorrection | None
+) -> dict[str, float]:
+    """How far sampler and policy are apart, and what the weights of tokens make of it.
 
-    ``importance`` and ``mask`` are (N, R).
+    The mean of the (N, R) weights ``importance`` of the tokens that count, and the share of those
+    that bounds cut or mask; nothing of weights where there are none.
     """
-    if importance is None:
-        return {}
-    weights = importance[mask].double()
-    at_cap = (weights >= cap).double().mean()
-    return {"importance_weight": float(weights.mean()), "importance_capped": float(at_cap)}
+    mismatch = experience.mismatch(correction)
+    found = {"rollout_kl": mismatch.kl, "rollout_ratio_max": mismatch.largest_ratio}
+    if importance is None or correction is None:
+        return found
+    weights = importance[experience.mask].double()
+    found["importance_weight"] = float(weights.mean())
+    if correction.masks:
+        return found | {"importance_masked": float((weights == 0).double().mean())}
+    return found | {"importance_capped": float((weights >= correction.cap).double().mean())}
 
 
 def sampler_errors(experience: Experience) -> dict[str, float]:
-    """|decode loop's minus old log-probabilities| over the tokens that count, in nats."""
+    """|decode loop's minus old log-probabilities| over the tokens that count, in nats.
+
+    Nothing where another engine knows but those of what it drew from.
+    """
     assert experience.logprobs is not None
     table = experience.table(response.logprobs for response in experience.responses)
+    if table.isnan().any():
+        return {}
     errors = (table - experience.logprobs).abs()[experience.mask]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
 
@@ -286,6 +299,11 @@ RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
 SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
 # So many times that no rounding explains.
 SAMPLER_LIMIT = 5
+# Mean distance in nats per token from another engine that no kernels or types explain.
+ENGINE_LIMIT = 0.5
+# Divergence of sampler and policy in nats per token, and share of tokens without weight, that are
+# worth a warning.
+MISMATCH_TOLERANCE, MASKED_TOLERANCE = 0.01, 0.2
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
     "failed_episodes",
@@ -293,6 +311,10 @@ _METRICS = (
         "ratio_error",
         "score_clip_fraction",
         "sampler_error",
+        "rollout_kl",
+        "rollout_ratio_max",
+        "importance_weight",
+        "importance_masked",
         "reward",
         "dropped",
         "samples",
@@ -301,14 +323,21 @@ _METRICS = (
 )
 
 
-def check_sampler(metrics: Mapping[str, Any], dtype: str) -> None:
+def check_sampler(metrics: Mapping[str, Any], dtype: str, engine: str = "own") -> None:
     """Stop a run whose responses are another policy's than the one that learns.
 
     Raises:
         ValueError: if the two passes differ by more than rounding could make of them.
     """
-    limit, found = SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype], metrics.get("sampler_error", 0.0)
-    if found > limit:
+    found = metrics.get("sampler_error", 0.0)
+    if engine != "own" and found > ENGINE_LIMIT:
+        raise ValueError(
+            f"--rollout_engine {engine} draws from another model: its log-probabilities are "
+            f"{found:.2g} nats per token from the actor's (more than {ENGINE_LIMIT:g}); does it "
+            "serve the actor's base, in like types?"
+        )
+    limit = SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype]
+    if engine == "own" and found > limit:
         raise ValueError(
             f"the decode loop's log-probabilities are {found:.2g} nats per token from those that "
             f"are trained on, which no rounding in {dtype} explains (more than {limit:g}): this "
@@ -324,6 +353,7 @@ class Diagnostics:
     # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
     # no greedy choice.
     samples_tokens: bool
+    own_engine: bool = True
     first: list[dict[str, float]] = field(default_factory=list)
     latest: list[dict[str, float]] = field(default_factory=list)
     iterations: int = 0
@@ -340,6 +370,8 @@ class Diagnostics:
         found = {
             "ratio": self._ratio(row),
             "sampler": self._sampler(row),
+            "mismatch": self._mismatch(row),
+            "masked": self._masked(row),
             "dropped": self._dropped(row),
         }
         if len(self.latest) == WINDOW:
@@ -391,9 +423,31 @@ class Diagnostics:
             f"({limit:g}): the two passes do not see the same input"
         )
 
+    def _mismatch(self, row: dict[str, float]) -> str | None:
+        kl = row.get("rollout_kl", 0.0)
+        if kl <= MISMATCH_TOLERANCE or not self.samples_tokens:
+            return None
+        weighs = "importance_weight" in row
+        remedy = "--rollout_correction tis weighs tokens for it, and"
+        return (
+            f"--rollout_engine draws from a policy that is {kl:.2g} nats per token from the one "
+            f"that learns, by a ratio of up to {row['rollout_ratio_max']:.2g}: "
+            + ("weights become noisy; " if weighs else f"the gradient is biased; {remedy} ")
+            + "the same types for weights, adapter and cache on both sides make it smaller"
+        )
+
+    def _masked(self, row: dict[str, float]) -> str | None:
+        share = row.get("importance_masked", 0.0)
+        if share <= MASKED_TOLERANCE:
+            return None
+        return (
+            f"--rollout_correction mis leaves out {share:.0%} of the tokens: raise "
+            "--rollout_is_threshold, lower --rollout_is_threshold_lower, or use tis"
+        )
+
     def _sampler(self, row: dict[str, float]) -> str | None:
         limit = SAMPLER_TOLERANCE[self.dtype]
-        if row.get("sampler_error", 0.0) <= limit:
+        if row.get("sampler_error", 0.0) <= limit or not self.own_engine:
             return None
         return (
             f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "

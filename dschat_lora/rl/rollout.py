@@ -26,11 +26,14 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
+from dschat_lora.generation.transformers_engine import TransformersDecoder
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, end_ids
 from dschat_lora.rl.advice import FullWhileDecodingError
 from dschat_lora.rl.batch import DecodedTurn, Response, TokenSequence, decoded_turns
 from dschat_lora.rl.environment import Episodes
 from dschat_lora.rl.roles import Network
+from dschat_lora.rl.rollout_engines import RolloutError, ServerEngine
+from dschat_lora.rl.rollout_servers import EngineError
 
 if TYPE_CHECKING:
     from dschat_lora.rl.agents import Agents  # which needs a server's libraries
@@ -223,6 +226,8 @@ class Generator:
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
         episodes: Episodes | None = None,
         agents: "Agents | None" = None,
+        by_transformers: bool = False,
+        servers: ServerEngine | None = None,
     ) -> None:
         """Prepare to decode ``batch_size`` responses at a time, of ``max_length`` with the prompt.
 
@@ -230,6 +235,8 @@ class Generator:
         an update, which takes ``update_bytes`` by estimate, has room beside it. With
         ``merged``, adapters are added to copies of the weights, and ``unpacked`` ones are copies of
         4-bit weights (None: as the free memory allows).
+        ``by_transformers``, or by ``servers``, another engine decodes, which takes all responses of
+        a call and sees to its batches itself.
         ``find_end`` says after how many tokens the text of a turn ends, if it does, and
         ``episodes`` what an environment adds to it; or ``agents`` ask for the turns.
         ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
@@ -239,9 +246,16 @@ class Generator:
         self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
         self._update_bytes = update_bytes
         self.released = False  # whether what was kept had to go
-        self._sharded, self._decoders = sharded, dict[int, Decoder]()
+        self._sharded, self._decoders = sharded, dict[int, Any]()
         self._find_end, self._episodes, self._agents = find_end, episodes, agents
         self._plays_episodes = episodes is not None or agents is not None
+        self._servers = servers
+        self._own_batches = not by_transformers and servers is None
+        self._make_decoder: Callable[[PreTrainedModel], Any] = partial(
+            TransformersDecoder, eos_ids=eos_ids, pad_id=pad_id, batch_size=batch_size
+        )
+        if by_transformers:
+            return
         self._make_decoder = partial(
             Decoder,
             eos_ids=eos_ids,
@@ -278,10 +292,10 @@ class Generator:
         if self._episodes is not None:
             begin = self._episodes.environment.begin
             prompts = begin(prompts, mine, num_generations, key)
-        at_a_time = max(1, self._batch_size // num_generations)
+        at_a_time = max(1, self._batch_size // num_generations if self._own_batches else len(order))
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
-        with self._weights() as (decoder, keep_going):
+        with self._together(), self._weights() as (decoder, keep_going):
             turns = _TurnDecoder(
                 partial(decoder, sampling=sampling, keep_going=keep_going),
                 ("rollout", *key),
@@ -355,8 +369,25 @@ class Generator:
         return [_from_row(row, each, width) for row, each in zip(rows, blank, strict=True)]
 
     @contextmanager
-    def _weights(self) -> Iterator[tuple[Decoder, KeepGoing | None]]:
+    def _together(self) -> Iterator[None]:
+        """Where servers draw, a failure of one rank is raised on all."""
+        words = ""
+        try:
+            yield
+        except EngineError as error:
+            words = str(error)
+        if self._servers is not None:
+            failures = filter(None, map(json.loads, gather_texts(json.dumps(words))))
+            for first in failures:
+                raise RolloutError from OSError(first)
+
+    @contextmanager
+    def _weights(self) -> Iterator[tuple[Callable[..., Any], KeepGoing | None]]:
         """What to decode with, and where ranks must run as many passes, ``keep_going``."""
+        if self._servers is not None:
+            with self._servers.decoding() as decode:
+                yield decode, None
+            return
         try:
             if self._engine.zero_stage < 3:
                 yield self._decoder(self._rollout), None
@@ -375,9 +406,10 @@ class Generator:
             if not self._keeps_memory:
                 self._decoders.clear()
 
-    def _decoder(self, model: PreTrainedModel) -> Decoder:
+    def _decoder(self, model: PreTrainedModel) -> Any:
         if id(model) not in self._decoders:
-            check_cache(model)
+            if self._own_batches:
+                check_cache(model)
             self._decoders[id(model)] = self._make_decoder(model)
         return self._decoders[id(model)]
 

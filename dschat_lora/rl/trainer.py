@@ -55,6 +55,8 @@ from dschat_lora.rl.rewards import (
     shaped_rewards,
 )
 from dschat_lora.rl.rollout import Generator, PromptOrder, end_of_text, stop_ids
+from dschat_lora.rl.rollout_engines import ServerEngine
+from dschat_lora.rl.rollout_servers import RolloutServers, Server
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.rl.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
 from dschat_lora.rl.update import StepResult, Updater
@@ -82,7 +84,9 @@ class RlhfTrainer:
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
         self.progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
         self.diagnostics = Diagnostics(
-            setup.settings["actor"].dtype, samples_tokens=config.batch.draws_from_policy
+            setup.settings["actor"].dtype,
+            samples_tokens=config.batch.draws_from_policy,
+            own_engine=config.batch.rollout_engine == "own",
         )
         self.pretraining = self.average = None
         if setup.text is not None:
@@ -178,7 +182,7 @@ class RlhfTrainer:
             **update_metrics(results),
             **response_metrics(experience, rewards, updater.targets),
             "score_clip_fraction": clip_fraction,
-            **importance_metrics(updater.importance, experience.mask, config.ppo.importance_cap),
+            **self._mismatch(updater),
             "kl_coef": progress.kl_coef,
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),
@@ -190,7 +194,7 @@ class RlhfTrainer:
                 learning=learning,
             ),
         }
-        check_sampler(metrics, self.diagnostics.dtype)
+        check_sampler(metrics, self.diagnostics.dtype, config.batch.rollout_engine)
         self._report(metrics, experience)
         return results[-1].skipped
 
@@ -379,6 +383,14 @@ class RlhfTrainer:
             device=device(),
         )
 
+    def _mismatch(self, updater: Updater) -> dict[str, float]:
+        """Metrics of the sampler beside the policy, where they may differ by more than rounding."""
+        correction = self.config.ppo.correction
+        own, draws = self.config.batch.rollout_engine == "own", self.config.batch.do_sample
+        if not draws or (own and correction is None):
+            return {}
+        return importance_metrics(updater.importance, updater.experience, correction)
+
     def _report(self, metrics: dict[str, Any], experience: Experience) -> None:
         """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
         config, log = self.config, self.setup.run.log
@@ -405,11 +417,12 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
     batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.plan
+    ends = stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens)
     return Generator(
         engines.actor,
         setup.roles.rollout,
         engines.actor.module.policy("actor").model,
-        eos_ids=stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens),
+        eos_ids=ends,
         pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=batch.per_device_generation_batch_size,
         max_length=cache_columns(setup.config),
@@ -420,7 +433,30 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
         episodes=setup.episodes,
         agents=setup.agents,
+        by_transformers=batch.rollout_engine == "transformers",
+        servers=_make_server_engine(setup, ends) if batch.rollout_servers else None,
     )
+
+
+def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine:
+    """The engine of the servers that ``--rollout_engine`` names, closed when the run is."""
+    batch, run = setup.config.batch, setup.run
+    servers = RolloutServers(
+        [Server(address, batch.rollout_timeout) for address in batch.rollout_servers],
+        in_flight=batch.per_device_generation_batch_size,
+        say=lambda words: run.log.say(f"  note         --rollout_engine: {words}"),
+        ends=frozenset(ends),
+        vocabulary_size=len(setup.tokenizer),
+    )
+    shared = batch.rollout_adapter_dir
+    engine = ServerEngine(
+        servers,
+        setup.roles.actor,
+        base=setup.sources.actor.base,
+        directory=None if shared is None else Path(shared).expanduser().resolve(),
+    )
+    run.closing.callback(engine.close)
+    return engine
 
 
 @dataclass(frozen=True)

@@ -218,8 +218,8 @@ class Updater:
     def _find_targets(self) -> None:
         """Advantages, returns and importance weights of a complete experience."""
         self.targets = self._estimate_advantages(self.experience)
-        if self._config.importance_cap:
-            self.importance = self.experience.importance(self._config.importance_cap)
+        if (correction := self._config.correction) is not None:
+            self.importance = self.experience.importance(correction)
 
     def _policy_loss(
         self, rows: Tensor, logprobs: Tensor, entropy: Tensor, sums: _Sums

@@ -16,6 +16,7 @@ from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.option_checks import check_processes, check_training
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
+from dschat_lora.rl.algorithms import Correction
 from dschat_lora.rl.builtin_rewards import is_builtin, is_remote
 from dschat_lora.rl.config import RlhfConfig, RolloutConfig
 from dschat_lora.rl.environment_adapters import ADAPTERS, find_adapter
@@ -30,6 +31,7 @@ from dschat_lora.rl.inputs import (
     text_data,
 )
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.rollout_servers import CONNECT_SECONDS, EngineError, Server, ServerError
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -48,7 +50,7 @@ from dschat_lora.runtime.checks import (
     with_trackers,
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
-from dschat_lora.runtime.resume import launched_processes
+from dschat_lora.runtime.resume import is_first_rank, launched_processes
 
 NAME = "rlhf"
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
@@ -441,6 +443,52 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_source_is_kept(config.run, source)
 
 
+def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With the correction that the engine needs; one that cannot be used is refused."""
+    batch, engine = config.batch, config.batch.rollout_engine
+    if config.ppo.rollout_correction is None and not config.ppo.importance_cap:
+        kind: Correction = "none" if engine == "own" or not batch.do_sample else "tis"
+        config = replace(config, ppo=replace(config.ppo, rollout_correction=kind))
+    if engine == "own":
+        return config
+    if config.parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            f"--rollout_engine {engine} is for models that are whole on a device, and "
+            f"--tensor_parallel_size is {config.parallel.tensor_parallel_size}: leave one out"
+        )
+    if engine == "transformers" and config.actor.zero_stage == 3:
+        raise ValueError(
+            "--rollout_engine transformers needs whole weights, which ZeRO 3 shards: use ZeRO 0 to "
+            "2, or own"
+        )
+    adapter_alone = config.actor.lora_dim > 0 and config.classic.only_optimize_lora
+    if batch.rollout_servers and not adapter_alone:
+        raise ValueError(
+            f"--rollout_engine {engine} hands over the actor's adapter, and all weights train: "
+            "give --actor_lora_dim, without --no-only_optimize_lora"
+        )
+    if is_first_rank():
+        for address in batch.rollout_servers:
+            _check_server(address, config.data.max_seq_len)
+    return config
+
+
+def _check_server(address: str, max_seq_len: int) -> None:
+    try:
+        limit = Server(address, CONNECT_SECONDS).base_limit()
+    except (ServerError, EngineError) as error:
+        raise ValueError(
+            f"--rollout_engine {address} cannot be asked: {error}; start there `vllm serve BASE "
+            "--enable-lora` with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or `dschat-lora serve BASE "
+            "--allow_runtime_lora_updating`"
+        ) from error
+    if limit is not None and limit < max_seq_len:
+        raise ValueError(
+            f"--rollout_engine {address} has room for {limit} tokens, and --max_prompt_seq_len and "
+            f"--max_answer_seq_len are {max_seq_len} together"
+        )
+
+
 # In this order: the first that fails is the one a user reads.
 RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_environment_prompts,
@@ -466,6 +514,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_trackers,
     check_output_dir,
     check_sources_are_kept,
+    with_rollout_engine,
     announce,
     note_without_effect,
 )

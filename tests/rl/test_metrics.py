@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dschat_lora.data.loader import Window
+from dschat_lora.rl.algorithms import RolloutCorrection
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
@@ -34,11 +35,18 @@ def test_importance_weights_are_told_of_the_tokens_that_count():
     policy = torch.tensor([[0.25, 0.8], [1.0, 0.3], [0.1, 0.1]]).log()
     scores = torch.tensor([1.0, 2.0, math.nan])
     experience = Experience(responses, mask, policy, scores, policy, None)
-    # ratios 1/2, 1 and 4, the last one cut to 2
-    found = importance_metrics(experience.importance(2.0), experience.mask, 2.0)
+    # ratios 1/2, 1 and 4, the last one cut to 2, or left out; k3 is r - 1 - log r
+    tis, mis = RolloutCorrection(2.0), RolloutCorrection(2.0, masks=True)
+    found = importance_metrics(experience.importance(tis), experience, tis)
     assert found["importance_weight"] == pytest.approx((0.5 + 1 + 2) / 3)
     assert found["importance_capped"] == pytest.approx(1 / 3)
-    assert importance_metrics(None, experience.mask, 0.0) == {}
+    assert found["rollout_ratio_max"] == pytest.approx(4)
+    assert found["rollout_kl"] == pytest.approx((-0.5 + 3 + math.log(0.5)) / 3, rel=1e-5)
+    masked = importance_metrics(experience.importance(mis), experience, mis)
+    assert masked["importance_weight"] == pytest.approx((0.5 + 1) / 3)
+    assert masked["importance_masked"] == pytest.approx(1 / 3)
+    assert "importance_capped" not in masked
+    assert importance_metrics(None, experience, None).keys() == {"rollout_kl", "rollout_ratio_max"}
 
 
 def test_responses_are_kept_with_the_numbers_of_each_of_the_actors_tokens():

@@ -1,0 +1,358 @@
+"""Servers of vLLM's OpenAI interface that draw responses, with adapters that come at run time."""
+
+import json
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+Body = Mapping[str, Any]
+CONNECT_SECONDS = 5.0
+# A server that has given no answer for so long since its first failure, and failed so often, is
+# lost: others get its prompts.
+PATIENCE, MOST_FAILURES = 10.0, 3
+_PAUSE = 0.25  # seconds before a request that failed is made again
+_LARGEST_REPLY = 2**26
+
+
+class EngineError(Exception):
+    """No server is left that draws responses, or they cannot."""
+
+
+class ServerError(Exception):
+    """A server gave no answer that can be used; another attempt may."""
+
+
+class BusyError(ServerError):
+    """A server has no room."""
+
+
+class LostAdapterError(ServerError):
+    """A server does not know the adapter, as one that was started again."""
+
+
+class Answer(NamedTuple):
+    """A response as a server drew it."""
+
+    tokens: list[int]  # its end included
+    logprobs: list[float]  # of the tokens, in nats
+    stopped: bool  # by an end token; False: it was cut off
+
+
+@dataclass
+class Server:
+    """One server.
+
+    Attributes:
+        address: without the path ``/v1``.
+        timeout: seconds that an answer may take.
+        lost: why it is not asked any more; None: it is.
+    """
+
+    address: str
+    timeout: float
+    lost: str | None = None
+    failures: int = 0  # since its last answer
+    failing_since: float = math.inf
+
+    def connect(self) -> HTTPConnection:
+        """A connection that is opened with the first request."""
+        parts = urlsplit(self.address)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        return kind(parts.netloc, timeout=CONNECT_SECONDS)
+
+    def ask(self, connection: HTTPConnection, path: str, body: Body | None = None) -> Any:
+        """What the server replies: JSON, or a text that is none.
+
+        Raises:
+            ServerError: if it cannot be reached or fails.
+            EngineError: if it refuses the request.
+        """
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        content = None if body is None else json.dumps(body).encode()
+        where = urlsplit(self.address).path.rstrip("/") + path
+        try:
+            if connection.sock is None:
+                connection.timeout = CONNECT_SECONDS
+                connection.connect()
+            connection.sock.settimeout(self.timeout)
+            connection.request("GET" if body is None else "POST", where, content, headers)
+            response = connection.getresponse()
+            reply = response.read(_LARGEST_REPLY)
+        except TimeoutError as error:
+            connection.close()
+            raise ServerError(f"no answer came within {self.timeout:g} seconds") from error
+        except (OSError, HTTPException) as error:
+            connection.close()
+            raise ServerError(str(error) or type(error).__name__) from error
+        _check_status(response, reply)
+        try:
+            return json.loads(reply)
+        except ValueError:
+            return reply.decode(errors="replace")
+
+    def base_limit(self) -> int | None:
+        """Most tokens of prompt and response, None where the server does not say; it is reached.
+
+        Raises:
+            ServerError: if it is not.
+        """
+        found = self.ask(self.connect(), "/v1/models")
+        try:
+            limits = [each.get("max_model_len") for each in found["data"]]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ServerError("/v1/models is no list of models") from error
+        return min((n for n in limits if isinstance(n, int)), default=None)
+
+    def has_failed(self, patience: float) -> bool:
+        """Count a failure; whether that makes too many for so many seconds."""
+        now = time.monotonic()
+        self.failures += 1
+        self.failing_since = min(self.failing_since, now)
+        return self.failures >= MOST_FAILURES and now - self.failing_since >= patience
+
+    def has_answered(self) -> None:
+        """Forget failures."""
+        self.failures, self.failing_since = 0, math.inf
+
+
+def _check_status(response: HTTPResponse, reply: bytes) -> None:
+    status = response.status
+    if status < 300:
+        return
+    said = " ".join(reply.decode(errors="replace").split())[:300]
+    if status == 429:
+        raise BusyError(f"it answers {status}: {said}")
+    if status == 404:
+        raise LostAdapterError(f"it answers {status}: {said}")
+    if status < 500:
+        raise EngineError(f"it refuses what is asked, {status}: {said}")
+    raise ServerError(f"it answers {status}: {said}")
+
+
+def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: int) -> Answer:
+    """The response in a server's reply to ``body``.
+
+    Raises:
+        ServerError: if it is none, or that of another adapter.
+    """
+    try:
+        (choice,) = reply["choices"]
+        name, tokens = reply["model"], choice["token_ids"]
+        finish, logprobs = choice["finish_reason"], choice["logprobs"]["token_logprobs"]
+    except (KeyError, TypeError, ValueError) as error:
+        said = repr(reply)[:200]
+        raise ServerError(
+            "its reply has no choices with token_ids and logprobs, as those of vLLM 0.10.2 and "
+            f"later and of `dschat-lora serve` have: {said}"
+        ) from error
+    if name != body["model"]:
+        raise ServerError(f"it answers with the adapter {name!r} where {body['model']!r} was asked")
+    whole = isinstance(tokens, list) and all(
+        type(token) is int and 0 <= token < vocabulary_size for token in tokens
+    )
+    known = isinstance(logprobs, list) and all(
+        isinstance(value, int | float) and -math.inf < value <= 1e-3 for value in logprobs
+    )
+    if not (whole and known and 0 < len(tokens) == len(logprobs) <= body["max_tokens"]):
+        raise ServerError(
+            f"its tokens are not up to {body['max_tokens']} of the actor's {vocabulary_size}, each "
+            "with a log-probability"
+        )
+    stopped = finish == "stop" and tokens[-1] in ends
+    if not stopped and not (finish == "length" and len(tokens) == body["max_tokens"]):
+        raise ServerError(
+            f"it ended a response for {finish!r} after {len(tokens)} tokens, at {tokens[-1]}"
+        )
+    return Answer(tokens, [float(value) for value in logprobs], stopped)
+
+
+@dataclass
+class RolloutServers:
+    """Servers among which prompts are shared out, each taking the next one when it has room.
+
+    Attributes:
+        servers: all that were named, lost ones too.
+        in_flight: requests that a server has at a time.
+        say: told of servers that are lost, and that are back.
+        ends: tokens that end a response. vocabulary_size: all tokens are below it.
+        patience: seconds of failures after which a server is lost.
+    """
+
+    servers: Sequence[Server]
+    in_flight: int
+    say: Callable[[str], None]
+    ends: frozenset[int]
+    vocabulary_size: int
+    patience: float = PATIENCE
+    _adapter: tuple[str, str] | None = None  # name and path
+
+    def load(self, name: str, path: str) -> None:
+        """Have all servers, lost ones too, load an adapter from a directory that they see.
+
+        Raises:
+            EngineError: if none does.
+        """
+        earlier, self._adapter = self._adapter, (name, path)
+        for server in self.servers:
+            if earlier == self._adapter and server.lost is None:
+                continue
+            try:
+                _load(server, name, path)
+            except ServerError as error:
+                self._lose(server, error)
+                continue
+            if server.lost is not None:
+                self.say(f"{server.address} is back")
+            server.lost = None
+            server.has_answered()
+            if earlier is not None and earlier[0] != name:
+                _unload(server, earlier[0])
+        if len(self.lost) == len(self.servers):
+            raise self._none_left()
+
+    def adopt(self, name: str, path: str, lost: Mapping[str, str]) -> None:
+        """Take what another process has loaded; ``lost`` servers by address, and why."""
+        self._adapter = name, path
+        for server in self.servers:
+            server.has_answered()
+            server.lost = lost.get(server.address)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Why servers are lost, by address."""
+        return {each.address: each.lost for each in self.servers if each.lost is not None}
+
+    def unload(self) -> None:
+        """Have the servers forget the adapter."""
+        for server in self.servers:
+            if self._adapter is not None and server.lost is None:
+                _unload(server, self._adapter[0])
+        self._adapter = None
+
+    def answers(self, bodies: Sequence[Body]) -> list[Answer]:
+        """The responses to requests for one each, in their order.
+
+        Raises:
+            EngineError: if a request is refused, or no server is left.
+        """
+        work = _Work(deque(range(len(bodies))), [None] * len(bodies))
+        threads = [
+            threading.Thread(target=self._ask_all, args=(server, bodies, work), daemon=True)
+            for server in self.servers
+            if server.lost is None
+            for _ in range(min(self.in_flight, len(bodies)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if work.refused is not None:
+            raise work.refused
+        answers = [answer for answer in work.found if answer is not None]
+        if len(answers) < len(bodies):
+            raise self._none_left()
+        return answers
+
+    def _ask_all(self, server: Server, bodies: Sequence[Body], work: "_Work") -> None:
+        """Answer one request after another until none is left, or the server is lost."""
+        connection = server.connect()
+        while (number := work.take(server)) is not None:
+            answer = failure = None
+            try:
+                reply = server.ask(connection, "/v1/completions", bodies[number])
+                answer = read_answer(reply, bodies[number], self.ends, self.vocabulary_size)
+            except LostAdapterError as error:
+                failure = self._load_again(server) or error
+            except ServerError as error:
+                failure = error
+            except EngineError as error:
+                work.refused = EngineError(f"{server.address}: {error}")
+            with work.changed:
+                if answer is not None:
+                    server.has_answered()
+                elif failure is not None and server.lost is None:
+                    # One that is full is waited for as long as for an answer.
+                    busy = isinstance(failure, BusyError)
+                    if server.has_failed(server.timeout if busy else self.patience):
+                        self._lose(server, failure)
+                work.give(number, answer)
+            if failure is not None and server.lost is None:
+                time.sleep(_PAUSE)
+        connection.close()
+
+    def _load_again(self, server: Server) -> ServerError | None:
+        """Load the adapter in a server that does not know it; why that failed, if it did."""
+        assert self._adapter is not None, "an adapter is loaded before responses are drawn"
+        try:
+            _load(server, *self._adapter)
+        except (ServerError, EngineError) as error:
+            return ServerError(str(error))
+        return None
+
+    def _lose(self, server: Server, why: ServerError) -> None:
+        if server.lost is None:
+            self.say(f"{server.address} is lost: {why}")
+        server.lost = str(why)
+
+    def _none_left(self) -> EngineError:
+        reasons = "; ".join(f"{address}: {why}" for address, why in self.lost.items())
+        return EngineError(f"--rollout_engine: no server is left that draws responses ({reasons})")
+
+
+@dataclass
+class _Work:
+    """Requests that wait, and answers that came; shared by the threads of one call."""
+
+    waiting: deque[int]
+    found: list[Answer | None]
+    refused: EngineError | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, server: Server) -> int | None:
+        """The number of the next request, once there is one; None when all are answered."""
+        with self.changed:
+            while True:
+                if self.refused is not None or server.lost is not None:
+                    return None
+                if self.waiting:
+                    return self.waiting.popleft()
+                if all(answer is not None for answer in self.found):
+                    return None
+                self.changed.wait()  # for what others may give back
+
+    def give(self, number: int, answer: Answer | None) -> None:
+        """Keep the answer to a request or, without one, have another try; under the lock."""
+        self.found[number] = answer
+        if answer is None:
+            self.waiting.append(number)
+        self.changed.notify_all()
+
+
+def _load(server: Server, name: str, path: str) -> None:
+    body = {"lora_name": name, "lora_path": path}
+    try:
+        server.ask(server.connect(), "/v1/load_lora_adapter", body)
+    except LostAdapterError as error:
+        raise EngineError(
+            f"{server.address} does not load the adapter {path} ({error}): it must see that "
+            "directory, and be started with --allow_runtime_lora_updating (`dschat-lora serve`) "
+            "or --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (vLLM)"
+        ) from error
+    except EngineError as error:
+        if "already" not in str(error):
+            raise EngineError(f"{server.address} does not load {path}: {error}") from error
+
+
+def _unload(server: Server, name: str) -> None:
+    with suppress(ServerError, EngineError):  # it is not there any more
+        server.ask(server.connect(), "/v1/unload_lora_adapter", {"lora_name": name})
