@@ -84,7 +84,7 @@ FLOORS = [
             "gymnasium jsonschema math_verify mcp numpy openai openenv reasoning_gym starlette"
             " torch uvicorn verifiers",
             "algorithms builtin_rewards config coroutines environment_adapters external_rewards"
-            " inputs role_config validation verifiers_environment",
+            " inputs role_config rollout_servers validation verifiers_environment",
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",

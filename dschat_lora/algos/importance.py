@@ -38,8 +38,10 @@ def importance_weights(
         logprobs: (N, R) of the tokens under the policy that the losses take them to come from.
         sampler_logprobs: (N, R) under the distribution they were drawn from, in nats.
         mask: (N, R) bool, True on response tokens.
-        cap: largest weight, above 0. floor: smallest one, at least 0.
-        level: whether each token or each response has a ratio. masks: MIS in the place of TIS.
+        cap: largest weight, above 0.
+        floor: smallest one, at least 0.
+        level: whether each token or each response has a ratio.
+        masks: MIS in the place of TIS.
 
     Returns:
         (N, R) weights; 1, within the bounds, where both are equal, and 0 where the mask is False.

@@ -210,6 +210,9 @@ class AnswerResponse(Response):
                 if whole.calls:
                     content["message"]["tool_calls"] = whole.calls
             ended = {"logprobs": whole.logprobs, "finish_reason": whole.finish}
+            if self._request.options.return_token_ids:
+                prompt = self._request.prompts[index // self._request.n]
+                ended |= {"token_ids": list(whole.ids), "prompt_token_ids": list(prompt)}
             choices.append({"index": index, **content, **ended})
         kind = "chat.completion" if is_chat else "text_completion"
         body = {**self._head, "object": kind, "choices": choices, "usage": self._answers.usage}
@@ -282,4 +285,5 @@ def _joined(whole: Delta, new: Delta) -> Delta:
             name: values and values + new.logprobs[name] for name, values in whole.logprobs.items()
         }
     calls = [*whole.calls, *new.calls]
-    return Delta(whole.text + new.text, calls, logprobs, new.finish or whole.finish)
+    ids = whole.ids + new.ids
+    return Delta(whole.text + new.text, calls, logprobs, new.finish or whole.finish, ids)

@@ -37,6 +37,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
 }
 
 
@@ -107,6 +109,11 @@ class AnswerOptions:
     # Give log-probabilities of the answer's tokens, and of so many of the most probable ones.
     logprobs: int | None = None
     grammar: Grammar | None = None  # that the answer follows
+    stop_token_ids: tuple[int, ...] = ()  # that end it, beside the model's own ends
+    ignore_eos: bool = False  # the model's own ends do not
+    return_token_ids: bool = False
+    # Log-probabilities in what tokens are drawn from; else at temperature 1, of all tokens.
+    processed_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -284,6 +291,15 @@ def _request(
     limit = model.limit
     asked = fields.number("max_completion_tokens", 1, limit, whole=True)
     asked = fields.number("max_tokens", 1, limit, whole=True) or asked
+    ends = fields.take("stop_token_ids", list, "a list of tokens") or []
+    size = model.vocabulary_size
+    if len(ends) > _MAX_STOPS or not _is_tokens([0, *ends]) or not all(0 <= n < size for n in ends):
+        raise invalid(
+            f"stop_token_ids must be up to {_MAX_STOPS} tokens in [0, {size - 1}]", "stop_token_ids"
+        )
+    with_ids = bool(fields.take("return_token_ids", bool, "true or false"))
+    if with_ids and stream:
+        raise invalid("return_token_ids is for stream: false", "return_token_ids")
     stop = fields.take("stop", (str, list), "text or a list of texts") or []
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > _MAX_STOPS or not all(isinstance(each, str) and each for each in stop):
@@ -295,6 +311,9 @@ def _request(
         seed=fields.take("seed", int, "a whole number"),
         strip=default_tokens is None,
         cut=asked is None,
+        stop_token_ids=tuple(ends),
+        ignore_eos=bool(fields.take("ignore_eos", bool, "true or false")),
+        return_token_ids=with_ids,
     )
     fields.finish()
     usage = bool(stream_options.get("include_usage"))

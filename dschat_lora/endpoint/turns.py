@@ -51,6 +51,7 @@ class Delta:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: dict[str, Any] | None = None
     finish: str | None = None
+    ids: tuple[int, ...] = ()
 
 
 class Turn:
@@ -97,6 +98,7 @@ class Turn:
             delta = self._last(piece, piece.finish)
         else:
             delta = Delta(self._certain(piece) if self._reads_calls else piece.text)
+        delta.ids = piece.ids
         if self._entries and (delta.text or delta.finish):
             delta.logprobs, self._entries = self._joined(self._entries), []
         return delta

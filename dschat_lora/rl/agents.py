@@ -337,6 +337,9 @@ class Agents:
         if options.grammar is not None:
             field = options.grammar.field
             raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
+        for field in ("stop_token_ids", "ignore_eos"):
+            if getattr(options, field):
+                raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
         if options.logprobs:
             field = "top_logprobs"
             raise UnsupportedError("no other tokens' log-probabilities are kept", field)

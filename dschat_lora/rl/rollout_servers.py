@@ -184,8 +184,8 @@ class RolloutServers:
         servers: all that were named, lost ones too.
         in_flight: requests that a server has at a time.
         say: told of servers that are lost, and that are back.
-        ends: tokens that end a response. vocabulary_size: all tokens are below it.
-        patience: seconds of failures after which a server is lost.
+        ends: tokens that end a response.
+        vocabulary_size: tokens are below it.
     """
 
     servers: Sequence[Server]
@@ -193,7 +193,6 @@ class RolloutServers:
     say: Callable[[str], None]
     ends: frozenset[int]
     vocabulary_size: int
-    patience: float = PATIENCE
     _adapter: tuple[str, str] | None = None  # name and path
 
     def load(self, name: str, path: str) -> None:
@@ -283,7 +282,7 @@ class RolloutServers:
                 elif failure is not None and server.lost is None:
                     # One that is full is waited for as long as for an answer.
                     busy = isinstance(failure, BusyError)
-                    if server.has_failed(server.timeout if busy else self.patience):
+                    if server.has_failed(server.timeout if busy else PATIENCE):
                         self._lose(server, failure)
                 work.give(number, answer)
             if failure is not None and server.lost is None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dschat_lora.checkpoint.history import CHECKPOINTS
 from dschat_lora.config.groups import check_address, require, require_numbers
@@ -44,6 +45,11 @@ class AnswerConfig:
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require_numbers(self, ">= 1", "max_new_tokens")
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters may come while others answer."""
+        return False
+
 
 @dataclass(frozen=True)
 class ChatConfig(AnswerConfig):
@@ -67,12 +73,26 @@ class ServeConfig(AnswerConfig):
     )
     max_batch_size: int = option(32, help="requests decoded at a time")
     max_queue: int = option(256, help="requests that may wait; further ones are refused (429)")
+    allow_runtime_lora_updating: bool = option(
+        False,
+        help="answer /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM does: who may ask "
+        "may have any directory of this machine read as an adapter",
+    )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
+        "raw_logprobs",
+        help="raw_logprobs: log-probabilities of the model, at temperature 1; processed_logprobs: "
+        "in what tokens are drawn from, after temperature, top-k and top-p",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_address(self.host, self.port, self.token, example="TOKEN")
         require_numbers(self, ">= 1", "max_batch_size")
         require_numbers(self, ">= 0", "max_queue")
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.allow_runtime_lora_updating
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,18 @@ from typing import NamedTuple
 import torch
 
 from dschat_lora.algos.segments import to_device
-from dschat_lora.endpoint.answers import BusyError, Emit, Finish, Piece, StoppedError, fitting
+from dschat_lora.endpoint.answers import (
+    BusyError,
+    Emit,
+    Finish,
+    Piece,
+    StoppedError,
+    UnsupportedError,
+    fitting,
+)
 from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.endpoint.text import TextStream
-from dschat_lora.generation.sampling import NO_TOKEN, Sampling, undrawn_reason
+from dschat_lora.generation.sampling import NO_TOKEN, Sampling, keep_top, undrawn_reason
 from dschat_lora.generation.slots import sample_each
 from dschat_lora.serving.grammars import GrammarError
 from dschat_lora.serving.models import BaseBatch, ServedModel
@@ -46,6 +54,9 @@ class RunningAnswer:
         self.sampling = sampling_of(options)
         self._emit = emit
         self._random = Random(options.seed)  # of the system's entropy where there is none
+        self._ends = frozenset(options.stop_token_ids)
+        if not options.ignore_eos:
+            self._ends |= model.end_ids
         self._text = TextStream(model.tokenizer, options.stop, strip=options.strip)
         self._count = 0
         self.last_token = -1
@@ -72,7 +83,7 @@ class RunningAnswer:
         is_whole = self.grammar is not None and self.grammar.take(token)
         text = ""
         finish: Finish | None = None
-        if token in self.model.end_ids:
+        if token in self._ends:
             finish = "stop"
         else:
             text = self._text.add(token)
@@ -121,6 +132,7 @@ class AnswerDecoder:
     ) -> None:
         self._running: dict[BaseBatch, list[RunningAnswer]] = {batch: [] for batch in batches}
         self._waiting: deque[RunningAnswer] = deque()
+        self._leaving = set[BaseBatch]()
         self._max_batch_size, self._max_queue = max_batch_size, max_queue
         self._changed = threading.Condition()
         self.failure: str | None = None
@@ -145,7 +157,7 @@ class AnswerDecoder:
 
         Raises:
             TooLongError: if the model has no room for it and its answer.
-            UnsupportedError: if it cannot follow its grammar.
+            UnsupportedError: if it cannot follow its grammar, or the model is removed.
             BusyError: if too many wait.
             StoppedError: after :meth:`close`.
         """
@@ -153,6 +165,8 @@ class AnswerDecoder:
         with self._changed:
             if not self.is_alive:
                 raise StoppedError(self.failure or STOPPING)
+            if model.batch not in self._running or model.batch in self._leaving:
+                raise UnsupportedError(f"{model.name} was unloaded", "model")
             # Those that have left make room when the next token comes.
             running = sum(not other.left for other in self._running[model.batch])
             waiting = sum(not other.left for other in self._waiting)
@@ -161,6 +175,17 @@ class AnswerDecoder:
             self._waiting.append(answer)
             self._changed.notify()
         return answer
+
+    def add(self, batch: BaseBatch) -> None:
+        """Decode for further models."""
+        with self._changed:
+            self._running[batch] = []
+
+    def remove(self, batch: BaseBatch) -> None:
+        """Decode no more for the models of :meth:`add` once their answers have ended."""
+        with self._changed:
+            self._leaving.add(batch)
+            self._changed.notify()
 
     @property
     def load(self) -> tuple[int, int]:
@@ -196,20 +221,34 @@ class AnswerDecoder:
 
     def _decode(self) -> None:
         with torch.inference_mode(), ExitStack() as stack:
-            for batch in self._running:
-                stack.enter_context(batch.rows.kernels())
+            kernels: dict[BaseBatch, ExitStack] = {}
             while self._has_work():
-                for batch, running in self._running.items():
+                for batch, running in list(self._running.items()):
+                    if batch not in kernels:
+                        kernels[batch] = stack.enter_context(ExitStack())
+                        kernels[batch].enter_context(batch.rows.kernels())
+                    if batch in self._leaving and self._is_left(batch):
+                        kernels.pop(batch).close()
+                        continue
                     try:
                         self._advance(batch, running)
                     except Exception as error:  # noqa: BLE001 - ends this batch, not the others
                         batch.rows.clear()
                         self._end(running, f"the model failed: {_in_short(error)}")
 
+    def _is_left(self, batch: BaseBatch) -> bool:
+        """Forget a batch of which no answer runs or waits."""
+        with self._changed:
+            if self._running[batch] or any(a.model.batch is batch for a in self._waiting):
+                return False
+            self._leaving.remove(batch)
+            del self._running[batch]
+            return True
+
     def _has_work(self) -> bool:
         """Wait for something to do; False after the end."""
         with self._changed:
-            while not (self._waiting or any(self._running.values())):
+            while not (self._waiting or any(self._running.values()) or self._leaving):
                 if self._deadline is not None:
                     return False
                 self._changed.wait()
@@ -329,13 +368,19 @@ def _logprobs(
 ) -> dict[int, TokenLogprobs]:
     """Log-probabilities of the rows that ask for them, by row.
 
-    They are the model's own: at temperature 1, before a grammar, top-k and top-p.
+    They are the model's own: at temperature 1, before a grammar, top-k and top-p; of those that ask
+    for processed ones at their temperature, after top-k and top-p.
     """
     counts = {row: n for row, a in enumerate(answers) if (n := a.options.logprobs) is not None}
     if not counts:
         return {}
     rows = [*counts]
-    table = logits[to_device(torch.tensor(rows), logits.device)].float().log_softmax(-1)
+    table = logits[to_device(torch.tensor(rows), logits.device)].float()
+    for at, row in enumerate(rows):
+        sampling = answers[row].sampling
+        if answers[row].options.processed_logprobs and sampling.do_sample:
+            table[at] = keep_top(table[at : at + 1] / sampling.temperature, sampling)[0]
+    table = table.log_softmax(-1)
     own = to_device(torch.tensor([max(0, tokens[row]) for row in rows]), logits.device)
     chosen = table.gather(1, own[:, None])[:, 0].tolist()
     best = table.topk(min(max(counts.values()), table.shape[1]), sorted=True)

@@ -34,6 +34,7 @@ from dschat_lora.models.loading import (
     share_parameters,
 )
 from dschat_lora.report.terminal import note
+from dschat_lora.runtime.checks import find_of_kind
 from dschat_lora.serving.config import AnswerConfig, NamedSource, find_models
 from dschat_lora.serving.grammars import Grammars
 from dschat_lora.supervised.score import Scorer
@@ -138,10 +139,12 @@ def _open_base(
     adapted = [each for each in named if each.source.adapter is not None]
     numbers = {each.name: number for number, each in enumerate(adapted, start=1)}
     mixed, rows = model, None
+    if adapted or config.takes_adapters:
+        mixed = share_parameters(model)  # the layers of the model itself stay as they are
+        TRIED[mixed] = TRIED.get(model, False)
     if adapted:
         trees = [_adapted(each, model, tokenizers[each.name], options) for each in adapted]
-        mixed, rows = share_parameters(model), AdapterRows(model.device)
-        TRIED[mixed] = TRIED.get(model, False)
+        rows = AdapterRows(model.device)
         mix_adapters(mixed, trees, rows=rows)
     positions = getattr(model.config, "max_position_embeddings", None) or NO_LIMIT
     if (asked := config.max_seq_len) > positions:
@@ -158,6 +161,35 @@ def _open_base(
         number = numbers.get(name, 0)
         served[name] = ServedModel(name, base, batch, number, tokenizer, chat, encoder, ends)
     return served
+
+
+@torch.no_grad()
+def open_adapter(
+    name: str, path: str, served: Iterable[ServedModel], config: AnswerConfig
+) -> ServedModel:
+    """A model with an adapter that comes while others answer, in a batch of its own.
+
+    Its base is the one of the served models, whatever it is called where the adapter was trained.
+
+    Raises:
+        ValueError: if it cannot be loaded or does not fit, or bases of several names are served.
+    """
+    source = find_of_kind(path, ("CAUSAL_LM",), option="lora_path")
+    if source.adapter is None:
+        raise ValueError(f"lora_path {path} is a whole model, and no adapter")
+    bases = {each.base_path: each for each in served}
+    base = bases.get(source.base)
+    if base is None and len(bases) > 1:
+        raise ValueError(f"lora_path {path} is an adapter of {source.base}, which is not served")
+    base = base or next(iter(bases.values()))
+    model, rows = base.batch.base, AdapterRows(base.batch.base.device)
+    tree = _adapted(NamedSource(name, source), model, base.tokenizer, config.loading.model())
+    mixed = share_parameters(model)
+    TRIED[mixed] = TRIED.get(model, False)
+    mix_adapters(mixed, [tree], rows=rows)
+    pad_id = int(base.tokenizer.pad_token_id)
+    slots = SlotRows(mixed.eval(), rows, pad_id=pad_id, prefix_cache=config.prefix_cache)
+    return replace(base, name=name, batch=BaseBatch(model, slots, base.batch.limit), adapter=1)
 
 
 def _adapted(

@@ -5,9 +5,9 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -33,7 +33,7 @@ from dschat_lora.endpoint.sockets import QUIET, address_of
 from dschat_lora.report.terminal import log_once
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import AnswerDecoder
-from dschat_lora.serving.models import AnswerScorer, ServedModel, open_models
+from dschat_lora.serving.models import AnswerScorer, ServedModel, open_adapter, open_models
 from dschat_lora.serving.votes import VoteFile
 
 # Seconds that running answers have after Ctrl-C.
@@ -60,13 +60,15 @@ _PAGE_HEADERS = {
 class Service:
     """What answers requests."""
 
-    models: Mapping[str, ServedModel]
+    models: MutableMapping[str, ServedModel]
     decoder: AnswerDecoder
     config: ServeConfig
     votes: VoteFile
     scorer: AnswerScorer | None = None
+    adapters: MutableMapping[str, ServedModel] = field(default_factory=dict)  # that came later
     # Tokenizers are for one thread at a time.
     lock: threading.Lock = field(default_factory=threading.Lock)
+    loading: threading.Lock = field(default_factory=threading.Lock)  # of adapters
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def list_models(self, request: Request) -> Response:
@@ -83,12 +85,52 @@ class Service:
         return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "dschat_lora"}
+        known = {"id": name, "object": "model", "created": self.started, "owned_by": "dschat_lora"}
+        return {**known, "max_model_len": self.models[name].limit}
+
+    async def load_adapter(self, request: Request) -> Response:
+        """``/v1/load_lora_adapter``, as vLLM has it."""
+        fields = Fields(await read_json(request))
+        name, path = (fields.take(each, str, "text") for each in ("lora_name", "lora_path"))
+        fields.finish()
+        if not name or not path:
+            raise invalid(
+                "lora_name and lora_path are wanted", "lora_path" if name else "lora_name"
+            )
+
+        def open_alone() -> None:
+            with self.loading:
+                if name in self.models:
+                    raise invalid(f"the model {name!r:.80} has already been loaded", "lora_name")
+                model = open_adapter(name, path, list(self.models.values()), self.config)
+                self.decoder.add(model.batch)
+                self.models[name] = self.adapters[name] = model
+
+        try:
+            await asyncio.to_thread(open_alone)
+        except (OSError, ValueError) as error:
+            raise invalid(str(error), "lora_path") from error
+        return JSONResponse({"loaded": name})
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """``/v1/unload_lora_adapter``: forget an adapter that came at run time."""
+        fields = Fields(await read_json(request))
+        name = fields.take("lora_name", str, "text")
+        fields.finish()
+        model = self.adapters.pop(name, None)
+        if model is None:
+            message = f"no adapter {name!r:.80} came at run time"
+            raise ApiError(404, message, param="lora_name", code="model_not_found")
+        del self.models[name]
+        self.decoder.remove(model.batch)
+        return JSONResponse({"unloaded": name})
 
     async def answer(self, request: Request, kind: Kind) -> Response:
         """``/v1/chat/completions`` and ``/v1/completions``."""
         body = await read_json(request)
         parsed = await parsed_request(body, kind, self.models, self.config, self.lock)
+        processed = self.config.logprobs_mode == "processed_logprobs"
+        parsed = replace(parsed, options=replace(parsed.options, processed_logprobs=processed))
         if (grammar := parsed.options.grammar) is not None:
             model = self.models[parsed.model.name]
             try:  # compiled here, found by the decoder
@@ -154,6 +196,12 @@ def make_app(service: Service) -> Starlette:
         Route("/votes", service.vote, methods=["POST"]),
         *(Route(path, partial(_page_file, name=name)) for path, name in PAGE.items()),
     ]
+    if service.config.takes_adapters:
+        for path, handler in (
+            ("/v1/load_lora_adapter", service.load_adapter),
+            ("/v1/unload_lora_adapter", service.unload_adapter),
+        ):
+            routes.append(Route(path, handler, methods=["POST"]))
     guard = Middleware(
         Guard,
         host=service.config.host,

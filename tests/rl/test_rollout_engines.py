@@ -1,0 +1,207 @@
+"""Engines that draw responses: what each of them promises, shown of all of them alike."""
+
+import math
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling, keep_top
+from dschat_lora.generation.transformers_engine import TransformersDecoder
+from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
+from dschat_lora.models.source import find_model
+from dschat_lora.rl import rollout_servers
+from dschat_lora.rl.rollout_engines import ServerEngine
+from dschat_lora.rl.rollout_servers import EngineError, RolloutServers, Server
+from helpers.served import QUESTIONS, running_server
+
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+ENGINES = ("own", "transformers", "servers")
+SAMPLING = Sampling(12)
+
+
+def changed(model, seed):
+    """Put random values into the second factors of adapters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.02, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def actor():
+    source, options = find_model(None), ModelConfig()
+    tokenizer = load_tokenizer(source.tokenizer, options)
+    found = build_causal_lm(
+        source,
+        tokenizer,
+        options,
+        LoraConfig(lora_dim=4),
+        dtype=torch.float32,
+        seed=0,
+        meta=False,
+    )
+    changed(found.model.eval(), 1)
+    ends = [*end_ids(tokenizer), tokenizer.encode(".", add_special_tokens=False)[0]]
+    prompts = [tokenizer(f"\n\nHuman: {text}\n\nAssistant:")["input_ids"] for text in QUESTIONS]
+    return SimpleNamespace(
+        adapted=found, model=found.model, tokenizer=tokenizer, ends=ends, prompts=prompts
+    )
+
+
+@contextmanager
+def server():
+    from dschat_lora.serving.config import ServeConfig
+    from dschat_lora.serving.server import make_service
+
+    config = ServeConfig(
+        models=("base",), allow_runtime_lora_updating=True, logprobs_mode="processed_logprobs"
+    )
+    with running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def addresses():
+    with server() as first, server() as second:
+        yield [first, second]
+
+
+def engine_of(addresses, actor, said=None):
+    servers = RolloutServers(
+        [Server(address, 60.0) for address in addresses],
+        in_flight=8,
+        say=lambda words: None if said is None else said.append(words),
+        ends=frozenset(actor.ends),
+        vocabulary_size=len(actor.tokenizer),
+    )
+    return ServerEngine(servers, actor.adapted, base="base", directory=None)
+
+
+@pytest.fixture(params=ENGINES)
+def decoding(request, actor, addresses):
+    """A function that gives a context with the engine's decoder."""
+    options = {"eos_ids": actor.ends, "pad_id": int(actor.tokenizer.pad_token_id)}
+    model = share_parameters(actor.model).eval()
+    if request.param == "own":
+        yield lambda: nullcontext(Decoder(model, device=torch.device("cpu"), **options))
+    elif request.param == "transformers":
+        yield lambda: nullcontext(TransformersDecoder(model, batch_size=8, **options))
+    else:
+        engine = engine_of(addresses, actor)
+        yield engine.decoding
+        engine.close()
+
+
+def expected_logprobs(actor, prompt, tokens, sampling):
+    """Log-probabilities of a response by a pass of the plain model over all of it."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        logits = actor.model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    table = keep_top(logits / sampling.temperature, sampling).log_softmax(-1)
+    return table.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("cut", [{}, {"temperature": 1.5, "top_p": 0.8, "top_k": 20}])
+def test_tokens_come_with_the_log_probabilities_that_they_were_drawn_with(decoding, actor, cut):
+    sampling = Sampling(12, **cut, policy_temperature=1.0)
+    for seed in (1, 2):  # of an adapter that changes
+        changed(actor.model, seed)
+        with decoding() as decode:
+            seeds = [[10 * n + k for k in range(4)] for n in range(len(actor.prompts))]
+            found = decode(actor.prompts, sampling, seeds=seeds, keep_logprobs=True)
+            tokens, drawn, own = found.tokens(), found.sampler_logprobs(), found.logprobs()
+        assert found.undrawn() == [False] * 12
+        assert len(tokens) == 12
+        for row, response in enumerate(tokens):
+            prompt = actor.prompts[row // 4]
+            expected = expected_logprobs(actor, prompt, response, sampling)
+            assert drawn[row] == pytest.approx(expected, abs=1e-4)
+            whole = expected_logprobs(actor, prompt, response, SAMPLING)
+            known = not any(map(math.isnan, own[row]))
+            assert known or cut  # other engines know those of the policy where it is drawn from
+            assert len(own[row]) == len(response)
+            assert own[row] == pytest.approx(whole, abs=1e-4) or not known
+        # Up to and including the first end, or the limit.
+        ends = [[token in actor.ends for token in response] for response in tokens]
+        assert not any(any(each[:-1]) for each in ends)
+        assert all(each[-1] or len(each) == 12 for each in ends)
+        assert any(each[-1] for each in ends)
+    changed(actor.model, 1)
+
+
+def test_seeds_repeat_responses_and_limits_cut_them(decoding, actor):
+    seeds = [[1, 2], [3, 4], [5, 6]]
+    with decoding() as decode:
+        first = decode(actor.prompts, SAMPLING, seeds=seeds).tokens()
+        again = decode(actor.prompts, SAMPLING, seeds=seeds).tokens()
+        other = decode(actor.prompts, SAMPLING, seeds=[[7, 8], [9, 10], [11, 12]]).tokens()
+        cut = decode(actor.prompts, SAMPLING, seeds=seeds, limits=[2, 5, 99]).tokens()
+    assert first == again
+    assert first != other
+    assert first[0] != first[1]
+    assert [max(map(len, cut[n : n + 2])) for n in (0, 2)] == [2, 5]
+    assert max(map(len, cut[4:])) <= 12
+
+
+def test_greedy_responses_are_those_of_the_plain_model(decoding, actor):
+    with decoding() as decode:
+        found = decode(actor.prompts, Sampling(9, do_sample=False), seeds=[[0], [0], [0]]).tokens()
+    for prompt, response in zip(actor.prompts, found, strict=True):
+        expected = []
+        while not expected or (len(expected) < 9 and expected[-1] not in actor.ends):
+            with torch.no_grad():
+                logits = actor.model(torch.tensor([[*prompt, *expected]])).logits
+            expected.append(int(logits[0, -1].argmax()))
+        assert response == expected
+
+
+def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
+    prompt, count = actor.prompts[2], 300
+    with decoding() as decode:
+        found = decode([prompt], Sampling(1), seeds=[list(range(count))]).tokens()
+    with torch.no_grad():
+        chances = actor.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    drawn = torch.bincount(torch.tensor(found)[:, 0], minlength=len(chances)) / count
+    errors = (chances * (1 - chances) / count).sqrt() + 1e-3
+    assert chances.max() < 0.95
+    assert ((drawn - chances).abs() / errors).max() < 4
+
+
+def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_others(actor):
+    from dschat_lora.serving.config import ServeConfig
+    from dschat_lora.serving.server import make_service
+
+    config = ServeConfig(models=("base",), allow_runtime_lora_updating=True)
+    with running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl")) as address:
+        engine = engine_of([address], actor)
+        with engine.decoding() as decode:
+            call = {"seeds": [[1]], "keep_logprobs": True}
+            plain = decode(actor.prompts[:1], SAMPLING, **call)
+            expected = expected_logprobs(actor, actor.prompts[0], plain.tokens()[0], SAMPLING)
+            assert plain.logprobs()[0] == pytest.approx(expected, abs=1e-4)
+            with pytest.raises(EngineError, match="--logprobs_mode processed_logprobs"):
+                decode(actor.prompts[:1], Sampling(4, top_p=0.9), **call)
+        engine.close()
+
+
+def test_a_server_that_went_is_left_out(actor, addresses, monkeypatch):
+    monkeypatch.setattr(rollout_servers, "PATIENCE", 0.0)
+    said = []
+    with server() as lost:
+        engine = engine_of([addresses[0], lost], actor, said)
+        with engine.decoding() as decode:
+            first = decode(actor.prompts, SAMPLING, seeds=[[1], [2], [3]]).tokens()
+    with engine.decoding() as decode:
+        assert decode(actor.prompts, SAMPLING, seeds=[[1], [2], [3]]).tokens() == first
+    engine.close()
+    assert len(said) == 1
+    assert said[0].startswith(f"{lost} is lost: ")

@@ -1,0 +1,274 @@
+"""Servers that die, hang, answer nonsense or forget: prompts go to others, nothing is lost."""
+
+import json
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest import mock
+
+import pytest
+
+from dschat_lora.rl import rollout_servers
+from dschat_lora.rl.rollout_servers import EngineError, RolloutServers, Server, ServerError
+
+END, LIMIT = 2, 4
+
+
+def answer_to(body):
+    """What every server that is well answers: tokens that tell the prompt."""
+    tokens = [body["prompt"][0] + 10, END]
+    return {
+        "model": body["model"],
+        "choices": [
+            {
+                "token_ids": tokens,
+                "finish_reason": "stop",
+                "logprobs": {"token_logprobs": [-0.5, -0.25]},
+            }
+        ],
+    }
+
+
+class Fake:
+    """A server; ``fault`` gets a handler and a request, and says whether it has dealt with it."""
+
+    def __init__(self, fault=lambda handler, body, number: False, adapters=True):
+        self.loaded, self.asked, self.lock = [], 0, threading.Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def reply(self, content, status=200):
+                data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self):
+                self.reply({"data": [{"id": "base", "max_model_len": 64}, {"id": "other"}]})
+
+            def do_POST(self):
+                size = int(self.headers["Content-Length"])
+                body = json.loads(self.rfile.read(size))
+                if self.path == "/v1/load_lora_adapter":
+                    if not adapters:
+                        return self.reply({"detail": "Not Found"}, 404)
+                    if body["lora_name"] in fake.loaded:
+                        return self.reply({"message": "has already been loaded"}, 400)
+                    fake.loaded.append(body["lora_name"])
+                    return self.reply(b"Success")
+                if self.path == "/v1/unload_lora_adapter":
+                    fake.loaded.remove(body["lora_name"])
+                    return self.reply(b"Success")
+                with fake.lock:
+                    fake.asked += 1
+                    number = fake.asked
+                if not fault(self, body, number):
+                    self.reply(answer_to(body))
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+
+    @contextmanager
+    def running(self):
+        thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.server.shutdown()
+            self.server.server_close()
+            thread.join()
+
+
+BODIES = [{"model": "adapter", "prompt": [n], "max_tokens": LIMIT, "seed": n} for n in range(20)]
+
+
+@contextmanager
+def servers(*fakes, timeout=5.0, patience=0.3):
+    """The servers, with an adapter loaded, and what they said."""
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(fake.running()).address for fake in fakes]
+        said = []
+        found = RolloutServers(
+            [Server(address, timeout) for address in addresses],
+            in_flight=3,
+            say=said.append,
+            ends=frozenset([END]),
+            vocabulary_size=64,
+        )
+        stack.enter_context(mock.patch.object(rollout_servers, "PATIENCE", patience))
+        found.load("adapter", "/somewhere")
+        yield found, said
+
+
+def check(answers):
+    """All prompts have their own answers, in their order."""
+    assert [each.tokens for each in answers] == [[n + 10, END] for n in range(len(BODIES))]
+    assert all(each.stopped and each.logprobs == [-0.5, -0.25] for each in answers)
+
+
+def with_reply(**changes):
+    """A fault: every answer has other fields, of the reply or its choice."""
+
+    def fault(handler, body, number):
+        reply = answer_to(body)
+        for name, value in changes.items():
+            place = reply if name == "model" else reply["choices"][0]
+            place[name] = value
+        handler.reply(reply)
+        return True
+
+    return fault
+
+
+def hang(handler, body, number):
+    time.sleep(1.0)
+    return False
+
+
+def drop(handler, body, number):
+    handler.close_connection = True
+    handler.connection.close()
+    return True
+
+
+def replying(content, status=200):
+    def fault(handler, body, number):
+        handler.reply(content, status)
+        return True
+
+    return fault
+
+
+NAN = {"token_logprobs": [float("nan"), -1.0]}
+FAULTS = {
+    "closes the connection": (drop, ""),
+    "hangs": (hang, "no answer came within 0.2 seconds"),
+    "no JSON": (replying(b"<html>"), "no choices with token_ids"),
+    "no choices": (replying({"choices": []}), "no choices with token_ids"),
+    "an error": (replying({"error": "full"}, 500), "it answers 500"),
+    "no token ids": (with_reply(token_ids=None), "its tokens are not up to 4"),
+    "another adapter": (with_reply(model="old"), "the adapter 'old' where 'adapter' was asked"),
+    "tokens beyond": (with_reply(token_ids=[99, END]), "of the actor's 64"),
+    "too many": (with_reply(token_ids=[5] * 5), "its tokens are not up to 4"),
+    "no numbers": (with_reply(logprobs=NAN), "each with a log-probability"),
+    "no end": (with_reply(token_ids=[5, 6]), "ended a response for 'stop' after 2 tokens, at 6"),
+    "cut": (with_reply(finish_reason="length"), "for 'length' after 2 tokens, at 2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
+    fault, words = FAULTS[name]
+    timeout = 0.2 if name == "hangs" else 5.0
+
+    def slow(handler, body, number):  # so that the other one is asked often enough
+        time.sleep(0.05)
+        return False
+
+    good, bad = Fake(slow), Fake(fault)
+    with servers(good, bad, timeout=timeout, patience=0.0) as (found, said):
+        check(found.answers(BODIES))
+        assert bad.asked > 0
+        lines = [line for line in said if line.startswith(f"{bad.address} is lost: ")]
+        assert len(lines) == len(said) == 1
+        assert words in lines[0]
+        asked = bad.asked
+        check(found.answers(BODIES))  # and is not asked again
+        assert bad.asked == asked
+
+
+def test_single_failures_are_tried_again():
+    def often(handler, body, number):
+        return number % 3 == 0 and (drop if number % 2 else replying(b"{"))(handler, body, number)
+
+    with servers(Fake(often)) as (found, said):
+        check(found.answers(BODIES))
+        assert said == []
+
+
+def test_where_no_server_is_left_the_error_names_each_and_why():
+    fakes = Fake(drop), Fake(replying({"error": "full"}, 500))
+    with servers(*fakes, patience=0.0) as (found, said):
+        with pytest.raises(EngineError, match="no server is left") as error:
+            found.answers(BODIES)
+        assert all(fake.address in str(error.value) for fake in fakes)
+        assert "500" in str(error.value)
+        assert len(said) == 2
+
+
+def test_a_request_that_is_refused_ends_all_at_once():
+    refusal = replying({"error": {"message": "the prompt is too long"}}, 400)
+    words = "refuses what is asked, 400: .*too long"
+    with servers(Fake(), Fake(refusal)) as (found, _), pytest.raises(EngineError, match=words):
+        found.answers(BODIES)
+
+
+def test_a_full_server_is_waited_for():
+    def full(handler, body, number):
+        return number < 9 and replying({"error": "queue"}, 429)(handler, body, number)
+
+    with servers(Fake(full), patience=0.0) as (found, said):
+        check(found.answers(BODIES))
+        assert said == []
+
+
+def test_a_server_that_was_started_again_gets_the_adapter_again():
+    def forgetful(handler, body, number):
+        if number == 5:
+            fake.loaded.clear()
+        unknown = body["model"] not in fake.loaded
+        return unknown and replying({"message": "no such model"}, 404)(handler, body, number)
+
+    fake = Fake(forgetful)
+    with servers(fake) as (found, said):
+        check(found.answers(BODIES))
+        assert fake.loaded == ["adapter"]
+        assert said == []
+
+
+def test_adapters_follow_each_other_and_a_lost_server_is_back_with_the_next():
+    state = {"down": True}
+
+    def down(handler, body, number):
+        return state["down"] and drop(handler, body, number)
+
+    def slow(handler, body, number):
+        time.sleep(0.05)
+        return False
+
+    good, bad = Fake(slow), Fake(down)
+    with servers(good, bad, patience=0.0) as (found, said):
+        check(found.answers(BODIES))
+        assert found.lost.keys() == {bad.address}
+        state["down"] = False
+        found.load("next", "/elsewhere")
+        assert found.lost == {}
+        assert said[-1] == f"{bad.address} is back"
+        assert good.loaded == bad.loaded == ["next"]
+        before = bad.asked
+        check(found.answers([{**body, "model": "next"} for body in BODIES]))
+        assert bad.asked > before
+        found.unload()
+        assert good.loaded == bad.loaded == []
+
+
+def test_a_server_that_takes_no_adapters_is_refused_with_what_to_do():
+    words = "--allow_runtime_lora_updating .*--enable-lora"
+    with pytest.raises(EngineError, match=words), servers(Fake(adapters=False)):
+        pass
+
+
+def test_a_server_tells_how_many_tokens_it_has_room_for():
+    with Fake().running() as fake:
+        assert Server(fake.address, 5.0).base_limit() == 64
+    with pytest.raises(ServerError, match="refused"):
+        Server(fake.address, 5.0).base_limit()

@@ -1,0 +1,109 @@
+"""Whole runs of step 3 whose responses other engines draw, and what is left when servers go."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import dschat_lora as dl
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.rl import rollout_servers
+from helpers.served import running_server
+
+pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytestmark = pytest.mark.stage
+
+ROWS = [{"prompt": f"\n\nHuman: What is {a} plus 3?\n\nAssistant:"} for a in range(40)]
+OPTIONS = {
+    "algorithm": "grpo",
+    "num_generations": 4,
+    "actor_lora_dim": 4,
+    "per_device_generation_batch_size": 16,
+    "per_device_training_batch_size": 16,
+    "max_answer_seq_len": 16,
+    "eval_prompts": 8,
+    "print_answers_interval": 0,
+    "quiet": True,
+}
+
+
+def brevity(responses):
+    return [-float(len(text)) for text in responses]
+
+
+def server():
+    from dschat_lora.serving.config import ServeConfig
+    from dschat_lora.serving.server import make_service
+
+    config = ServeConfig(models=("base",), allow_runtime_lora_updating=True)
+    return running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl"))
+
+
+def of_kind(run, kind):
+    return [line for line in run.metrics if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    home = tmp_path_factory.mktemp("runs") / "own"
+    return dl.rlhf(data=ROWS, rewards=brevity, max_steps=2, output_dir=home, **OPTIONS)
+
+
+def check_beside_own(run, own):
+    """The same model answers, and what it drew is what is trained on."""
+    assert run.status == "finished"
+    first, expected = of_kind(run, "eval")[0], of_kind(own, "eval")[0]
+    assert first["greedy_reward"] == pytest.approx(expected["greedy_reward"], abs=1e-4)
+    for line in of_kind(run, "train"):
+        assert line["sampler_error_max"] < 1e-4
+        assert abs(line["rollout_kl"]) < 1e-8
+        assert line["importance_weight"] == pytest.approx(1, abs=1e-5)
+    assert (Path(run.path) / "actor" / "adapter" / "adapter_config.json").is_file()
+
+
+def test_transformers_draws_the_responses_of_a_run(own, tmp_path):
+    engine = {"rollout_engine": "transformers"}
+    run = dl.rlhf(
+        data=ROWS, rewards=brevity, max_steps=2, output_dir=tmp_path / "run", **engine, **OPTIONS
+    )
+    check_beside_own(run, own)
+    assert not any("rollout_kl" in line for line in of_kind(own, "train"))
+
+
+def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes_on(
+    own, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rollout_servers, "PATIENCE", 0.0)
+    home, shared = tmp_path / "run", tmp_path / "shared"
+    with ExitStack() as servers:
+        address = servers.enter_context(server())
+
+        def stop_server(event, step, metrics):
+            if (event, step) == ("train", 2):
+                servers.close()
+
+        with pytest.raises(OSError, match=f"no server is left .*{address}"):
+            dl.rlhf(
+                data=ROWS,
+                rewards=brevity,
+                max_steps=4,
+                output_dir=home,
+                callbacks=[stop_server],
+                rollout_engine=f"{address}/v1",
+                rollout_adapter_dir=str(shared),
+                **OPTIONS,
+            )
+    assert list(shared.iterdir()) == []
+    assert json.loads((home / "run.json").read_text())["status"] != "finished"
+    with server() as other:
+        run = dl.rlhf(
+            data=ROWS,
+            rewards=brevity,
+            output_dir=home,
+            resume="latest",
+            rollout_engine=other,
+            quiet=True,
+        )
+    check_beside_own(run, own)
+    assert [line["step"] for line in of_kind(run, "train")] == [1, 2, 3, 4]
