@@ -209,7 +209,7 @@ class AnswerResponse(Response):
                 content = {"message": {"role": "assistant", "content": said, "refusal": None}}
                 if whole.calls:
                     content["message"]["tool_calls"] = whole.calls
-            ended = {"logprobs": whole.logprobs, "finish_reason": whole.finish}
+            ended: dict[str, Any] = {"logprobs": whole.logprobs, "finish_reason": whole.finish}
             if self._request.options.return_token_ids:
                 prompt = self._request.prompts[index // self._request.n]
                 ended |= {"token_ids": list(whole.ids), "prompt_token_ids": list(prompt)}

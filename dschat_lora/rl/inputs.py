@@ -209,6 +209,11 @@ def _of_sampling(config: RlhfConfig) -> list[str]:
     if not batch.do_sample:
         unused = sorted({"top_p", "top_k", "rollout_temperature"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
+    if not batch.rollout_servers:
+        unused = sorted({"rollout_adapter_dir", "rollout_timeout"} & given)
+        notes += [f"--{name} has no effect without servers of --rollout_engine" for name in unused]
+    if batch.rollout_engine != "own" and batch.merge_for_rollouts:
+        notes.append("--merge_for_rollouts has no effect without --rollout_engine own")
     if batch.environment is None and "max_turns" in given:
         notes.append("--max_turns has no effect without --environment")
     if not batch.has_agent:

@@ -115,13 +115,15 @@ def cache_columns(config: RlhfConfig) -> int:
 
 
 def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
-    """Bytes on one device of keys and values of the responses decoded at a time.
+    """Bytes on one device of keys and values of the responses decoded at a time; 0 by servers.
 
     With them, a CPU has those of two turns at a time, of which one reads the other.
 
     Raises:
         ValueError: for an architecture that is not understood.
     """
+    if config.batch.rollout_servers:
+        return 0
     tokens = config.batch.per_device_generation_batch_size * cache_columns(config)
     if config.batch.has_turns and device_type() == "cpu":
         tokens *= 2

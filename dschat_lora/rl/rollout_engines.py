@@ -97,7 +97,7 @@ class ServerEngine:
         """Have the servers load the adapter; its name and path, and which servers are lost."""
         digest = hashlib.blake2b(digest_size=6)
         for tensor in tensors.values():
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         name = f"rollouts-{self._run}-{digest.hexdigest()}"
         if self._home is None:
             shared = self._directory or Path("/dev/shm")

@@ -433,6 +433,7 @@ def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
             },
             num_generations=config.batch.num_generations,
             batch_size=config.batch.per_device_generation_batch_size,
+            decodes_here=not config.batch.rollout_servers,
         )
     except ValueError:  # the start-up says why
         return None

@@ -69,12 +69,13 @@ class FlopCounter:
         checkpointed: Mapping[str, bool],
         num_generations: int,
         batch_size: int,
+        decodes_here: bool = True,
     ) -> None:
         """Read the models' shapes, before ZeRO 3 shards them.
 
         ``checkpointed`` says whether blocks of each role that trains are recomputed. Keys and
         values of a prompt are computed once for its ``num_generations`` responses, of which
-        ``batch_size`` are decoded at a time by a model.
+        ``batch_size`` are decoded at a time by a model, unless that is done elsewhere.
 
         Raises:
             ValueError: for an architecture that is not understood.
@@ -82,6 +83,7 @@ class FlopCounter:
         self._shapes = {name: describe(model.model) for name, model in roles.models.items()}
         self._checkpointed = checkpointed
         self._num_generations, self._batch_size = num_generations, batch_size
+        self._decodes_here = decodes_here
         model = roles.actor.model
         group = group_of(model)
         holders = 1 if group is None else group.size  # each reads what it holds
@@ -124,11 +126,11 @@ class FlopCounter:
                 gradient_checkpointing=self._checkpointed["actor"],
                 **_sizes(text, skips_padding),
             )
-        generation = self._generation(responses)
+        generation = self._generation(responses) if self._decodes_here else Flops()
         return PhaseWork(
             {"generation": generation, "scoring": scoring, "training": training},
             self._deepspeed_chat(responses, passes),
-            self._decode_bytes(responses),
+            self._decode_bytes(responses) if self._decodes_here else 0.0,
         )
 
     def _generation(self, responses: Sequence[Response]) -> Flops:
