@@ -32,8 +32,7 @@ from dschat_lora.rl.advice import FullWhileDecodingError
 from dschat_lora.rl.batch import DecodedTurn, Response, TokenSequence, decoded_turns
 from dschat_lora.rl.environment import Episodes
 from dschat_lora.rl.roles import Network
-from dschat_lora.rl.rollout_engines import RolloutError, ServerEngine
-from dschat_lora.rl.rollout_servers import EngineError
+from dschat_lora.rl.rollout_engines import ServerEngine
 
 if TYPE_CHECKING:
     from dschat_lora.rl.agents import Agents  # which needs a server's libraries
@@ -295,7 +294,7 @@ class Generator:
         at_a_time = max(1, self._batch_size // num_generations if self._own_batches else len(order))
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
-        with self._together(), self._weights() as (decoder, keep_going):
+        with self._weights() as (decoder, keep_going):
             turns = _TurnDecoder(
                 partial(decoder, sampling=sampling, keep_going=keep_going),
                 ("rollout", *key),
@@ -367,19 +366,6 @@ class Generator:
         whole = gather_over_ranks(_table(own, width).to(self._engine.device)).cpu()
         rows = whole[whole[:, 0].argsort()]
         return [_from_row(row, each, width) for row, each in zip(rows, blank, strict=True)]
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Where servers draw, a failure of one rank is raised on all."""
-        words = ""
-        try:
-            yield
-        except EngineError as error:
-            words = str(error)
-        if self._servers is not None:
-            failures = filter(None, map(json.loads, gather_texts(json.dumps(words))))
-            for first in failures:
-                raise RolloutError from OSError(first)
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[Callable[..., Any], KeepGoing | None]]:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from dschat_lora.checkpoint.adapter import write_adapter
-from dschat_lora.engine.distributed import broadcast_string, rank
+from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.transformers_engine import DrawnResponses, asked_responses
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.rl.rewards import UserFunctionError
-from dschat_lora.rl.rollout_servers import EngineError, RolloutServers
+from dschat_lora.rl.rollout_servers import Answer, EngineError, RolloutServers
 
 
 class RolloutError(UserFunctionError):
@@ -133,10 +133,10 @@ class ServerEngine:
     ) -> DrawnResponses:
         """As many responses to each prompt as it has seeds, prompt after prompt.
 
-        Servers find prefixes by themselves.
+        Servers find prefixes by themselves. Call equally often on every rank.
 
         Raises:
-            EngineError: if no server is left, or one refuses a request.
+            RolloutError: if no server is left, or one refuses a request.
         """
         drawn = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
         if sampling.do_sample:
@@ -159,10 +159,17 @@ class ServerEngine:
             for row in asked_responses(prompts, sampling, seeds=seeds, limits=limits)
         ]
         is_plain = drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        if keep_logprobs and sampling.do_sample and not is_plain and not self._knows_logprobs:
-            self._check_logprobs(bodies[0])
-            self._knows_logprobs = True
-        answers = self._servers.answers(bodies)
+        checks = keep_logprobs and sampling.do_sample and not is_plain
+        answers, failure = list[Answer](), ""
+        try:
+            if checks and bodies and not self._knows_logprobs:
+                self._check_logprobs(bodies[0])
+                self._knows_logprobs = True
+            answers = self._servers.answers(bodies)
+        except EngineError as error:
+            failure = str(error)
+        for first in filter(None, map(json.loads, gather_texts(json.dumps(failure)))):
+            raise RolloutError from OSError(first)
         return DrawnResponses([(each.tokens, each.logprobs) for each in answers], sampling)
 
     def _check_logprobs(self, body: Mapping[str, Any]) -> None:
