@@ -143,7 +143,7 @@ WRONG = {
     "n": ({"n": 99}, 400, "n must be a whole number in [1, 16], found 99"),
     "tools": ({"tools": [{"type": "function"}]}, 400, "tools: entry 1 must be"),
     "penalty": ({"frequency_penalty": 1}, 400, "frequency_penalty 1 is not supported here"),
-    "unknown field": ({"min_p": 0.1}, 400, "min_p is no known field"),
+    "unknown field": ({"typical_p": 0.1}, 400, "typical_p is no known field"),
     "stream": ({"stream": "yes"}, 400, "stream must be true or false, found 'yes'"),
 }
 
