@@ -179,7 +179,7 @@ class RolloutConfig:
                 "rollout_engine",
                 self.rollout_engine,
                 "own, transformers, or addresses of servers such as http://127.0.0.1:8000, with "
-                "commas between them (vLLM and SGLang run as servers)",
+                "commas between them (vLLM is such a server)",
             )
         require_numbers(self, ">= 0", "agent_retries")
         require_numbers(self, ">= 1", "agent_max_calls")

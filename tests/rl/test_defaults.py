@@ -3,6 +3,7 @@
 import pytest
 
 from dschat_lora.config.options import parse_config
+from dschat_lora.rl.algorithms import RolloutCorrection
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.role_config import RoleConfig
 from dschat_lora.rl.validation import check_rlhf
@@ -77,3 +78,75 @@ def test_greedy_responses_have_no_importance_weights():
 def test_a_sampler_that_differs_from_the_policy_unweighted_is_noted(batches, capsys, argv, noted):
     batches(1, *argv)
     assert ("--importance_cap 2 weighs tokens" in capsys.readouterr().out) == noted
+
+
+NOBODY = "http://127.0.0.1:9"  # where nothing listens
+GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["--rollout_engine", "vllm"],
+            "own, transformers, or addresses of servers such as http://",
+        ),
+        (
+            ["--rollout_engine", f"{NOBODY},ftp://a"],
+            "--rollout_engine must be own, .*, got .*,ftp://a",
+        ),
+        (["--rollout_engine", NOBODY], "hands over the actor's adapter, and all weights train"),
+        (
+            ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"],
+            f"--rollout_engine {NOBODY} cannot be asked: .*refused; start there `vllm serve",
+        ),
+        (
+            ["--rollout_engine", "transformers", "--zero_stage", "3", "--actor_lora_dim", "4"],
+            "--rollout_engine transformers needs whole weights, which ZeRO 3 shards",
+        ),
+        (
+            ["--rollout_correction", "tis", "--importance_cap", "2"],
+            "--importance_cap 2 is --rollout_correction tis with that threshold: give one",
+        ),
+        (
+            ["--rollout_correction", "mis", "--no-do_sample"],
+            "--rollout_correction mis weighs by the probability .* --no-do_sample draws none",
+        ),
+        (
+            ["--rollout_correction", "mis", "--rollout_is_threshold_lower", "3"],
+            r"--rollout_is_threshold_lower must be in \[0, 2\), below --rollout_is_threshold",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_used_is_refused_with_what_would_do(batches, argv, words):
+    with pytest.raises(ValueError, match=words):
+        batches(1, *GRPO, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], None),
+        (["--rollout_engine", "transformers"], RolloutCorrection(2.0)),
+        (["--rollout_engine", "transformers", "--no-do_sample"], None),
+        (["--rollout_engine", "transformers", "--rollout_correction", "none"], None),
+        (["--rollout_engine", "transformers", "--importance_cap", "3"], RolloutCorrection(3.0)),
+        (
+            [
+                *("--rollout_correction", "mis", "--rollout_is", "sequence"),
+                *("--rollout_is_threshold", "3", "--rollout_is_threshold_lower", "0.5"),
+            ],
+            RolloutCorrection(3.0, floor=0.5, level="sequence", masks=True),
+        ),
+    ],
+)
+def test_responses_of_other_engines_are_weighed(monkeypatch, tmp_path, argv, expected):
+    monkeypatch.chdir(tmp_path)
+    config = check_rlhf(parse_config(RlhfConfig, [*GRPO, *argv]))
+    assert config.ppo.correction == expected
+
+
+def test_addresses_of_servers_are_taken_with_and_without_their_path():
+    typed = f"{NOBODY}/v1, https://host/a/v1/,{NOBODY}/"
+    config = parse_config(RlhfConfig, ["--rollout_engine", typed])
+    assert config.batch.rollout_servers == (NOBODY, "https://host/a")

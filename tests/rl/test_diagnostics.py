@@ -249,3 +249,38 @@ def test_a_sampler_that_no_rounding_explains_stops_the_run(dtype, rounding, wron
         ValueError, match=rf"are {wrong:g} nats per token .* no rounding in {dtype}"
     ):
         check_sampler({"sampler_error": wrong}, dtype)
+
+
+APART = {"rollout_kl": 0.02, "rollout_ratio_max": 7.0, "sampler_error": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            APART,
+            "0.02 nats per token from the one that learns, by a ratio of up to 7: the gradient",
+        ),
+        (APART | {"importance_weight": 0.9}, "weights become noisy; the same types"),
+        ({"importance_masked": 0.3}, "mis leaves out 30% of the tokens: raise"),
+        ({"rollout_kl": 0.005, "rollout_ratio_max": 2.0, "importance_masked": 0.1}, None),
+    ],
+)
+def test_an_engine_that_draws_from_another_policy_is_warned_of(row, words):
+    looking = Diagnostics("fp32", samples_tokens=True, own_engine=False)
+    found = said(looking, times(2, **row))
+    assert [len(each) for each in found] == [words is not None, 0]
+    assert words is None or words in found[0][0]
+
+
+def test_top_p_and_the_like_explain_a_mismatch():
+    looking = Diagnostics("fp32", samples_tokens=False, own_engine=False)
+    assert said(looking, times(2, **APART)) == [[], []]
+
+
+def test_an_engine_of_another_model_stops_the_run():
+    check_sampler({"sampler_error": 0.4}, "fp32", "http://a")
+    with pytest.raises(ValueError, match="--rollout_engine http://a draws from another model"):
+        check_sampler({"sampler_error": 0.6}, "fp32", "http://a")
+    with pytest.raises(ValueError, match="decoded or trained wrongly here"):
+        check_sampler({"sampler_error": 0.4}, "fp32")
