@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import transformers
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import ContinuousBatchingConfig
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.generation.sampling import Sampling
@@ -74,6 +74,9 @@ class TransformersDecoder:
         eos_ids: any of them ends a response.
         pad_id: any token.
         batch_size: responses at a time, for whose keys and values there is room.
+
+    Raises:
+        ValueError: if the installed transformers has no such batching.
     """
 
     def __init__(
@@ -81,6 +84,12 @@ class TransformersDecoder:
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, sorted(eos_ids), pad_id
         self._batch_size = batch_size
+        self._config_class = getattr(transformers.generation, "ContinuousBatchingConfig", None)
+        if not hasattr(self._config_class, "return_logprobs"):
+            raise ValueError(
+                "--rollout_engine transformers needs continuous batching with log-probabilities, "
+                f"which transformers {transformers.__version__} lacks; 5.23 has it"
+            )
 
     @torch.no_grad()
     def __call__(
@@ -110,7 +119,7 @@ class TransformersDecoder:
             found = self._model.generate_batch(
                 [row.prompt for row in rows],
                 generation_config=self._options(sampling, most),
-                continuous_batching_config=ContinuousBatchingConfig(
+                continuous_batching_config=self._config_class(
                     num_blocks=self._batch_size * -(-longest // _BLOCK),
                     max_batch_tokens=max(longest, self._batch_size),
                     return_logprobs=True,

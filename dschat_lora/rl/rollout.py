@@ -250,21 +250,18 @@ class Generator:
         self._plays_episodes = episodes is not None or agents is not None
         self._servers = servers
         self._own_batches = not by_transformers and servers is None
+        ends = {"eos_ids": eos_ids, "pad_id": pad_id}
         self._make_decoder: Callable[[PreTrainedModel], Any] = partial(
-            TransformersDecoder, eos_ids=eos_ids, pad_id=pad_id, batch_size=batch_size
-        )
-        if by_transformers:
-            return
-        self._make_decoder = partial(
             Decoder,
-            eos_ids=eos_ids,
-            pad_id=pad_id,
+            **ends,
             device=engine.device,
             largest=(batch_size, max_length),
             merged=merged,
             unpacked=unpacked,
             retains=self._plays_episodes,
         )
+        if by_transformers:
+            self._make_decoder = partial(TransformersDecoder, **ends, batch_size=batch_size)
 
     def __call__(
         self,

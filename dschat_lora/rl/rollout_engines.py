@@ -26,7 +26,7 @@ from dschat_lora.generation.transformers_engine import DrawnResponses, asked_res
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.rl.rewards import UserFunctionError
-from dschat_lora.rl.rollout_servers import Answer, EngineError, RolloutServers
+from dschat_lora.rl.rollout_servers import EngineError, RolloutServers, ServerAnswer
 
 
 class RolloutError(UserFunctionError):
@@ -72,17 +72,22 @@ class ServerEngine:
 
         Raises:
             RolloutError: if no server takes it.
+            ValueError: if it is not finite.
         """
         tensors = gather_to_cpu(adapter_parameters(self._actor.model))
         outcome = ""
         if rank() == 0:
             try:
                 outcome = json.dumps(self._hand_over(tensors))
-            except EngineError as error:
-                outcome = json.dumps({"error": str(error)})
+            except (EngineError, OSError) as error:
+                outcome = json.dumps({"failure": str(error)})
+            except ValueError as error:
+                outcome = json.dumps({"mistake": str(error)})
         found = json.loads(broadcast_string(outcome))
-        if "error" in found:
-            raise RolloutError from OSError(found["error"])
+        if "failure" in found:
+            raise RolloutError from OSError(found["failure"])
+        if "mistake" in found:
+            raise ValueError(found["mistake"])
         self._servers.adopt(**found)
         self._name = found["name"]
         yield self._decode
@@ -160,7 +165,7 @@ class ServerEngine:
         ]
         is_plain = drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         checks = keep_logprobs and sampling.do_sample and not is_plain
-        answers, failure = list[Answer](), ""
+        answers, failure = list[ServerAnswer](), ""
         try:
             if checks and bodies and not self._knows_logprobs:
                 self._check_logprobs(bodies[0])

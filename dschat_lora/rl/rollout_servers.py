@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class ServerError(Exception):
     """A server gave no answer that can be used; another attempt may."""
 
 
-class BusyError(ServerError):
+class FullServerError(ServerError):
     """A server has no room."""
 
 
@@ -38,7 +38,7 @@ class LostAdapterError(ServerError):
     """A server does not know the adapter, as one that was started again."""
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """A response as a server drew it."""
 
     tokens: list[int]  # its end included
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class Server:
+class RolloutServer:
     """One server.
 
     Attributes:
@@ -80,17 +80,18 @@ class Server:
             headers["Authorization"] = f"Bearer {key}"
         content = None if body is None else json.dumps(body).encode()
         where = urlsplit(self.address).path.rstrip("/") + path
+        seconds = CONNECT_SECONDS
         try:
             if connection.sock is None:
-                connection.timeout = CONNECT_SECONDS
                 connection.connect()
-            connection.sock.settimeout(self.timeout)
+            seconds = self.timeout
+            connection.sock.settimeout(seconds)
             connection.request("GET" if body is None else "POST", where, content, headers)
             response = connection.getresponse()
             reply = response.read(_LARGEST_REPLY)
         except TimeoutError as error:
             connection.close()
-            raise ServerError(f"no answer came within {self.timeout:g} seconds") from error
+            raise ServerError(f"no answer came within {seconds:g} seconds") from error
         except (OSError, HTTPException) as error:
             connection.close()
             raise ServerError(str(error) or type(error).__name__) from error
@@ -100,13 +101,18 @@ class Server:
         except ValueError:
             return reply.decode(errors="replace")
 
+    def ask_once(self, path: str, body: Body | None = None) -> Any:
+        """:meth:`ask` by a connection of its own."""
+        with closing(self.connect()) as connection:
+            return self.ask(connection, path, body)
+
     def base_limit(self) -> int | None:
         """Most tokens of prompt and response, None where the server does not say; it is reached.
 
         Raises:
             ServerError: if it is not.
         """
-        found = self.ask(self.connect(), "/v1/models")
+        found = self.ask_once("/v1/models")
         try:
             limits = [each.get("max_model_len") for each in found["data"]]
         except (AttributeError, KeyError, TypeError) as error:
@@ -131,7 +137,7 @@ def _check_status(response: HTTPResponse, reply: bytes) -> None:
         return
     said = " ".join(reply.decode(errors="replace").split())[:300]
     if status == 429:
-        raise BusyError(f"it answers {status}: {said}")
+        raise FullServerError(f"it answers {status}: {said}")
     if status == 404:
         raise LostAdapterError(f"it answers {status}: {said}")
     if status < 500:
@@ -139,7 +145,7 @@ def _check_status(response: HTTPResponse, reply: bytes) -> None:
     raise ServerError(f"it answers {status}: {said}")
 
 
-def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: int) -> Answer:
+def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: int) -> ServerAnswer:
     """The response in a server's reply to ``body``.
 
     Raises:
@@ -173,7 +179,7 @@ def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: i
         raise ServerError(
             f"it ended a response for {finish!r} after {len(tokens)} tokens, at {tokens[-1]}"
         )
-    return Answer(tokens, [float(value) for value in logprobs], stopped)
+    return ServerAnswer(tokens, [float(value) for value in logprobs], stopped)
 
 
 @dataclass
@@ -188,7 +194,7 @@ class RolloutServers:
         vocabulary_size: tokens are below it.
     """
 
-    servers: Sequence[Server]
+    servers: Sequence[RolloutServer]
     in_flight: int
     say: Callable[[str], None]
     ends: frozenset[int]
@@ -238,7 +244,7 @@ class RolloutServers:
                 _unload(server, self._adapter[0])
         self._adapter = None
 
-    def answers(self, bodies: Sequence[Body]) -> list[Answer]:
+    def answers(self, bodies: Sequence[Body]) -> list[ServerAnswer]:
         """The responses to requests for one each, in their order.
 
         Raises:
@@ -262,7 +268,7 @@ class RolloutServers:
             raise self._none_left()
         return answers
 
-    def _ask_all(self, server: Server, bodies: Sequence[Body], work: "_Work") -> None:
+    def _ask_all(self, server: RolloutServer, bodies: Sequence[Body], work: "_Work") -> None:
         """Answer one request after another until none is left, or the server is lost."""
         connection = server.connect()
         while (number := work.take(server)) is not None:
@@ -281,7 +287,7 @@ class RolloutServers:
                     server.has_answered()
                 elif failure is not None and server.lost is None:
                     # One that is full is waited for as long as for an answer.
-                    busy = isinstance(failure, BusyError)
+                    busy = isinstance(failure, FullServerError)
                     if server.has_failed(server.timeout if busy else PATIENCE):
                         self._lose(server, failure)
                 work.give(number, answer)
@@ -289,7 +295,7 @@ class RolloutServers:
                 time.sleep(_PAUSE)
         connection.close()
 
-    def _load_again(self, server: Server) -> ServerError | None:
+    def _load_again(self, server: RolloutServer) -> ServerError | None:
         """Load the adapter in a server that does not know it; why that failed, if it did."""
         assert self._adapter is not None, "an adapter is loaded before responses are drawn"
         try:
@@ -298,7 +304,7 @@ class RolloutServers:
             return ServerError(str(error))
         return None
 
-    def _lose(self, server: Server, why: ServerError) -> None:
+    def _lose(self, server: RolloutServer, why: ServerError) -> None:
         if server.lost is None:
             self.say(f"{server.address} is lost: {why}")
         server.lost = str(why)
@@ -313,11 +319,11 @@ class _Work:
     """Requests that wait, and answers that came; shared by the threads of one call."""
 
     waiting: deque[int]
-    found: list[Answer | None]
+    found: list[ServerAnswer | None]
     refused: EngineError | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def take(self, server: Server) -> int | None:
+    def take(self, server: RolloutServer) -> int | None:
         """The number of the next request, once there is one; None when all are answered."""
         with self.changed:
             while True:
@@ -329,7 +335,7 @@ class _Work:
                     return None
                 self.changed.wait()  # for what others may give back
 
-    def give(self, number: int, answer: Answer | None) -> None:
+    def give(self, number: int, answer: ServerAnswer | None) -> None:
         """Keep the answer to a request or, without one, have another try; under the lock."""
         self.found[number] = answer
         if answer is None:
@@ -337,10 +343,10 @@ class _Work:
         self.changed.notify_all()
 
 
-def _load(server: Server, name: str, path: str) -> None:
+def _load(server: RolloutServer, name: str, path: str) -> None:
     body = {"lora_name": name, "lora_path": path}
     try:
-        server.ask(server.connect(), "/v1/load_lora_adapter", body)
+        server.ask_once("/v1/load_lora_adapter", body)
     except LostAdapterError as error:
         raise EngineError(
             f"{server.address} does not load the adapter {path} ({error}): it must see that "
@@ -352,6 +358,6 @@ def _load(server: Server, name: str, path: str) -> None:
             raise EngineError(f"{server.address} does not load {path}: {error}") from error
 
 
-def _unload(server: Server, name: str) -> None:
+def _unload(server: RolloutServer, name: str) -> None:
     with suppress(ServerError, EngineError):  # it is not there any more
-        server.ask(server.connect(), "/v1/unload_lora_adapter", {"lora_name": name})
+        server.ask_once("/v1/unload_lora_adapter", {"lora_name": name})

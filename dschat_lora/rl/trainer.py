@@ -56,7 +56,7 @@ from dschat_lora.rl.rewards import (
 )
 from dschat_lora.rl.rollout import Generator, PromptOrder, end_of_text, stop_ids
 from dschat_lora.rl.rollout_engines import ServerEngine
-from dschat_lora.rl.rollout_servers import RolloutServers, Server
+from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.rl.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
 from dschat_lora.rl.update import StepResult, Updater
@@ -442,11 +442,11 @@ def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine
     """The engine of the servers that ``--rollout_engine`` names, closed when the run is."""
     batch, run = setup.config.batch, setup.run
     servers = RolloutServers(
-        [Server(address, batch.rollout_timeout) for address in batch.rollout_servers],
+        [RolloutServer(address, batch.rollout_timeout) for address in batch.rollout_servers],
         in_flight=batch.per_device_generation_batch_size,
         say=lambda words: run.log.say(f"  note         --rollout_engine: {words}"),
         ends=frozenset(ends),
-        vocabulary_size=len(setup.tokenizer),
+        vocabulary_size=int(setup.roles.actor.model.config.vocab_size),
     )
     shared = batch.rollout_adapter_dir
     engine = ServerEngine(

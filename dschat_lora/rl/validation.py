@@ -31,7 +31,7 @@ from dschat_lora.rl.inputs import (
     text_data,
 )
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
-from dschat_lora.rl.rollout_servers import CONNECT_SECONDS, EngineError, Server, ServerError
+from dschat_lora.rl.rollout_servers import CONNECT_SECONDS, EngineError, RolloutServer, ServerError
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -475,7 +475,7 @@ def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 
 def _check_server(address: str, max_seq_len: int) -> None:
     try:
-        limit = Server(address, CONNECT_SECONDS).base_limit()
+        limit = RolloutServer(address, CONNECT_SECONDS).base_limit()
     except (ServerError, EngineError) as error:
         raise ValueError(
             f"--rollout_engine {address} cannot be asked: {error}; start there `vllm serve BASE "

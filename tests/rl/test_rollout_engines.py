@@ -16,7 +16,7 @@ from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.rollout_engines import RolloutError, ServerEngine
-from dschat_lora.rl.rollout_servers import RolloutServers, Server
+from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
 from helpers.served import QUESTIONS, running_server
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
@@ -76,7 +76,7 @@ def addresses():
 
 def engine_of(addresses, actor):
     servers = RolloutServers(
-        [Server(address, 60.0) for address in addresses],
+        [RolloutServer(address, 60.0) for address in addresses],
         in_flight=8,
         say=lambda words: None,
         ends=frozenset(actor.ends),

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from dschat_lora.rl import rollout_servers
-from dschat_lora.rl.rollout_servers import EngineError, RolloutServers, Server, ServerError
+from dschat_lora.rl.rollout_servers import EngineError, RolloutServer, RolloutServers, ServerError
 
 END, LIMIT = 2, 4
 
@@ -98,7 +98,7 @@ def servers(*fakes, timeout=5.0, patience=0.3):
         addresses = [stack.enter_context(fake.running()).address for fake in fakes]
         said = []
         found = RolloutServers(
-            [Server(address, timeout) for address in addresses],
+            [RolloutServer(address, timeout) for address in addresses],
             in_flight=3,
             say=said.append,
             ends=frozenset([END]),
@@ -269,6 +269,6 @@ def test_a_server_that_takes_no_adapters_is_refused_with_what_to_do():
 
 def test_a_server_tells_how_many_tokens_it_has_room_for():
     with Fake().running() as fake:
-        assert Server(fake.address, 5.0).base_limit() == 64
+        assert RolloutServer(fake.address, 5.0).base_limit() == 64
     with pytest.raises(ServerError, match="refused"):
-        Server(fake.address, 5.0).base_limit()
+        RolloutServer(fake.address, 5.0).base_limit()
