@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -84,7 +84,8 @@ class TransformersDecoder:
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, sorted(eos_ids), pad_id
         self._batch_size = batch_size
-        self._config_class = getattr(transformers.generation, "ContinuousBatchingConfig", None)
+        # Not in every transformers that will do otherwise.
+        self._config_class: Any = getattr(transformers.generation, "ContinuousBatchingConfig", None)
         if not hasattr(self._config_class, "return_logprobs"):
             raise ValueError(
                 "--rollout_engine transformers needs continuous batching with log-probabilities, "

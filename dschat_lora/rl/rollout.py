@@ -250,10 +250,10 @@ class Generator:
         self._plays_episodes = episodes is not None or agents is not None
         self._servers = servers
         self._own_batches = not by_transformers and servers is None
-        ends = {"eos_ids": eos_ids, "pad_id": pad_id}
         self._make_decoder: Callable[[PreTrainedModel], Any] = partial(
             Decoder,
-            **ends,
+            eos_ids=eos_ids,
+            pad_id=pad_id,
             device=engine.device,
             largest=(batch_size, max_length),
             merged=merged,
@@ -261,7 +261,9 @@ class Generator:
             retains=self._plays_episodes,
         )
         if by_transformers:
-            self._make_decoder = partial(TransformersDecoder, **ends, batch_size=batch_size)
+            self._make_decoder = partial(
+                TransformersDecoder, eos_ids=eos_ids, pad_id=pad_id, batch_size=batch_size
+            )
 
     def __call__(
         self,

@@ -446,11 +446,11 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the correction that the engine needs; one that cannot be used is refused."""
     batch, engine = config.batch, config.batch.rollout_engine
-    if config.ppo.rollout_correction is None and not config.ppo.importance_cap:
-        kind: Correction = "none" if engine == "own" or not batch.do_sample else "tis"
-        config = replace(config, ppo=replace(config.ppo, rollout_correction=kind))
     if engine == "own":
         return config
+    if config.ppo.rollout_correction is None and not config.ppo.importance_cap:
+        kind: Correction = "tis" if batch.do_sample else "none"
+        config = replace(config, ppo=replace(config.ppo, rollout_correction=kind))
     if config.parallel.tensor_parallel_size > 1:
         raise ValueError(
             f"--rollout_engine {engine} is for models that are whole on a device, and "
