@@ -285,7 +285,7 @@ def sampler_errors(experience: Experience) -> dict[str, float]:
     """
     assert experience.logprobs is not None
     table = experience.table(response.logprobs for response in experience.responses)
-    if table.isnan().any():
+    if table[experience.mask].isnan().any():
         return {}
     errors = (table - experience.logprobs).abs()[experience.mask]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}

@@ -28,6 +28,18 @@ def test_sampler_error_is_over_the_tokens_that_count():
     assert found["sampler_error_max"] == pytest.approx(1.0)
 
 
+def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
+    nan = math.nan
+    rows = [Response((1,), (2,) * 2, True, 0, logprobs=(nan, nan)), Response((1,), (2,), True, 0)]
+    mask, policy = torch.tensor([[True, True], [False, False]]), torch.zeros(2, 2)
+    experience = Experience(rows, mask, policy, torch.tensor([1.0, nan]), policy, None)
+    assert sampler_errors(experience) == {}
+    # Of a response that does not count they are nobody's matter.
+    known = [replace(rows[0], logprobs=(-1.0, 0.0)), replace(rows[1], logprobs=(nan,))]
+    found = sampler_errors(replace(experience, responses=known))
+    assert found == {"sampler_error": 0.5, "sampler_error_max": 1.0}
+
+
 def test_importance_weights_are_told_of_the_tokens_that_count():
     drawn = [(math.log(0.5), math.log(0.8)), (math.log(0.25),), (math.log(0.9),)]
     responses = [Response((1,), (2,) * len(d), True, 0, sampler_logprobs=d) for d in drawn]
