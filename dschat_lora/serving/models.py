@@ -169,10 +169,10 @@ def open_adapter(
 ) -> ServedModel:
     """A model with an adapter that comes while others answer, in a batch of its own.
 
-    Its base is the one of the served models, whatever it is called where the adapter was trained.
+    Its base, where one is served, may have another name there than in the adapter's files.
 
     Raises:
-        ValueError: if it cannot be loaded or does not fit, or bases of several names are served.
+        ValueError: if it cannot be loaded or does not fit, or its base is not there.
     """
     source = find_of_kind(path, ("CAUSAL_LM",), option="lora_path")
     if source.adapter is None:
