@@ -195,6 +195,15 @@ def test_single_failures_are_tried_again():
         assert said == []
 
 
+def test_two_failures_are_too_few_to_give_a_server_up():
+    def at_first(handler, body, number):
+        return number <= 2 and drop(handler, body, number)
+
+    with servers(Fake(at_first), patience=0.0) as (found, said):
+        check(found.answers(BODIES))
+        assert said == []
+
+
 def test_where_no_server_is_left_the_error_names_each_and_why():
     fakes = Fake(drop), Fake(replying({"error": "full"}, 500))
     with servers(*fakes, patience=0.0) as (found, said):
