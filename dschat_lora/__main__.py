@@ -93,7 +93,7 @@ VERBS = {
     "accept": Verb("vouch for an adapter that was changed on purpose", verbs.accept),
 }
 GROUPS = {
-    "train": ("sft", "reward", "dpo", "rlhf", "pipeline", "demo", "nlg", "glue"),
+    "train": ("sft", "reward", "dpo", "rlhf", "distill", "pipeline", "demo", "nlg", "glue"),
     "look": ("doctor", "models", "recipes", "plan", "audit", "inspect", "report", "rollouts"),
     "try": ("chat", "serve", "tinker", "generate", "eval", "score"),
     "carry away": ("merge", "push", "export", "extract", "accept"),

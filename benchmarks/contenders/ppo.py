@@ -44,7 +44,7 @@ from dschat_lora.rl.setup import RlhfSetup, set_up
 from dschat_lora.rl.throughput import PHASES, PhaseTimer
 from dschat_lora.rl.trainer import RlhfProgress, RlhfTrainer
 from dschat_lora.rl.update import Updater
-from dschat_lora.rl.validation import NAME, check_rlhf
+from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.run import OpenRun, open_run
 
 SEED = 0
@@ -252,7 +252,7 @@ def _set_up(
     pairs = (_options(task) | options).items()
     argv = [word for name, value in pairs for word in (f"--{name}", value) if word]
     config = check_rlhf(parse_config(RlhfConfig, argv))
-    run = closing.enter_context(open_run(config, name=NAME, check=check_rlhf))
+    run = closing.enter_context(open_run(config, name=config.stage, check=check_rlhf))
     return set_up(run), run
 
 

@@ -48,6 +48,7 @@ SUMMARIES = {
     "reward": "Step 2: a reward model from pairs of answers",
     "dpo": "DPO, ORPO, SimPO or KTO: a policy without a reward model",
     "rlhf": "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
+    "distill": "On-policy distillation: a student's own responses, scored by a teacher",
 }
 EXPERIMENTS = {
     "nlg": "GPT-2 puts data into words: train, decode, format or evaluate",

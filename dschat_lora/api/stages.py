@@ -20,7 +20,7 @@ from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.run_data import read_run, read_runs
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.config import DistillConfig, RlhfConfig
 from dschat_lora.runtime.caller import Callback, Caller
 from dschat_lora.runtime.stage_main import late
 
@@ -30,6 +30,7 @@ PROGRAMS = {
     "reward": late("supervised.stages:run_reward"),
     "dpo": late("supervised.stages:run_dpo"),
     "rlhf": late("rl.train:run_rlhf"),
+    "distill": late("rl.train:run_rlhf"),
 }
 # Options that are arguments under a shorter name.
 _NAMED = (
@@ -247,6 +248,47 @@ def rlhf(
         weights = options.pop("reward_weights", None)
         named |= reward_options(rewards, critic, weights, stack)
         return _train("rlhf", named, options, callbacks, quiet)
+
+
+@with_options(DistillConfig, *_NAMED, "teacher_model_name_or_path", "algorithm", "reward_function")
+def distill(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    teacher: Model | None = None,
+    rewards: Reward | Sequence[Reward] = (),
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Run:
+    """Train a student on its own responses, each token of which a teacher scores.
+
+    The other arguments are those of ``sft``; ``model`` is the student, ``data`` its prompts.
+
+    Args:
+        model: the student, as in ``sft``.
+        data: rows with prompts.
+        teacher: a model of the student's tokenizer, as ``model``; an adapter on the student's base
+            shares its weights. By default the student as it was, with ``teacher_system_prompt``.
+        rewards: what measures responses, as in ``rlhf``; nothing is learnt from it.
+        eval_data: held-out prompts.
+        output_dir: as in ``sft``.
+        callbacks: as in ``sft``.
+        resume: as in ``sft``.
+        quiet: print nothing.
+        **options: those of ``dschat-lora distill --help``, by their names.
+    """
+    with ExitStack() as stack:
+        named = {
+            "actor_model_name_or_path": model,
+            "teacher_model_name_or_path": teacher,
+            **_common(data, eval_data, output_dir, resume),
+            **reward_options(rewards, None, options.pop("reward_weights", None), stack),
+        }
+        return _train("distill", named, options, callbacks, quiet)
 
 
 def _common(data: Any, eval_data: Any, output_dir: Any, resume: Any) -> dict[str, Any]:

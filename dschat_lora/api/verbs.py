@@ -216,7 +216,7 @@ def plan(
     """Memory and time of a stage, and settings that fit a device; no weights are loaded.
 
     Args:
-        stage: "sft", "reward", "dpo" or "rlhf".
+        stage: "sft", "reward", "dpo", "rlhf" or "distill".
         model: as in ``dschat_lora.sft``, or the name of a published one without its files.
         data: rows, if their lengths are to count.
         device: memory such as "24GB", or the name of a card (the command's ``--for``).
@@ -232,7 +232,7 @@ def plan(
         raise ValueError(f"num_gpus must be >= 1, got {num_gpus}")
     card = planned_card(device)
     with ExitStack() as stack:
-        role = "actor_" if stage == "rlhf" else ""
+        role = "actor_" if stage in ("rlhf", "distill") else ""
         named = {f"{role}model_name_or_path": model, "data_path": data}
         given = {name: value for name, value in named.items() if value is not None}
         values = option_values({**options, **given}, stack)

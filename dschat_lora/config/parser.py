@@ -29,6 +29,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "rollouts": ("num_generations", "per_device_generation_batch_size", "generation_batches"),
     "rewards": ("reward_function", "reward_weights"),
     "algorithm": ("algorithm",),
+    "distillation": ("teacher_model_name_or_path", "teacher_system_prompt", "distill_loss"),
     "output and checkpoints": (
         *("output_dir", "dry_run", "verbose", "resume_from_checkpoint", "overwrite_output_dir"),
     ),

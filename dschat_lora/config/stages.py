@@ -304,8 +304,9 @@ class AuditConfig:
         help="model whose tokenizer and chat template read the data: hub name, directory, or "
         "the output of an earlier stage; the bundled tiny model when absent",
     )
-    stage: Literal["sft", "reward", "dpo", "rlhf"] = option(
-        "sft", help="what makes samples of the rows: sequences, pairs, or prompts for rlhf"
+    stage: Literal["sft", "reward", "dpo", "rlhf", "distill"] = option(
+        "sft",
+        help="what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill",
     )
     show: int = option(0, help="samples to show, token by token, with what is supervised")
     json: bool = option(False, help="one JSON object on the standard output")

@@ -211,6 +211,11 @@ EXAMPLES: Mapping[str, str] = {
     "rlhf": """examples:
   dschat-lora rlhf --actor_model_name_or_path output/sft \\
     --critic_model_name_or_path output/reward""",
+    "distill": """examples:
+  dschat-lora distill --model_name_or_path output/sft \\
+    --teacher_model_name_or_path output/rlhf --data_path prompts.jsonl
+  dschat-lora distill --model_name_or_path Qwen/Qwen3-0.6B --lora_dim 16 \\
+    --teacher_model_name_or_path Qwen/Qwen3-8B --teacher_bits 4""",
     "plan": """examples:
   dschat-lora plan sft --model_name_or_path Llama-3-8B --lora_dim 16 --for 24GB
   dschat-lora plan rlhf --actor_model_name_or_path Qwen3-8B \\

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from dschat_lora.algos.distillation import generalized_jsd
 from dschat_lora.algos.logprobs import (
     MAX_CHUNK_LOGITS,
     VocabularyPart,
@@ -48,6 +49,13 @@ class LMHeadModel(BackboneModel):
         if places is not None:
             logit_positions = torch.searchsorted(places, logit_positions)
         return logits[logit_positions]
+
+    def before_head(self, logit_positions: Tensor, *rows: Any) -> Tensor:
+        """(N, H) hidden states that the head reads, or (N, V) where ``full_logits`` are taken."""
+        if self.full_logits:
+            return self.logits(logit_positions, *rows)
+        hidden: Tensor = self.backbone(*rows).flatten(0, 1)[logit_positions]
+        return hidden
 
 
 def balancing_loss(model: PreTrainedModel, coefficient: float) -> Any:
@@ -275,6 +283,79 @@ class PolicyHead(LinearHead):
 
         logprobs, entropies = zip(*self._by_chunks(both, hidden, tokens), strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+
+class LogitsHead(LinearHead):
+    """The output embedding as logits of a chunk of positions."""
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        """(N, V) logits after (N, H) hidden states, whole on every rank."""
+        if self.plain:
+            return _whole_logits(hidden, self.weight, self.bias, self.split)
+        logits: Tensor = self.module(hidden)
+        return logits
+
+
+class DivergenceHead(nn.Module):
+    """The output embeddings of a student and a teacher, and how far their softmaxes differ.
+
+    Logits of both are formed for a chunk of positions at a time, and again for the gradient.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        teacher: PreTrainedModel,
+        *,
+        beta: float,
+        entropy_trains: bool = False,
+    ) -> None:
+        """Compare by :func:`~dschat_lora.algos.distillation.generalized_jsd` of this ``beta``."""
+        super().__init__()
+        self.beta, self.entropy_trains = beta, entropy_trains
+        sizes = [model.config.vocab_size for model in (student, teacher)]
+        self.student = LogitsHead(student.get_output_embeddings(), sizes[0])
+        self.teacher = LogitsHead(teacher.get_output_embeddings(), sizes[1])
+        # Of one tokenizer, so that what a larger vocabulary has beyond it stands for no token.
+        self.vocab_size, self.rows = min(sizes), max(1, MAX_CHUNK_LOGITS // max(sizes))
+
+    def forward(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        tokens: Tensor,
+        temperature: float,
+        *,
+        are_logits: tuple[bool, bool] = (False, False),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(N,) log-probabilities and entropies of the student, and divergences from the teacher.
+
+        All are fp32, in nats, of logits over ``temperature``. ``student`` and ``teacher`` are their
+        (N, H) hidden states, or (N, V) logits where ``are_logits`` says so, and ``tokens`` the (N,)
+        next ones.
+        """
+
+        def cut(table: Tensor) -> Tensor:
+            same = table.shape[-1] == self.vocab_size
+            return table if same else table[:, : self.vocab_size].log_softmax(-1)
+
+        def of_chunk(own: Tensor, other: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            own, other = (
+                (states if done else head(states)).float() / temperature
+                for states, done, head in zip(
+                    (own, other), are_logits, (self.student, self.teacher), strict=True
+                )
+            )
+            table = own.log_softmax(-1)
+            with torch.set_grad_enabled(self.entropy_trains and torch.is_grad_enabled()):
+                entropies = token_entropy(own)
+            divergences = generalized_jsd(cut(table), cut(other.log_softmax(-1)), beta=self.beta)
+            return table.gather(1, tokens[:, None]).squeeze(1), entropies, divergences
+
+        parts = (torch.split(each, self.rows) for each in (student, teacher, tokens))
+        chunks = [checkpoint(of_chunk, *each, use_reentrant=False) for each in zip(*parts)]
+        logprobs, entropies, divergences = map(torch.cat, zip(*chunks, strict=True))
+        return logprobs, entropies, divergences
 
 
 def is_plain(head: nn.Module) -> TypeGuard[nn.Linear | ParallelLinear]:

@@ -26,13 +26,16 @@ from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, Supervi
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.perf.cards import Card, find_card
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.config import DistillConfig, RlhfConfig
 from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.checks import model_fields
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 
 _CRITIC = "critic_model_name_or_path"
-_MODELS = ("model_name_or_path", "actor_model_name_or_path", _CRITIC)
+_MODELS = (
+    *("model_name_or_path", "actor_model_name_or_path", _CRITIC),
+    "teacher_model_name_or_path",
+)
 # Of the machine's processes, which the launcher counts.
 _OF_PROCESSES = ("deepspeed_config", "offload")
 
@@ -63,6 +66,11 @@ STAGES = {
         RlhfConfig,
         check_rlhf,
         {"actor_model_name_or_path": ("sft", "dpo"), "critic_model_name_or_path": ("reward",)},
+    ),
+    "distill": Stage(
+        DistillConfig,
+        check_rlhf,
+        {"actor_model_name_or_path": ("sft", "dpo"), "teacher_model_name_or_path": ("rlhf",)},
     ),
 }
 
@@ -134,7 +142,7 @@ def with_placeholders(stage: str, options: Mapping[str, Any], home: Path) -> dic
             if not base.exists():
                 write_config(base, PUBLISHED[name])
             values[option] = str(base)
-            if option == _CRITIC and stage == "rlhf":
+            if option == _CRITIC:
                 values[_CRITIC] = _write_reward_model(values, base)
     return values
 

@@ -16,6 +16,7 @@ TITLES = {
     "reward": "Reward model",
     "dpo": "Preference optimization",
     "rlhf": "Reinforcement learning",
+    "distill": "Distillation",
     "glue": "GLUE",
     "nlg": "Text generation from data",
 }

@@ -17,6 +17,7 @@ AlgorithmName = Literal[
     "reinforce_pp",
     "reinforce_pp_baseline",
     "cispo",
+    "distill",
 ]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
@@ -33,7 +34,9 @@ def by_algorithm(help: str) -> Any:
 class Algorithm:
     """Advantage and policy loss of an algorithm, and values of options that are not typed."""
 
-    advantage: Literal["gae", "returns", "rloo", "grpo", "dr_grpo", "reinforce_pp_baseline"]
+    advantage: Literal[
+        "gae", "returns", "rloo", "grpo", "dr_grpo", "reinforce_pp_baseline", "distill"
+    ]
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     kl_coef: float = 0.1
     kl_in: KlPlace = "loss"
@@ -49,7 +52,12 @@ class Algorithm:
     @property
     def compares(self) -> bool:
         """Whether it compares the responses to a prompt, and so needs several."""
-        return self.advantage not in ("gae", "returns")
+        return self.advantage not in ("gae", "returns", "distill")
+
+    @property
+    def distills(self) -> bool:
+        """Whether a teacher says what each token is worth, and stands in the reference's place."""
+        return self.advantage == "distill"
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -79,6 +87,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     # The paper bounds no ratio from below, and leaves its upper bound open: 5 is that of
     # arXiv:2510.13786.
     "cispo": Algorithm("grpo", "cispo", kl_coef=0.0, cliprange_low=1.0, cliprange_high=4.0),
+    "distill": Algorithm("distill", kl_coef=0.0, kl_in="reward", kl_estimator="k1"),
 }
 
 
@@ -100,8 +109,8 @@ class PpoConfig:
 
     algorithm: AlgorithmName = option(
         "ppo",
-        help="ppo has a critic; reinforce_pp has none; the others compare the responses to a "
-        "prompt",
+        help="ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a "
+        "reward; the others compare the responses to a prompt",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
     kl_coef: float = by_algorithm("weight of the divergence from the reference (0.1 or 0)")

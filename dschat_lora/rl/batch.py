@@ -1,7 +1,7 @@
 """Responses of an iteration, their padded batches, and the minibatches of an update."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -63,6 +63,9 @@ class Response:
     num_retries: int = 0  # attempts of an agent before this one
     failure: str = ""  # why an agent's episode does not count; empty: it does
     logged: Mapping[str, float] = field(default_factory=dict)  # by an agent, beside its reward
+    is_drawn: bool = True  # by the actor; else it is an answer of the data
+    # what the reference reads in the place of the prompt; None: the same
+    reference_prompt: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return sum(len(each.prompt) + len(each.tokens) for each in self.sequences)
@@ -154,6 +157,13 @@ class ResponseBatch:
     spans: Spans  # of the responses
     numbers: tuple[int, ...]  # n numbers of the responses within the iteration
     counts: StepCounts  # of this batch
+    # the same responses as the reference reads them; None: as they are here
+    reference: "ResponseBatch | None" = None
+
+    @property
+    def for_reference(self) -> "ResponseBatch":
+        """The responses as the reference reads them, their tokens in the same places of tables."""
+        return self if self.reference is None else self.reference
 
     def to(self, device: torch.device | str) -> "ResponseBatch":
         """The same batch on ``device``."""
@@ -206,6 +216,13 @@ def collate(
     tell the branches of such a row apart: the model must attend by them.
     """
     chosen = [responses[n] for n in numbers]
+    reference = None
+    if any(each.reference_prompt is not None for each in chosen):
+        read = [
+            replace(each, prompt=each.reference_prompt or each.prompt, reference_prompt=None)
+            for each in chosen
+        ]
+        reference = collate(read, range(len(read)), pad_id, shares_prompts=shares_prompts)
     pairs = [(owner, each) for owner, r in enumerate(chosen) for each in r.sequences]
     owners, sequences = [owner for owner, _ in pairs], [each for _, each in pairs]
     rows: dict[object, list[int]] = {}
@@ -246,6 +263,7 @@ def collate(
             num_positions=grid.input_ids.size,
             num_scored_pairs=len(grid.input_ids) * width**2,
         ),
+        reference=reference,
     )
 
 

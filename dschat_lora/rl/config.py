@@ -2,8 +2,9 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
@@ -12,7 +13,7 @@ from dschat_lora.config.stages import StageConfig
 from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig
 from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin, is_remote
 from dschat_lora.rl.environment_adapters import ADAPTERS
-from dschat_lora.rl.role_config import RoleConfig
+from dschat_lora.rl.role_config import RoleConfig, TeacherConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
@@ -391,6 +392,7 @@ class RlhfConfig(StageConfig):
     batch: RolloutConfig = group(RolloutConfig)
     rewards: RewardsConfig = group(RewardsConfig)
     ppo: PpoConfig = group(PpoConfig)
+    teacher: TeacherConfig = group(TeacherConfig)
     pretraining: PretrainingConfig = group(PretrainingConfig)
     classic: ClassicConfig = group(ClassicConfig)
     optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
@@ -425,6 +427,32 @@ class RlhfConfig(StageConfig):
         }
 
     @property
+    def stage(self) -> str:
+        """The name of the stage: of its runs, its directory and its command."""
+        return "rlhf"
+
+    @property
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
         return self.ppo.rules.advantage == "gae"
+
+
+@dataclass(frozen=True)
+class DistillConfig(RlhfConfig):
+    """Options of step 3 for on-policy distillation; the actor is the student."""
+
+    spellings: ClassVar[Mapping[str, str]] = {
+        name: f"actor_{name}"
+        for name in ("model_name_or_path", "lora_dim", "lora_alpha", "lora_learning_rate")
+    }
+
+    ppo: PpoConfig = group(PpoConfig, algorithm="distill")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        algorithm = self.ppo.algorithm
+        require(algorithm == "distill", "algorithm", algorithm, "distill, or the verb rlhf")
+
+    @property
+    def stage(self) -> str:
+        return "distill"

@@ -13,7 +13,7 @@ from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.blocks import compile_blocks
-from dschat_lora.models.causal_lm import Policy
+from dschat_lora.models.causal_lm import DivergenceHead, Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.batch import ResponseBatch
 from dschat_lora.rl.config import RlhfConfig
@@ -136,11 +136,26 @@ class Engines:
 
         ``role`` is the actor or the reference.
         """
+        if role == "reference":
+            batch = batch.for_reference
         inputs = *batch.inputs, batch.logit_positions, batch.target_ids
         for attempt in self.retry.forward():
             with attempt:
                 logprobs, entropies = self.actor(role, *inputs, self.temperature, batch.spans)
         return batch.table(logprobs, width), batch.table(entropies, width)
+
+    def compared(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What :meth:`policy` gives of the actor, and its (n, width) divergences from the teacher.
+
+        The divergences alone have a gradient, and entropies where there is a bonus for them.
+        """
+        for attempt in self.retry.forward():
+            with attempt:
+                logprobs, entropies, divergences = self.actor(
+                    "divergence", batch, batch.for_reference, self.temperature
+                )
+        tables = (batch.table(each, width) for each in (logprobs.detach(), entropies, divergences))
+        return tuple(tables)  # type: ignore[return-value]
 
     def values(self, batch: ResponseBatch, width: int) -> Tensor:
         """(n, width) values before each response token."""
@@ -178,7 +193,11 @@ def build_engines(setup: RlhfSetup) -> Engines:
         "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
         "reference": Policy(roles.reference.model),
     }
-    scorers = {}
+    beta, scorers = config.teacher.beta, {}
+    if config.ppo.rules.distills and beta is not None:
+        own["divergence"] = DivergenceHead(
+            roles.actor.model, roles.reference.model, beta=beta, entropy_trains=entropy_trains
+        )
     if roles.critic is not None:
         scorers["critic"] = RewardModel(roles.critic.model)
     if roles.reward is not None:
@@ -209,9 +228,12 @@ def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfCon
     """
     device = engines.actor.device
     roles = {n: role for e in engines.trained.values() for n, role in e.module.roles.items()}
-    # Of one model each, and so of one architecture.
-    pairs = ("actor", "reference"), ("critic", "reward")
-    alike = [[roles[name].backbone for name in pair if name in roles] for pair in pairs]
+    # Of one model each, and so of one architecture; but for a teacher, which may be of another.
+    actor, reference = (engines.actor.module.policy(name) for name in ("actor", "reference"))
+    of_one = actor.model.config.to_dict() == reference.model.config.to_dict()
+    policies = [[actor, reference]] if of_one else [[actor], [reference]]
+    scorers = [roles[name] for name in ("critic", "reward") if name in roles]
+    alike = [[each.backbone for each in group] for group in (*policies, scorers)]
     shares_prompts = True
     for backbones in filter(None, alike):
         report = check_architecture(backbones[0], vocab_size=vocab_size, device=device)
@@ -220,7 +242,6 @@ def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfCon
             backbone.own_mask |= not report.packing_is_exact
             # Where padding is computed, a row of many branches would be mostly masked pairs.
             shares_prompts &= report.tree_is_exact and backbone.skips_padding(device)
-    actor = engines.actor.module
-    policies = [actor.policy("actor"), actor.policy("reference")]
-    resolve_logits(policies, vocab_size=vocab_size, device=device, run=run)
+    for group in policies:
+        resolve_logits(group, vocab_size=vocab_size, device=device, run=run)
     return replace(engines, shares_prompts=shares_prompts)

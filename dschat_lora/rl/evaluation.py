@@ -93,7 +93,8 @@ class RlhfEvaluator:
         )
         if self.setup.agents is not None:
             self.setup.agents.check(responses)
-        return responses
+        prompts = self.setup.teacher_prompts
+        return responses if prompts is None else prompts(responses)
 
     def _described(self, responses: list[Response]) -> dict[str, float]:
         """Means over the responses, scored without an update to come."""
@@ -113,6 +114,8 @@ class RlhfEvaluator:
             state=self.state_of_run(),
         )
         check_scores(experience, setup.tokenizer.decode)
+        if setup.teacher_scores:
+            experience = experience.scored_by_reference()
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
         played = [each for each in responses if not each.failure]

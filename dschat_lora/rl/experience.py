@@ -71,6 +71,10 @@ class Experience:
         assert self.logprobs is not None
         return torch.where(self.mask, estimate(self.logprobs, self.ref_logprobs), 0)
 
+    def scored_by_reference(self) -> "Experience":
+        """With minus the divergence from the reference, in nats a response, for the scores."""
+        return replace(self, scores=-response_sums(self.kl(), self.mask))
+
     def table(self, rows: Iterable[Sequence[float]]) -> Tensor:
         """(N, R) of a number for each token of the responses, 0 in the padding."""
         assert self.logprobs is not None
@@ -281,6 +285,9 @@ def advantages_and_returns(
     for PPO. ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
     """
     mask, rules = experience.mask, config.rules
+    if rules.distills:
+        # The sampled reverse KL at each token, and nothing of later ones: a discount of 0.
+        return AdvantagesAndReturns(-experience.kl(), None)
     kl = experience.kl(KL_ESTIMATORS[config.kl_estimator])
     if config.kl_in == "loss":
         kl_coef = 0.0

@@ -23,11 +23,13 @@ class Sources:
 
     actor: ModelSource
     critic: ModelSource | None  # None: values start from the actor, and a function scores
+    teacher: ModelSource | None = None  # None: the reference is the actor as it was
 
     @property
     def by_role(self) -> dict[str, ModelSource]:
         """Those that are there."""
-        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+        found = {"actor": self.actor, "critic": self.critic, "teacher": self.teacher}
+        return {role: source for role, source in found.items() if source is not None}
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,17 @@ def episode_prompt(number: int) -> list[dict[str, str]]:
 
 
 def find_sources(config: RlhfConfig) -> Sources:
-    """Actor and critic.
+    """Actor, critic and teacher.
 
     Raises:
         ValueError: naming the role's option.
     """
-    actor = _find("actor", config.actor.model_name_or_path, "CAUSAL_LM")
-    if config.critic.model_name_or_path is None:
-        return Sources(actor, None)
-    return Sources(actor, _find("critic", config.critic.model_name_or_path, "SEQ_CLS"))
+    critic, teacher = config.critic.model_name_or_path, config.teacher.teacher_model_name_or_path
+    return Sources(
+        _find("actor", config.actor.model_name_or_path, "CAUSAL_LM"),
+        None if critic is None else _find("critic", critic, "SEQ_CLS"),
+        None if teacher is None else _find("teacher", teacher, "CAUSAL_LM"),
+    )
 
 
 def _find(role: str, name: str | None, task: str) -> ModelSource:
@@ -64,22 +68,20 @@ def _find(role: str, name: str | None, task: str) -> ModelSource:
 
 
 def check_vocabularies(config: RlhfConfig, sources: Sources) -> None:
-    """Refuse a reward model whose files have another vocabulary than the actor's.
+    """Refuse a reward model or teacher whose files have another vocabulary than the actor's.
 
     Other differences of tokenizers show once they are loaded.
 
     Raises:
         ValueError: naming both options.
     """
-    if sources.critic is None:
-        return
-    mine, other = (
-        Path(each.tokenizer) / "tokenizer.json" for each in (sources.actor, sources.critic)
-    )
-    if not (mine.is_file() and other.is_file()) or mine.read_bytes() == other.read_bytes():
-        return
-    if _vocabulary(mine) != _vocabulary(other):
-        raise ValueError(other_tokenizer(config))
+    mine = Path(sources.actor.tokenizer) / "tokenizer.json"
+    for role, source in sources.by_role.items():
+        other = Path(source.tokenizer) / "tokenizer.json"
+        if not (mine.is_file() and other.is_file()) or mine.read_bytes() == other.read_bytes():
+            continue
+        if _vocabulary(mine) != _vocabulary(other):
+            raise ValueError(other_tokenizer(config, role))
 
 
 def _vocabulary(path: Path) -> object:
@@ -89,12 +91,15 @@ def _vocabulary(path: Path) -> object:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
-def other_tokenizer(config: RlhfConfig) -> str:
-    """What is wrong with a reward model of another tokenizer than the actor's."""
+def other_tokenizer(config: RlhfConfig, role: str) -> str:
+    """What is wrong with a reward model or teacher of another tokenizer than the actor's."""
+    name, remedy = config.critic.model_name_or_path, "train it on a base of that family"
+    if role == "teacher":
+        name, remedy = config.teacher.teacher_model_name_or_path, "take one of the actor's family"
     return (
-        f"--critic_model_name_or_path {config.critic.model_name_or_path} has another tokenizer "
-        f"than --actor_model_name_or_path {config.actor.model_name_or_path or '(bundled)'}: it "
-        "would read other tokens than the actor wrote; train it on a base of that family"
+        f"--{role}_model_name_or_path {name} has another tokenizer than "
+        f"--actor_model_name_or_path {config.actor.model_name_or_path or '(bundled)'}: it "
+        f"would read other tokens than the actor wrote; {remedy}"
     )
 
 
@@ -144,18 +149,21 @@ _UNUSED = (
 def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
     functions = config.rewards.reward_function
-    actor, critic = inputs.sources.actor, inputs.sources.critic
+    actor, critic, teacher = (getattr(inputs.sources, r) for r in ("actor", "critic", "teacher"))
     by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}" for function in functions]
     agent = config.batch.agent or config.batch.agent_command
     by = by or [
         f"the environment {config.batch.environment}" if agent is None else f"the agent {agent}"
     ]
+    source = "reward"
+    if config.ppo.rules.distills:
+        source, by = "teacher", ["the actor as it was" if teacher is None else model_name(teacher)]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
     if config.data.num_prompts:
         data = f"{config.data.num_prompts:,} episodes without data"
-    say_once(f"actor: {model_name(actor)}; reward: {' and '.join(by)}; data: {data}")
+    say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
 
 
 def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -190,6 +198,11 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--kl_estimator k1 in the loss holds the actor nowhere, as its gradient is 0 on "
             "average: use k2 or k3, or --kl_in reward"
         )
+    if config.ppo.rules.distills:
+        unused = sorted(given & {"kl_coef", "kl_in", "kl_estimator", "reward_weights"})
+        notes += [f"--{name} has no effect: the teacher alone is learnt from" for name in unused]
+        if "jsd_beta" in given and config.teacher.distill_loss != "jsd":
+            notes.append("--jsd_beta has no effect without --distill_loss jsd")
     notes += _of_sampling(config)
     for note in notes:
         say_once(f"  note         {note}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
+from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.algorithms import RolloutCorrection
 from dschat_lora.rl.batch import TIMED_OUT, Response
 from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
@@ -285,9 +286,10 @@ def sampler_errors(experience: Experience) -> dict[str, float]:
     """
     assert experience.logprobs is not None
     table = experience.table(response.logprobs for response in experience.responses)
-    if table[experience.mask].isnan().any():
+    drawn = to_device(torch.tensor([r.is_drawn for r in experience.responses]), table.device)
+    errors = (table - experience.logprobs).abs()[experience.mask & drawn[:, None]]
+    if not len(errors) or errors.isnan().any():
         return {}
-    errors = (table - experience.logprobs).abs()[experience.mask]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
 
 
@@ -354,6 +356,7 @@ class Diagnostics:
     # no greedy choice.
     samples_tokens: bool
     own_engine: bool = True
+    learns_from_rewards: bool = True
     first: list[dict[str, float]] = field(default_factory=list)
     latest: list[dict[str, float]] = field(default_factory=list)
     iterations: int = 0
@@ -498,7 +501,7 @@ class Diagnostics:
 
     def _equal_rewards(self) -> str | None:
         spread = self._mean(self.latest, "reward_std")
-        if spread is None or spread > 0:
+        if spread is None or spread > 0 or not self.learns_from_rewards:
             return None
         value, before = (self._mean(rows, "reward") for rows in (self.latest, self.first))
         if value is None or before is None:

@@ -1,10 +1,10 @@
-"""Options of a model that step 3 trains, and errors that name them."""
+"""Options of the models of step 3, and errors that name them."""
 
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from dschat_lora.config.groups import (
     LoadConfig,
@@ -119,6 +119,68 @@ class RoleConfig:
             expert_learning_rate=self.expert_learning_rate,
             weight_decay=self.weight_decay,
         )
+
+
+DistillLoss = Literal["reverse_kl", "forward_kl", "jsd", "sampled_reverse_kl"]
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The teacher of ``--algorithm distill``, and what is learnt from it."""
+
+    section = "distillation"
+
+    teacher_model_name_or_path: str | None = option(
+        None,
+        help="the teacher of --algorithm distill: a run, an adapter, a model directory or a hub "
+        "name, of the actor's tokenizer; an adapter on the actor's base shares its weights; by "
+        "default the actor as it was, with --teacher_system_prompt",
+    )
+    teacher_bits: Literal[16, 4] | None = option(
+        None, help="bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits"
+    )
+    teacher_system_prompt: str | None = option(
+        None, help="system message that the teacher reads before each prompt, and the actor does not"
+    )
+    distill_loss: DistillLoss = option(
+        "reverse_kl",
+        help="divergence from the teacher at each token, over the whole vocabulary: reverse_kl, "
+        "forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as "
+        "their advantage",
+    )
+    jsd_beta: float = option(
+        0.5, help="the teacher's share in the mixture of --distill_loss jsd, in (0, 1)"
+    )
+    on_policy_share: float = option(
+        1.0,
+        help="share of the responses that the actor draws, in [0, 1]; the others are the data's own "
+        "answers (GKD's lambda)",
+    )
+
+    def __post_init__(self) -> None:
+        require(0 < self.jsd_beta < 1, "jsd_beta", self.jsd_beta, "in (0, 1)")
+        require_numbers(self, "in [0, 1]", "on_policy_share")
+        if self.on_policy_share < 1 and self.beta is None:
+            raise ValueError(
+                f"--on_policy_share {self.on_policy_share:g} learns from answers that the actor did "
+                "not draw, which --distill_loss sampled_reverse_kl cannot: use "
+                f"{', '.join(get_args(DistillLoss)[:3])}"
+            )
+        if self.on_policy_share < 1 and self.teacher_system_prompt is not None:
+            raise ValueError(
+                f"--on_policy_share {self.on_policy_share:g} and --teacher_system_prompt: the "
+                "teacher's prompts are made for answers that the actor draws; drop one of them"
+            )
+
+    @property
+    def beta(self) -> float | None:
+        """That of :func:`~dschat_lora.algos.distillation.generalized_jsd`; None: of drawn tokens."""
+        return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": self.jsd_beta}.get(self.distill_loss)
+
+    def model(self, load: LoadConfig) -> ModelConfig:
+        """Options of loading the teacher, without dropout."""
+        options = vars(load) | ({"base_bits": self.teacher_bits} if self.teacher_bits else {})
+        return ModelConfig(**options, model_name_or_path=self.teacher_model_name_or_path)
 
 
 @contextmanager

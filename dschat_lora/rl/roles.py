@@ -1,12 +1,13 @@
 """Actor, reference, critic and reward model, on one frozen base where possible."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import (
     AdaptedModel,
@@ -14,7 +15,7 @@ from dschat_lora.models.build import (
     build_reward_model,
     resolve_base_bits,
 )
-from dschat_lora.models.causal_lm import Policy
+from dschat_lora.models.causal_lm import DivergenceHead, Policy
 from dschat_lora.models.loading import (
     PreTrainedModel,
     Tokenizer,
@@ -24,6 +25,7 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.reward_model import RewardModel, load_reward_model, zero_head_
 from dschat_lora.models.source import ModelSource
+from dschat_lora.rl.batch import ResponseBatch
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.inputs import Sources
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
@@ -34,15 +36,17 @@ class Roles:
     """The models of a run. Those on one base share its parameters."""
 
     actor: AdaptedModel  # trains
-    reference: AdaptedModel  # the actor as it was, frozen
+    reference: AdaptedModel  # the actor as it was or the teacher, frozen
     critic: AdaptedModel | None  # trains; None where responses are compared instead
     reward: AdaptedModel | None  # frozen; None where a function alone scores
     rollout: PreTrainedModel  # the actor's parameters without an engine's hooks, for generation
+    teaches: bool = False  # whether the reference is a teacher
 
     @property
     def models(self) -> dict[str, AdaptedModel]:
         """All roles of the run, by name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rollout"}
+        names = ("actor", "reference", "critic", "reward")
+        found = {name: getattr(self, name) for name in names}
         return {name: model for name, model in found.items() if model is not None}
 
     @property
@@ -77,7 +81,12 @@ def build_roles(
     with option_errors_for("actor"):
         base = build.language_base(sources.actor) if build.is_frozen("actor") else None
         actor = build.policy(sources.actor, base=base)
-        reference = frozen(build.policy(sources.actor, base=base, trained=False))
+    if sources.teacher is None:
+        with option_errors_for("actor"):
+            reference = frozen(build.policy(sources.actor, base=base, trained=False))
+    else:
+        with option_errors_for("teacher"):
+            reference = frozen(build.teacher(sources.teacher, sources.actor, base=base))
     critic = reward = None
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
@@ -94,7 +103,8 @@ def build_roles(
             critic = build.scorer(start, base=base, new_head=new_head)
             if new_head:
                 zero_head_(critic.model)
-    return Roles(actor, reference, critic, reward, share_parameters(actor.model))
+    rollout = share_parameters(actor.model)
+    return Roles(actor, reference, critic, reward, rollout, config.ppo.rules.distills)
 
 
 @dataclass(frozen=True)
@@ -139,15 +149,30 @@ class _Builder:
             group=self.group,
         ).requires_grad_(False)
 
-    def policy(
-        self, source: ModelSource, *, base: PreTrainedModel | None, trained: bool = True
+    def teacher(
+        self, source: ModelSource, actor: ModelSource, *, base: PreTrainedModel | None
     ) -> AdaptedModel:
-        options = self.config.actor
+        """The teacher, on the actor's ``base`` where its own is the same, in as many bits."""
+        load = self.config.load
+        asked = self.config.teacher.teacher_bits or load.base_bits
+        bits = asked or source.base_bits or 16, load.base_bits or actor.base_bits or 16
+        shared = base if source.base == actor.base and bits[0] == bits[1] else None
+        options = self.config.teacher.model(load)
+        return self.policy(source, base=shared, trained=False, options=options)
+
+    def policy(
+        self,
+        source: ModelSource,
+        *,
+        base: PreTrainedModel | None,
+        trained: bool = True,
+        options: ModelConfig | None = None,
+    ) -> AdaptedModel:
         return build_causal_lm(
             source,
             self.tokenizer,
-            options.model(self.config.load),
-            self._lora(options) if trained else LoraConfig(),
+            options or self.config.actor.model(self.config.load),
+            self._lora(self.config.actor) if trained else LoraConfig(),
             base=base,
             dtype=self.dtype,
             seed=self.config.run.seed,
@@ -192,9 +217,13 @@ class Network(nn.Module):
 
     roles: Mapping[str, Policy | RewardModel]
 
-    def __init__(self, **roles: Policy | RewardModel) -> None:
+    def __init__(
+        self, *, divergence: DivergenceHead | None = None, **roles: Policy | RewardModel
+    ) -> None:
+        """Hold the roles, and the head that compares actor and reference where one is wanted."""
         super().__init__()
         self.roles = nn.ModuleDict(roles)  # type: ignore[assignment]
+        self.divergence = divergence
 
     def policy(self, role: str) -> Policy:
         """The actor or the reference."""
@@ -202,6 +231,27 @@ class Network(nn.Module):
         assert isinstance(policy, Policy)
         return policy
 
-    def forward(self, role: str, *args: object) -> object:
-        """What the role returns."""
-        return self.roles[role](*args)
+    def forward(self, role: str, *args: Any) -> object:
+        """What the role returns; of ``divergence``, :meth:`compare`."""
+        return self.compare(*args) if role == "divergence" else self.roles[role](*args)
+
+    def compare(
+        self, own: ResponseBatch, read: ResponseBatch, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What :class:`~dschat_lora.models.causal_lm.DivergenceHead` returns of a batch.
+
+        ``own`` is the batch as the actor reads it, ``read`` as the reference does.
+        """
+        assert self.divergence is not None
+        actor, reference = self.policy("actor"), self.policy("reference")
+        with torch.no_grad():
+            other = reference.before_head(read.logit_positions, *read.inputs, None, read.spans)
+        states = actor.before_head(own.logit_positions, *own.inputs, None, own.spans)
+        found: tuple[Tensor, Tensor, Tensor] = self.divergence(
+            states,
+            other,
+            own.target_ids,
+            temperature,
+            are_logits=(actor.full_logits, reference.full_logits),
+        )
+        return found

@@ -1,6 +1,7 @@
 """Setup of step 3: prompts, roles and engines of two trained models, and their record."""
 
 import json
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,10 +47,11 @@ from dschat_lora.rl.rewards import (
     load_function,
     load_functions,
 )
-from dschat_lora.rl.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.roles import Roles, build_roles
 from dschat_lora.rl.rollout import end_of_text
 from dschat_lora.rl.stateful_environment import StatefulEnvironment, load_environment
+from dschat_lora.rl.teacher import TeacherPrompts
 from dschat_lora.rl.throughput import FlopCounter
 from dschat_lora.rl.validation import fit_lengths
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
@@ -88,6 +90,8 @@ class RlhfSetup:
     tokenizer: Tokenizer
     prompts: Prepared
     text: Prepared | None  # pretraining text to mix in
+    answers: Prepared | None  # the data's own, which the actor learns from beside those it draws
+    teacher_prompts: TeacherPrompts | None  # None: the reference reads what the actor reads
     roles: Roles
     settings: dict[str, EngineSettings]  # by trained role
     counter: FlopCounter | None  # None for an architecture that is not understood
@@ -99,6 +103,11 @@ class RlhfSetup:
     plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
+
+    @property
+    def teacher_scores(self) -> bool:
+        """Whether the reward that is reported is how near responses are to a teacher's."""
+        return self.roles.teaches and self.scorer is None and self.roles.reward is None
 
 
 def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
@@ -124,6 +133,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
     _check_columns(prompts, scorer, judge, episodes, agents)
     text = _read_text(config, tokenizer, run)
+    answers = _read_answers(config, tokenizer, run)
     settings = role_settings(config)
     free = free_memory()
     build = partial(
@@ -146,7 +156,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     if run.directory is not None:
         planned = partial(_plan_of, roles=roles, built=config, build=build)
         run.closing.enter_context(explaining_memory(config, plan, planned, run.directory))
-        identity = _identity(roles, tokenizer, prompts, text, settings)
+        identity = _identity(roles, tokenizer, prompts, text, answers, settings)
         _shard_roles(roles, settings)
         # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
         roles.whole().to(device())
@@ -156,6 +166,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         tokenizer,
         prompts,
         text,
+        answers,
+        _teacher_prompts(config, tokenizer, sources),
         roles,
         settings,
         counter,
@@ -251,6 +263,7 @@ def _scorer(
         ValueError: if nothing scores.
     """
     environment = None if episodes is None else episodes.environment
+    distills = config.ppo.rules.distills
     if agents is not None:
         scorer = load_functions(config.rewards, tokenizer)
         return replace(scorer, environment=agents.program.label)
@@ -263,7 +276,7 @@ def _scorer(
         config.rewards.reward_gate and config.critic.model_name_or_path
     ):
         return load_functions(config.rewards, tokenizer)
-    if config.critic.model_name_or_path is None:
+    if config.critic.model_name_or_path is None and not distills:
         raise ValueError(
             f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
             "or step), and neither --reward_function nor --critic_model_name_or_path does"
@@ -276,7 +289,7 @@ def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
     fields = []
     for role, source in sources.by_role.items():
         with option_errors_for(role):
-            options: RoleConfig = getattr(config, role)
+            options: RoleConfig | TeacherConfig = getattr(config, role)
             fields.append(load_config(source.base, options.model(config.load)).to_dict())
     return fit_lengths(config, fields)
 
@@ -303,15 +316,16 @@ def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
     """The actor's tokenizer, which all roles must share: they read the very same tokens.
 
     Raises:
-        ValueError: if the reward model was trained with another.
+        ValueError: if the reward model, or the teacher, was trained with another.
     """
     with option_errors_for("actor"):
         tokenizer = load_tokenizer(sources.actor.tokenizer, config.actor.model(config.load))
-    if sources.critic is not None:
-        with option_errors_for("critic"):
-            other = load_tokenizer(sources.critic.tokenizer, config.critic.model(config.load))
+    for role, source in sources.by_role.items():
+        options: RoleConfig | TeacherConfig = getattr(config, role)
+        with option_errors_for(role):
+            other = load_tokenizer(source.tokenizer, options.model(config.load))
         if _rules(other) != _rules(tokenizer):
-            raise ValueError(other_tokenizer(config))
+            raise ValueError(other_tokenizer(config, role))
     return tokenizer
 
 
@@ -341,6 +355,47 @@ def _read_text(
             "text to learn from"
         )
     return text
+
+
+def _read_answers(
+    config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]
+) -> Prepared | None:
+    """The data's own answers, where ``--on_policy_share`` leaves room for some.
+
+    Raises:
+        ValueError: if the rows have none.
+    """
+    share = config.teacher.on_policy_share
+    if not config.ppo.rules.distills or share == 1:
+        return None
+    data = replace(config.data.data, max_seq_len=config.data.max_seq_len)
+    if data.eval_data_path:  # prompts, which need no answers
+        data = replace(data, eval_data_path=(), eval_ratio=0.0)
+    answers = read_data(data, tokenizer, run, phase=3, kind="samples", name="answers")
+    if answers.audit.supervised_tokens == 0:
+        raise ValueError(
+            f"--on_policy_share {share:g} needs rows with answers, and --data_path "
+            f"{' '.join(config.data.data_path)} has none: use --on_policy_share 1"
+        )
+    return answers
+
+
+def _teacher_prompts(
+    config: RlhfConfig, tokenizer: Tokenizer, sources: Sources
+) -> TeacherPrompts | None:
+    """What the teacher reads in the place of prompts, with ``--teacher_system_prompt``."""
+    system = config.teacher.teacher_system_prompt
+    if system is None:
+        return None
+    options = config.actor if sources.teacher is None else config.teacher
+    fields = load_config((sources.teacher or sources.actor).base, options.model(config.load))
+    return TeacherPrompts(
+        system,
+        make_chat(tokenizer, config.data.data.chat_template_kwargs),
+        make_encoder(tokenizer),
+        tokenizer,
+        most=getattr(fields, "max_position_embeddings", None) or sys.maxsize,
+    )
 
 
 def role_settings(config: RlhfConfig) -> dict[str, EngineSettings]:
@@ -434,6 +489,7 @@ def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
             num_generations=config.batch.num_generations,
             batch_size=config.batch.per_device_generation_batch_size,
             decodes_here=not config.batch.rollout_servers,
+            compares=roles.teaches and config.teacher.beta is not None,
         )
     except ValueError:  # the start-up says why
         return None
@@ -485,6 +541,7 @@ def _identity(
     tokenizer: Tokenizer,
     prompts: Prepared,
     text: Prepared | None,
+    answers: Prepared | None,
     settings: dict[str, EngineSettings],
 ) -> dict[str, Any]:
     """What the run's state belongs to; complete on rank 0. On every rank."""
@@ -494,8 +551,14 @@ def _identity(
     critic = None
     if scorer is not None:
         critic = f"{base_fingerprint(scorer.model)} {adapter_fingerprint(scorer.model)}"
-    return state_identity(roles.actor, tokenizer, prompts, settings["actor"]) | {
+    found = state_identity(roles.actor, tokenizer, prompts, settings["actor"]) | {
         "critic": critic,
         "text": None if text is None else text.train.digest,
         "rows": len(prompts.train),
     }
+    if roles.teaches:
+        teacher = roles.reference.model
+        found["teacher"] = f"{base_fingerprint(teacher)} {adapter_fingerprint(teacher)}"
+    if answers is not None:
+        found["answers"] = answers.train.digest
+    return found

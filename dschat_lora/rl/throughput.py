@@ -70,12 +70,14 @@ class FlopCounter:
         num_generations: int,
         batch_size: int,
         decodes_here: bool = True,
+        compares: bool = False,
     ) -> None:
         """Read the models' shapes, before ZeRO 3 shards them.
 
         ``checkpointed`` says whether blocks of each role that trains are recomputed. Keys and
         values of a prompt are computed once for its ``num_generations`` responses, of which
-        ``batch_size`` are decoded at a time by a model, unless that is done elsewhere.
+        ``batch_size`` are decoded at a time by a model, unless that is done elsewhere. With
+        ``compares`` an update runs the reference too.
 
         Raises:
             ValueError: for an architecture that is not understood.
@@ -83,7 +85,7 @@ class FlopCounter:
         self._shapes = {name: describe(model.model) for name, model in roles.models.items()}
         self._checkpointed = checkpointed
         self._num_generations, self._batch_size = num_generations, batch_size
-        self._decodes_here = decodes_here
+        self._decodes_here, self._compares = decodes_here, compares
         model = roles.actor.model
         group = group_of(model)
         holders = 1 if group is None else group.size  # each reads what it holds
@@ -120,6 +122,9 @@ class FlopCounter:
             else:
                 one = forward_flops(shape, **forward)
             training += Flops(one.model * passes, one.hardware * passes)
+        if self._compares:
+            one = forward_flops(self._shapes["reference"], **forward)
+            training += Flops(one.model * passes, one.hardware * passes)
         if text is not None:
             training += step_flops(
                 self._shapes["actor"],
@@ -135,7 +140,7 @@ class FlopCounter:
 
     def _generation(self, responses: Sequence[Response]) -> Flops:
         """Each token is computed once; the last one of a response never, a shared prompt once."""
-        sequences = [each for response in responses for each in response.sequences]
+        sequences = [each for r in responses if r.is_drawn for each in r.sequences]
         prompts = [len(each.prompt) for each in sequences]
         fed = [len(each.prompt) + len(each.tokens) - 1 for each in sequences]
         saved = 1 - 1 / self._num_generations
@@ -148,7 +153,7 @@ class FlopCounter:
 
     def _decode_bytes(self, responses: Sequence[Response]) -> float:
         """Weights once a step, keys and values of what came before once a token."""
-        sequences = [each for response in responses for each in response.sequences]
+        sequences = [each for r in responses if r.is_drawn for each in r.sequences]
         lengths = [len(each.tokens) for each in sequences]
         cached = sum(
             length * len(each.prompt) + causal_pairs(length)
@@ -199,7 +204,7 @@ def throughput_metrics(
     """Throughput fields of a train line; without ``work`` or ``peak_tflops`` some are None."""
     step_seconds = max(sum(seconds.values()), 1e-9)
     spent = {name: max(seconds[name], 1e-9) for name in PHASES}
-    generated = sum(each.num_actor_tokens for each in responses)
+    generated = sum(each.num_actor_tokens for each in responses if each.is_drawn)
     metrics: dict[str, float | None] = {
         "step_seconds": step_seconds,
         **{f"{name}_seconds": seconds[name] for name in PHASES},

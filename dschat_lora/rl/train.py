@@ -20,7 +20,7 @@ from dschat_lora.rl.rollout import BrokenWeightsError, Generator
 from dschat_lora.rl.setup import RlhfSetup, set_up
 from dschat_lora.rl.throughput import PHASES
 from dschat_lora.rl.trainer import RlhfProgress, RlhfSchedule, RlhfTrainer, make_rlhf_schedule
-from dschat_lora.rl.validation import NAME, check_rlhf
+from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
 from dschat_lora.runtime.dry_run import say_options, say_sample
@@ -36,7 +36,7 @@ NOTE = (
 
 def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
-    with open_run(config, name=NAME, check=check_rlhf, caller=caller) as run:
+    with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
         setup = set_up(run)
         if run.directory is None:
             show_plan(setup)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
-from dschat_lora.algos.seeds import permutation
+from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, local_rank, rank
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.throughput import device_peak
@@ -58,6 +58,7 @@ from dschat_lora.rl.rollout import Generator, PromptOrder, end_of_text, stop_ids
 from dschat_lora.rl.rollout_engines import ServerEngine
 from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
 from dschat_lora.rl.setup import RlhfSetup
+from dschat_lora.rl.teacher import answer_of
 from dschat_lora.rl.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
 from dschat_lora.rl.update import StepResult, Updater
 from dschat_lora.runtime.loop import Progress, standard_schedule
@@ -85,8 +86,9 @@ class RlhfTrainer:
         self.progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
         self.diagnostics = Diagnostics(
             setup.settings["actor"].dtype,
-            samples_tokens=config.batch.draws_from_policy,
+            samples_tokens=config.batch.draws_from_policy and setup.answers is None,
             own_engine=config.batch.rollout_engine == "own",
+            learns_from_rewards=not config.ppo.rules.distills,
         )
         self.pretraining = self.average = None
         if setup.text is not None:
@@ -123,7 +125,7 @@ class RlhfTrainer:
         """Generate, score, update and report; whether the last optimizer step was skipped."""
         config, progress = self.config, self.progress
         with self.timer.phase("generation"):
-            responses = self._generate(self.schedule.order(progress.iteration))
+            responses = self._responses()
         if self.setup.agents is not None:
             self.setup.agents.check(responses)
         resampled = self._resample(responses) if config.ppo.dynamic_sampling else None
@@ -155,6 +157,9 @@ class RlhfTrainer:
             updater = self._updater(experience, rewards)
             results = self._update(updater, minibatches, make_batch, batches)
         experience = updater.experience  # with the old outputs
+        if self.setup.teacher_scores and results:
+            experience = experience.scored_by_reference()
+            rewards = experience.scores
         self._advance(experience, results)
         if config.classic.log_rollouts and rank() == 0:
             self.rollouts.write(
@@ -197,6 +202,24 @@ class RlhfTrainer:
         check_sampler(metrics, self.diagnostics.dtype, config.batch.rollout_engine)
         self._report(metrics, experience)
         return results[-1].skipped
+
+    def _responses(self) -> list[Response]:
+        """Those of an iteration: the actor's and, by ``--on_policy_share``, answers of the data."""
+        seed, iteration = self.config.run.seed, self.progress.iteration
+        numbers, given = self.schedule.order(iteration), list[Response]()
+        if self.setup.answers is not None:
+            samples = self.setup.answers.train
+            # Of a prompt all responses are drawn, or none; its fraction is rounded at random.
+            wanted = self.config.teacher.on_policy_share * len(numbers)
+            drawn = int(wanted + stream_seed("on-policy share", seed, iteration) / 2**63)
+            order = permutation(len(samples), "answers", seed, iteration)
+            count = (len(numbers) - drawn) * self.schedule.num_generations
+            chosen = [samples[int(order[n % len(order)])] for n in range(count)]
+            given = [answer_of(each, group=drawn + n) for n, each in enumerate(chosen)]
+            numbers = numbers[:drawn]
+        responses = [*(self._generate(numbers) if numbers else ()), *given]
+        prompts = self.setup.teacher_prompts
+        return responses if prompts is None else prompts(responses)
 
     def _generate(self, numbers: Sequence[int], *more: int | str) -> list[Response]:
         """Responses to the prompts of these numbers; ``more`` is of the key of random numbers."""

@@ -185,8 +185,12 @@ class Updater:
         largest = torch.zeros((), device=engines.actor.device)
         for batch in batches:
             last = batch is batches[-1]
+            divergence = None
             with torch.set_grad_enabled(actor_learns):
-                logprobs, entropy = engines.policy(batch, width)
+                if engines.actor.module.divergence is None:
+                    logprobs, entropy = engines.policy(batch, width)
+                else:
+                    logprobs, entropy, divergence = engines.compared(batch, width)
             values = None
             if engines.critic is not None:
                 values = self._rescale_values(engines.values(batch, width))
@@ -198,7 +202,7 @@ class Updater:
             if self.targets is None:
                 self._find_targets()
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
-            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums)
+            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, divergence, sums)
             losses = {"actor": policy} if actor_learns else {}
             if values is not None:
                 losses["critic"] = self._value_loss(rows, values, sums)
@@ -222,13 +226,21 @@ class Updater:
             self.importance = self.experience.importance(correction)
 
     def _policy_loss(
-        self, rows: Tensor, logprobs: Tensor, entropy: Tensor, sums: _Sums
+        self,
+        rows: Tensor,
+        logprobs: Tensor,
+        entropy: Tensor,
+        divergence: Tensor | None,
+        sums: _Sums,
     ) -> tuple[Tensor, Tensor]:
         """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
         config, mask, weights = self._config, self._mask[rows], self._weights[rows]
         parts = self._surrogate(rows, logprobs)
         entropy = torch.where(mask, entropy, 0)
-        loss = parts.total - config.entropy_coef * (weights * entropy).sum()
+        loss = parts.total
+        if divergence is not None:
+            loss = (weights * torch.where(mask, divergence, 0)).sum()
+        loss = loss - config.entropy_coef * (weights * entropy).sum()
         if config.kl_in == "loss" and self._kl_coef:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
             loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()

@@ -30,7 +30,7 @@ from dschat_lora.rl.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.rollout_servers import CONNECT_SECONDS, EngineError, RolloutServer, ServerError
 from dschat_lora.runtime.checks import (
     Check,
@@ -52,7 +52,6 @@ from dschat_lora.runtime.checks import (
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import is_first_rank, launched_processes
 
-NAME = "rlhf"
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
 BUNDLED_REWARD = "dschat_lora.world:reward"
 # Of an iteration, over all processes, where no size of a batch is typed.
@@ -72,7 +71,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
         inputs = RlhfInputs(find_sources(config), config.data.data_path)
         return apply_checks(config, inputs, RLHF_CHECKS)
 
-    return resolve_stage(config, check, stage=NAME)
+    return resolve_stage(config, check, stage=config.stage)
 
 
 def with_environment_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -114,7 +113,8 @@ def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
         **lengths,
     )
     rewards = config.rewards
-    if config.actor.model_name_or_path is None and not _scores(config):
+    scores = _scores(config) or config.ppo.rules.distills
+    if config.actor.model_name_or_path is None and not scores:
         rewards = replace(rewards, reward_function=(BUNDLED_REWARD,))
     return replace(config, data=data, rewards=rewards)
 
@@ -135,7 +135,7 @@ def _check_environment(name: str) -> None:
 def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
     # An environment's class scores if it has get_reward, which shows when it is imported.
-    if not (_scores(config) or config.batch.has_turns):
+    if not (_scores(config) or config.batch.has_turns or config.ppo.rules.distills):
         raise ValueError(
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
             "--reward_function a function that scores: nothing tells what a response is worth"
@@ -158,6 +158,33 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         raise ValueError(
             f"--reward_weights has {len(weights)} weights for {count} functions of "
             "--reward_function, and there is no reward model for the last one"
+        )
+
+
+def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse distillation without a teacher, and a teacher without distillation."""
+    given = sorted(config.given & set(TeacherConfig.__dataclass_fields__))
+    teacher, algorithm = config.teacher, config.ppo.algorithm
+    if not config.ppo.rules.distills:
+        if given:
+            raise ValueError(
+                f"--{given[0]} is of --algorithm distill, not of {algorithm}: use that, or drop it"
+            )
+        return
+    if teacher.teacher_model_name_or_path is None and teacher.teacher_system_prompt is None:
+        raise ValueError(
+            "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a system "
+            "message with which the actor as it was is one"
+        )
+    if teacher.teacher_model_name_or_path is None and teacher.teacher_bits is not None:
+        raise ValueError(
+            f"--teacher_bits {teacher.teacher_bits} needs --teacher_model_name_or_path: the actor "
+            "as it was has the actor's bits"
+        )
+    if teacher.teacher_system_prompt is not None and config.batch.has_agent:
+        raise ValueError(
+            "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts of "
+            "its own: give the teacher by --teacher_model_name_or_path"
         )
 
 
@@ -282,13 +309,13 @@ def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse models that the processes cannot divide, or cannot train once they are divided."""
     size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
     check_processes(size, launched_processes())
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
         options: RoleConfig = getattr(config, role)
         with option_errors_for(role):
-            if role == "actor" or config.has_critic:
-                check_training(config.load, options.lora(only_adapters), size)
-            if role in inputs.sources.by_role:
-                check_divided(inputs.sources.by_role[role], config.parallel)
+            check_training(config.load, options.lora(only_adapters), size)
+    for role, source in inputs.sources.by_role.items():
+        with option_errors_for(role):
+            check_divided(source, config.parallel)
 
 
 def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -493,6 +520,7 @@ def _check_server(address: str, max_seq_len: int) -> None:
 RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_environment_prompts,
     with_bundled_prompts,
+    check_teacher,
     check_rewards,
     with_continued_lora,
     check_lora,

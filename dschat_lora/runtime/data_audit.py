@@ -24,6 +24,7 @@ STAGES: dict[str, tuple[int, DataKind]] = {
     "reward": (2, "pairs"),
     "dpo": (2, "pairs"),
     "rlhf": (3, "prompts"),
+    "distill": (3, "prompts"),
 }
 
 

@@ -149,6 +149,6 @@ def next_commands(stage: str, config: StageConfig, directory: Path) -> list[str]
             shlex.join(["dschat-lora", "eval", home, *own_data]),
             begin("rlhf", actor_model_name_or_path=actor, critic_model_name_or_path=home),
         ]
-    if stage == "rlhf":
+    if stage in ("rlhf", "distill"):
         return [chat, shlex.join(["dschat-lora", "merge", f"{home}/actor"])]
     return []

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from helpers.rlhf_course import save_family, write_prompts, write_texts, write_turns_template
 from helpers.spread import ALL
+from helpers.step1 import write_jsonl
 
 pytestmark = pytest.mark.stage
 
@@ -49,6 +50,18 @@ KINDS = {
         f"--algorithm rloo --num_generations 2 --top_p 0.9 --importance_cap 2 {TURNS}",
     ),
     "grpo": ("opt", places((2, 2)), "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
+    "distill": (
+        "llama",
+        places((2, 0), (2, 3)),
+        "--algorithm distill --num_generations 2 --ppo_epochs 2 --teacher_model_name_or_path "
+        "TEACHER --on_policy_share 0.6 --distill_loss jsd",
+    ),
+    "distill on drawn tokens": (
+        "opt",
+        places((2, 2)),
+        "--algorithm distill --teacher_model_name_or_path BASE --distill_loss sampled_reverse_kl "
+        "--teacher_system_prompt be",
+    ),
     "an iteration in one step": (
         "opt",
         places((2, 3)),
@@ -85,6 +98,8 @@ def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("rlhf")
     write_prompts(home / "prompts.jsonl", 24)
     write_prompts(home / "seven.jsonl", 7)
+    rows = [json.loads(line) for line in (home / "prompts.jsonl").read_text().splitlines()]
+    write_jsonl(home / "answers.jsonl", [{**r, "completion": r["prompt"][::-1]} for r in rows])
     write_prompts(home / "held.jsonl", 3, seed=1)
     write_texts(home / "texts.jsonl", 9)
     write_turns_template(home / "turns.jinja")
@@ -120,6 +135,7 @@ def run_many(home, family, ranks):
     def call(size, runs):
         arguments, outs = [], []
         for name, (actor_stage, critic_stage), layer_by_layer in runs:
+            family("opt")  # whose base is a teacher
             out = home / f"{name}-{size}-{actor_stage}{critic_stage}{layer_by_layer}"
             argv = command_line(name, home, family(KINDS[name][0]), size)
             argv += ["--actor_zero_stage", actor_stage, "--critic_zero_stage", critic_stage]
@@ -147,14 +163,18 @@ def command_line(name, home, models, size):
     options = KINDS[name][2]
     for file in ("texts.jsonl", "turns.jinja"):
         options = options.replace(file, str(home / file))
+    # A teacher of another architecture, and one on the actor's base.
+    options = options.replace("TEACHER", str(home / "opt" / "base"))
+    options = options.replace("BASE", models["base"])
     critic = "whole" if name == "every weight of the critic" else "reward"
     one_step = name == "an iteration in one step"
     rows = RESPONSES if one_step else ROWS
     batches = 1 if "--num_generations 4" in options else 2
+    data = {"seven prompts": "seven.jsonl", "distill": "answers.jsonl"}.get(name, "prompts.jsonl")
+    scored = [] if name.startswith("distill") else ["--critic_model_name_or_path", models[critic]]
     return [
-        *["--actor_model_name_or_path", models["actor"]],
-        *["--critic_model_name_or_path", models[critic]],
-        *["--data_path", home / ("seven.jsonl" if name == "seven prompts" else "prompts.jsonl")],
+        *["--actor_model_name_or_path", models["actor"], *scored],
+        *["--data_path", home / data],
         *["--eval_data_path", home / "held.jsonl", *COMMON],
         *["--per_device_generation_batch_size", RESPONSES // size // batches],
         *["--generation_batches", batches, "--per_device_training_batch_size", rows // size],

@@ -23,7 +23,7 @@ from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.engines import build_engines
 from dschat_lora.rl.rollout import Generator
 from dschat_lora.rl.update import Updater
-from dschat_lora.rl.validation import NAME, check_rlhf
+from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.run import open_run
 from dschat_lora.runtime.stage_main import exits
 from helpers.runs import release
@@ -222,7 +222,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
         mock.patch.object(trainer, "Updater", Watched),
         mock.patch.object(Generator, "__call__", watched),
         too_large if layer_by_layer else nullcontext(),
-        open_run(config, name=NAME, check=check_rlhf) as run,
+        open_run(config, name=config.stage, check=check_rlhf) as run,
     ):
         ready = setup.set_up(run)
         report = _course(ready, build_engines(ready))

@@ -1,0 +1,86 @@
+"""Divergences of two heads in chunks of logits: those of whole logits, with their gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from dschat_lora.models import causal_lm
+from dschat_lora.models.causal_lm import DivergenceHead
+from helpers.tiny import VOCAB, tiny_model
+
+N, TEMPERATURE = 11, 0.8
+
+
+def models(more=0):
+    """A student, and a teacher whose vocabulary has ``more`` rows that stand for no token."""
+    student, teacher = tiny_model("llama"), tiny_model("opt")
+    if more:
+        teacher.resize_token_embeddings(VOCAB + more)
+    return student, teacher
+
+
+def states(seed):
+    return torch.randn(N, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(student, teacher, own, other, beta):
+    """Each position's divergence by torch's own functions, of whole logits."""
+    heads = [each.get_output_embeddings() for each in (student, teacher)]
+    p, q = (
+        (head(x)[:, :VOCAB] / TEMPERATURE).log_softmax(-1)
+        for head, x in zip(heads, (own, other), strict=True)
+    )
+    if beta == 1:
+        return nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1), p
+    if beta == 0:
+        return nn.functional.kl_div(p, q, reduction="none", log_target=True).sum(-1), p
+    m = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    parts = [nn.functional.kl_div(m, x, reduction="none", log_target=True) for x in (q, p)]
+    return (beta * parts[0] + (1 - beta) * parts[1]).sum(-1), p
+
+
+@pytest.mark.parametrize("more", [0, 5], ids=["one vocabulary", "a padded one"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen head", "head that trains"])
+def test_chunks_give_values_and_gradients_of_whole_logits(monkeypatch, beta, more, trains):
+    student, teacher = models(more=more)
+    for each in (student, teacher):
+        each.requires_grad_(trains)
+    weight = student.get_output_embeddings().weight
+    tokens = torch.arange(N) % VOCAB
+    own, other = states(1).requires_grad_(), states(2)
+    expected, p = whole(student, teacher, own, other, beta)
+    wanted = [own, weight] if trains else [own]
+    scale = torch.linspace(0.5, 2, N)
+    gradients = torch.autograd.grad((scale * expected).sum(), wanted)
+    monkeypatch.setattr(causal_lm, "MAX_CHUNK_LOGITS", 4 * (VOCAB + more))
+    head = DivergenceHead(student, teacher, beta=beta)
+    assert head.rows == 4  # three chunks, the last of another size
+    logprobs, entropies, divergences = head(own, other, tokens, TEMPERATURE)
+    torch.testing.assert_close(divergences, expected)
+    torch.testing.assert_close(logprobs, p[range(N), tokens])
+    torch.testing.assert_close(entropies, -(p.exp() * p).sum(-1))
+    assert not entropies.requires_grad
+    found = torch.autograd.grad((scale * divergences).sum(), wanted)
+    for ours, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_that_a_model_made_itself_are_taken_as_they_are():
+    student, teacher = models()
+    own, other, tokens = states(1), states(2), torch.arange(N) % VOCAB
+    head = DivergenceHead(student, teacher, beta=0.5)
+    logits = [each.get_output_embeddings()(x) for each, x in ((student, own), (teacher, other))]
+    found = head(*logits, tokens, TEMPERATURE, are_logits=(True, True))
+    mixed = head(logits[0], other, tokens, TEMPERATURE, are_logits=(True, False))
+    for a, b, c in zip(found, mixed, head(own, other, tokens, TEMPERATURE), strict=True):
+        torch.testing.assert_close(a, c)
+        torch.testing.assert_close(b, c)
+
+
+def test_without_a_position_the_graph_still_spans_the_students_states():
+    head = DivergenceHead(*models(), beta=1.0)
+    own = states(1)[:0].requires_grad_()
+    *_, divergences = head(own, states(2)[:0], torch.arange(0), 1.0)
+    assert divergences.shape == (0,)
+    assert torch.autograd.grad(divergences.sum(), own)[0].shape == own.shape
