@@ -712,7 +712,7 @@ def rlhf(
     reward_scaling: Literal['none', 'running', 'initial'] = 'initial',
     missing_eos_penalty: float = 0.0,
     soft_overlong_tokens: int = 0,
-    algorithm: Literal['ppo', 'rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'reinforce_pp', 'reinforce_pp_baseline', 'cispo'] = 'ppo',
+    algorithm: Literal['ppo', 'rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'reinforce_pp', 'reinforce_pp_baseline', 'cispo', 'distill'] = 'ppo',
     ppo_epochs: int = 1,
     kl_coef: float | None = None,
     kl_estimator: Literal['k1', 'k2', 'k3'] | None = None,
@@ -741,6 +741,12 @@ def rlhf(
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
+    teacher_model_name_or_path: str | os.PathLike[str] | None = None,
+    teacher_system_prompt: str | None = None,
+    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    teacher_bits: Literal[16, 4] | None = None,
+    jsd_beta: float = 0.5,
+    on_policy_share: float = 1.0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
@@ -903,7 +909,7 @@ def rlhf(
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
         soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        algorithm (Literal['ppo', 'rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'reinforce_pp', 'reinforce_pp_baseline', 'cispo']): ppo has a critic; reinforce_pp has none; the others compare the responses to a prompt
+        algorithm (Literal['ppo', 'rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'reinforce_pp', 'reinforce_pp_baseline', 'cispo', 'distill']): ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
         ppo_epochs (int): passes over the responses of an iteration
         kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
         kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
@@ -932,6 +938,372 @@ def rlhf(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
+        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher of --algorithm distill: a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; by default the actor as it was, with --teacher_system_prompt
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are the data's own answers (GKD's lambda)
+        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        verbose (bool): with --dry_run: list all options
+        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        save_interval (int): optimizer steps between checkpoints; 0: by time only
+        save_minutes (float): a checkpoint at least this often; 0: by steps only
+        save_total_limit (int): newest checkpoints that are kept; 0: all
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_iters (int): evaluation batches per device; 0: all
+        sample_generations (int): held-out prompts answered before and after training
+        judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
+        eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between printed lines
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
+        log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
+        print_answers (bool): show a response at every iteration
+        print_answers_interval (int): iterations between shown responses; 0: never
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
+        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
+        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
+        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
+        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
+        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        deepspeed (bool): accepted from DeepSpeed; it is always used
+        enable_tensorboard (bool): same as --report_to tensorboard
+        print_loss (bool): print the loss at every optimizer step
+        actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
+        critic_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        critic_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
+        compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
+        enable_test_mode (bool): stop after --test_stop_step optimizer steps
+        test_stop_step (int): optimizer steps of --enable_test_mode
+        num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
+        align_overflow (bool): accepted from DeepSpeed-Chat; a loss that is not finite skips both steps
+        offload_reference_model (bool): accepted from DeepSpeed-Chat; the reference shares the actor's base
+        offload_reward_model (bool): accepted from DeepSpeed-Chat; the reward model shares the critic's base
+        enable_hybrid_engine (bool): accepted from DeepSpeed-Chat; rollouts have a decode loop of their own
+        unpin_actor_parameters (bool): accepted from DeepSpeed-Chat, for its hybrid engine
+        inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
+        tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
+        enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+    """
+
+def distill(
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    teacher: Model | None = None,
+    rewards: Reward | Sequence[Reward] = (),
+    eval_data: Data | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    actor_lora_dim: int = 0,
+    actor_lora_alpha: float = 32.0,
+    actor_use_rslora: bool = False,
+    actor_expert_lora_dim: int | None = None,
+    actor_expert_lora_alpha: float | None = None,
+    actor_target_modules: str | Sequence[str] = ('all-linear',),
+    actor_learning_rate: float = 9.65e-06,
+    actor_lora_learning_rate: float = 0.0005,
+    actor_expert_learning_rate: float | None = None,
+    actor_weight_decay: float = 0.0,
+    actor_zero_stage: Literal[0, 1, 2, 3] | None = None,
+    actor_gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    critic_lora_dim: int = 0,
+    critic_lora_alpha: float = 32.0,
+    critic_use_rslora: bool = False,
+    critic_expert_lora_dim: int | None = None,
+    critic_expert_lora_alpha: float | None = None,
+    critic_target_modules: str | Sequence[str] = ('all-linear',),
+    critic_learning_rate: float = 5e-06,
+    critic_lora_learning_rate: float = 0.0005,
+    critic_expert_learning_rate: float | None = None,
+    critic_weight_decay: float = 0.0,
+    critic_zero_stage: Literal[0, 1, 2, 3] | None = None,
+    critic_gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    trust_remote_code: bool = False,
+    add_eot_token: bool = False,
+    eot_token: str = '<|endoftext|>',
+    chat_template: str | None = None,
+    eval_ratio: float = 0.05,
+    data_split_name: str | Sequence[str] = (),
+    columns: Sequence[str] | Mapping[str, str] = (),
+    data_weights: float | Sequence[float] = (),
+    data_split: str | None = None,
+    data_output_path: str | os.PathLike[str] | None = None,
+    overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
+    bad_rows: Literal['stop', 'skip'] = 'stop',
+    unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
+    preprocessing_num_workers: int = 0,
+    chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    num_prompts: int = 0,
+    max_prompt_seq_len: int = 256,
+    max_answer_seq_len: int = 256,
+    num_train_epochs: int = 1,
+    max_steps: int = 0,
+    gradient_accumulation_steps: int = 1,
+    tokens_per_device: int = 0,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    num_warmup_steps: int = 0,
+    loraplus_lr_ratio: float = 1.0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.95,
+    adam_epsilon: float = 1e-08,
+    max_grad_norm: float = 1.0,
+    seed: int = 1234,
+    per_device_training_batch_size: int = 16,
+    enable_ema: bool = False,
+    ema_decay: float = 0.992,
+    only_optimize_lora: bool = True,
+    num_generations: int = 1,
+    per_device_generation_batch_size: int = 16,
+    generation_batches: int = 1,
+    merge_for_rollouts: bool = False,
+    do_sample: bool = True,
+    temperature: float = 1.0,
+    rollout_temperature: float | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop_tokens: str | Sequence[str] = (),
+    stop_strings: str | Sequence[str] = (),
+    environment: str | None = None,
+    agent: str | None = None,
+    agent_command: str | None = None,
+    agent_timeout: float = 600.0,
+    agent_retries: int = 0,
+    agent_max_calls: int = 100,
+    max_turns: int = 8,
+    reward_weights: float | Sequence[float] = (),
+    reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
+    reward_batch: Literal['all', 'group'] = 'all',
+    reward_retries: int = 0,
+    reward_timeout: float = 0.0,
+    clip_reward_value: float = 5.0,
+    reward_scaling: Literal['none', 'running', 'initial'] = 'initial',
+    missing_eos_penalty: float = 0.0,
+    soft_overlong_tokens: int = 0,
+    ppo_epochs: int = 1,
+    kl_coef: float | None = None,
+    kl_estimator: Literal['k1', 'k2', 'k3'] | None = None,
+    kl_in: Literal['reward', 'loss'] | None = None,
+    adaptive_kl_target: float = 0.0,
+    kl_horizon: int = 10000,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    dual_clip: float = 0.0,
+    loss_normalization: Literal['token', 'sequence', 'constant'] | None = None,
+    mask_truncated_completions: bool | None = None,
+    dynamic_sampling: int | None = None,
+    cliprange_value: float = 0.2,
+    whiten_advantages: bool = True,
+    critic_warmup_iterations: int = 0,
+    importance_cap: float = 0.0,
+    entropy_coef: float = 0.0,
+    target_kl: float = 0.0,
+    unsupervised_dataset_name: str | None = None,
+    unsupervised_dataset_config_name: str | None = None,
+    unsup_coef: float = 27.8,
+    teacher_system_prompt: str | None = None,
+    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    teacher_bits: Literal[16, 4] | None = None,
+    jsd_beta: float = 0.5,
+    on_policy_share: float = 1.0,
+    dry_run: bool = False,
+    verbose: bool = False,
+    overwrite_output_dir: bool = False,
+    save_interval: int = 500,
+    save_minutes: float = 10.0,
+    save_total_limit: int = 3,
+    merge_adapter: bool = False,
+    merge_max_kl: float = 0.01,
+    eval_interval: int = 0,
+    eval_iters: int = 0,
+    sample_generations: int = 2,
+    judge_function: str | Callable[..., Any] | None = None,
+    eval_prompts: int = 64,
+    report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
+    logging_steps: int = 1,
+    tensorboard_path: str | os.PathLike[str] | None = None,
+    log_rollouts: int = 128,
+    print_answers: bool = False,
+    print_answers_interval: int = 10,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    offload_activations: bool = False,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    offload: bool = False,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    distributed_timeout: float = 120.0,
+    attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
+    base_bits: Literal[16, 4] | None = None,
+    compile: bool = False,
+    release_inference_cache: bool = False,
+    deepspeed: bool = False,
+    enable_tensorboard: bool = False,
+    print_loss: bool = False,
+    actor_lora_module_name: str | None = None,
+    actor_dropout: float = 0.0,
+    critic_lora_module_name: str | None = None,
+    critic_dropout: float = 0.0,
+    compute_fp32_loss: bool = True,
+    enable_test_mode: bool = False,
+    test_stop_step: int = 0,
+    num_padding_at_beginning: int = 1,
+    align_overflow: bool = False,
+    offload_reference_model: bool = False,
+    offload_reward_model: bool = False,
+    enable_hybrid_engine: bool = False,
+    unpin_actor_parameters: bool = False,
+    inference_tp_size: int = 1,
+    tp_gather_partition_size: int = 8,
+    enable_mixed_precision_lora: bool = False,
+) -> Run:
+    """Train a student on its own responses, each token of which a teacher scores.
+
+    The other arguments are those of ``sft``; ``model`` is the student, ``data`` its prompts.
+
+    Args:
+        model: the student, as in ``sft``.
+        data: rows with prompts.
+        teacher: a model of the student's tokenizer, as ``model``; an adapter on the student's base
+            shares its weights. By default the student as it was, with ``teacher_system_prompt``.
+        rewards: what measures responses, as in ``rlhf``; nothing is learnt from it.
+        eval_data: held-out prompts.
+        output_dir: as in ``sft``.
+        callbacks: as in ``sft``.
+        resume: as in ``sft``.
+        quiet: print nothing.
+        **options: those of ``dschat-lora distill --help``, by their names.
+
+    Options:
+        actor_lora_dim (int): rank of a new adapter; an adapter that is there is continued; 0 trains all weights
+        actor_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        actor_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
+        actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
+        actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
+        actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        actor_learning_rate (float): peak rate of base weights, where they train
+        actor_lora_learning_rate (float): peak rate of the adapter
+        actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
+        actor_weight_decay (float): decoupled weight decay; biases and norms exempt
+        actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        critic_lora_dim (int): rank of a new adapter; an adapter that is there is continued; 0 trains all weights
+        critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
+        critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
+        critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
+        critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        critic_learning_rate (float): peak rate of base weights, where they train
+        critic_lora_learning_rate (float): peak rate of the adapter
+        critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
+        critic_weight_decay (float): decoupled weight decay; biases and norms exempt
+        critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        trust_remote_code (bool): run model code that comes with a hub repository
+        add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
+        eot_token (str): end-of-text token of --add_eot_token
+        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
+        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
+        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
+        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
+        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
+        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
+        max_prompt_seq_len (int): longer prompts follow --overlong
+        max_answer_seq_len (int): most tokens of a response
+        num_train_epochs (int): passes over the data; 0 evaluates only
+        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
+        gradient_accumulation_steps (int): micro-batches per optimizer step
+        tokens_per_device (int): cut the responses of a step into micro-batches of up to so many tokens per device, instead of so many responses; 0: by responses
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        num_warmup_steps (int): optimizer steps of linear warm-up
+        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
+        adam_beta1 (float): decay of the gradient's mean
+        adam_beta2 (float): decay of the gradient's square
+        adam_epsilon (float): added to the root of the second moment
+        max_grad_norm (float): gradients are clipped to this norm; 0: never
+        seed (int): seed of initialisation, order and sampling
+        per_device_training_batch_size (int): responses per device and micro-batch of the update
+        enable_ema (bool): keep a moving average of the actor, written to actor_ema/
+        ema_decay (float): share of the average that stays at a step
+        only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
+        num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
+        per_device_generation_batch_size (int): responses generated at a time on a device
+        generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
+        merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
+        do_sample (bool): sample responses (no-: the likeliest token, greedy)
+        temperature (float): of sampling and of all log-probabilities
+        rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
+        top_p (float): sample from the likeliest tokens of this probability mass
+        top_k (int): sample from this many likeliest tokens; 0: all
+        stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
+        stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
+        environment (str | None): module:function that answers the actor's turns with messages of a user or tool, or ends the episode; or module:Class of objects with reset, and step or tools, and rewards; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
+        agent (str | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
+        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
+        agent_retries (int): further attempts at an agent's episode that failed
+        agent_max_calls (int): most answers in an episode of an agent
+        max_turns (int): most turns of the actor in an episode with --environment, of one response's length
+        reward_weights (float | Sequence[float]): weight of each reward function in the sum of scores, and last that of the reward model, if there is one; 1 each by default
+        reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
+        reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
+        reward_retries (int): further calls of a reward function, or an environment, that failed
+        reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
+        clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
+        reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
+        missing_eos_penalty (float): subtracted from the score of a response that was cut off
+        soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
+        ppo_epochs (int): passes over the responses of an iteration
+        kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
+        kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
+        kl_in (Literal['reward', 'loss'] | None): where the divergence is paid: in the reward of each token, or in the loss; default: by --algorithm
+        adaptive_kl_target (float): nats per response that kl_coef is steered towards; 0: kl_coef stays
+        kl_horizon (int): responses over which kl_coef adapts
+        gamma (float): discount of later rewards, in [0, 1]
+        lam (float): bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t tokens before the end only by lam^t, and by the critic's values for the rest
+        cliprange (float | None): bound on the change of a token's probability ratio, fall and rise alike (0.2); default: by --algorithm
+        cliprange_low (float | None): bound on the fall of the ratio, if not --cliprange; default: by --algorithm
+        cliprange_high (float | None): bound on the rise of the ratio, if not --cliprange; default: by --algorithm
+        dual_clip (float): bound on the loss of a token with negative advantage A, -A times this; 0: none
+        loss_normalization (Literal['token', 'sequence', 'constant'] | None): token: every token weighs alike; sequence: every response does; constant: divide by --max_answer_seq_len; default: by --algorithm
+        mask_truncated_completions (bool | None): leave responses that were cut off out of the loss (DAPO's overlong filter); default: by --algorithm
+        dynamic_sampling (int | None): replace prompts whose responses all got one reward by further prompts, at most so many times an iteration; 0: never; default: by --algorithm
+        cliprange_value (float): bound on the change of a value
+        whiten_advantages (bool): advantages of an iteration get mean 0 and standard deviation 1
+        critic_warmup_iterations (int): first iterations at which the critic alone learns, the actor stays as it is
+        importance_cap (float): largest weight of a token in the policy's loss, weights being its probability in the policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1
+        entropy_coef (float): weight of the entropy bonus
+        target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
+        unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
+        unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
+        unsup_coef (float): weight of its loss per token beside the policy's
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are the data's own answers (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
@@ -1139,7 +1511,7 @@ def audit(
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
-    stage: Literal['sft', 'reward', 'dpo', 'rlhf'] = 'sft',
+    stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
     show: int = 0,
     chat_template: str | None = None,
     trust_remote_code: bool = False,
@@ -1172,7 +1544,7 @@ def audit(
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
-        stage (Literal['sft', 'reward', 'dpo', 'rlhf']): what makes samples of the rows: sequences, pairs, or prompts for rlhf
+        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
         show (int): samples to show, token by token, with what is supervised
         chat_template (str | None): file of a Jinja chat template, as in training
         trust_remote_code (bool): run tokenizer code of a hub repository
@@ -1193,7 +1565,7 @@ def plan(
     """Memory and time of a stage, and settings that fit a device; no weights are loaded.
 
     Args:
-        stage: "sft", "reward", "dpo" or "rlhf".
+        stage: "sft", "reward", "dpo", "rlhf" or "distill".
         model: as in ``dschat_lora.sft``, or the name of a published one without its files.
         data: rows, if their lengths are to count.
         device: memory such as "24GB", or the name of a card (the command's ``--for``).

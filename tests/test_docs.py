@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dschat_lora import __main__ as command
-from dschat_lora.config.options import chosen_verb, option_names, parse_config
+from dschat_lora.config.options import chosen_verb, option_aliases, option_names, parse_config
 from dschat_lora.config.stages import (
     AuditConfig,
     DpoStageConfig,
@@ -30,7 +30,7 @@ from dschat_lora.experiments.nlg.config import (
     FormatConfig,
     NlgConfig,
 )
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.config import DistillConfig, RlhfConfig
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 from dschat_lora.tinker.config import TinkerConfig
 
@@ -117,6 +117,7 @@ VERBS = {
         ("sft", "step1_sft"), ("reward", "step2_reward"), ("dpo", "step2_dpo"),
         ("rlhf", "step3_rlhf"), ("glue", "nlu_glue"),
     )},
+    "distill": DistillConfig,
     "audit": AuditConfig, "merge": MergeConfig, "generate": GenerateConfig, "eval": EvalConfig,
     "score": ScoreConfig, "push": PushConfig, "export": ExportConfig, "inspect": InspectConfig,
     "chat": ChatConfig, "serve": ServeConfig, "tinker": TinkerConfig,
@@ -150,7 +151,8 @@ def verb_commands():
 @pytest.mark.parametrize(("verb", "arguments"), verb_commands())
 def test_options_of_a_quoted_verb_exist(verb, arguments):
     assert verb in command.VERBS
-    known = set(option_names(VERBS[verb])) if verb in VERBS else OWN.get(verb, set())
+    config = VERBS.get(verb)
+    known = OWN.get(verb, set()) if config is None else {*option_names(config), *option_aliases(config)}
     for name in re.findall(r"(?<!\S)--(\w+)", arguments.split(" #")[0]):
         assert name in known | LAUNCHER, f"dschat-lora {verb} has no --{name}"
 

@@ -206,8 +206,8 @@ def build_plan(config: Any, home: Path) -> StagePlan:
     if isinstance(config, RlhfConfig):
         dtype = dtypes.get(config.load.dtype, torch.bfloat16)
         found = find_sources(config)
-        critic = None if found.critic is None else as_planned(found.critic, home)
-        sources = Sources(as_planned(found.actor, home), critic)
+        planned = {role: as_planned(source, home) for role, source in found.by_role.items()}
+        sources = Sources(planned["actor"], planned.get("critic"), planned.get("teacher"))
         roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=True, group=group)
         return StagePlan(config, roles)
     build = build_reward_model if isinstance(config, RewardStageConfig) else build_causal_lm

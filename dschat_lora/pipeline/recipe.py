@@ -19,6 +19,7 @@ from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES, check_stage, write_placeholder
+from dschat_lora.rl.config import RlhfConfig
 
 _PARTS = ("output_dir", "launcher", "common", "stages")
 # Options that the pipeline itself sets.
@@ -141,7 +142,7 @@ def checked_stages(
             for home, stand_in in homes.items():
                 message = message.replace(stand_in, home)
             raise ValueError(f"{recipe.file}: stage {name}: {message}") from error
-        if isinstance(config, SupervisedConfig):
+        if isinstance(config, SupervisedConfig | RlhfConfig):
             write_placeholder(temporary / name, config)
         homes[str(recipe.directory / name)] = str(temporary / name)
         yield name, config

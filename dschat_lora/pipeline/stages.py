@@ -110,14 +110,19 @@ def check_stage(name: str, values: Mapping[str, Any], processes: int | None) -> 
             os.environ["WORLD_SIZE"] = before
 
 
-def write_placeholder(home: Path, config: SupervisedConfig) -> None:
+def write_placeholder(home: Path, config: SupervisedConfig | RlhfConfig) -> None:
     """A placeholder for a run's output, with all that later stages' checks read."""
-    source = find_model(config.model.model_name_or_path)
+    if isinstance(config, RlhfConfig):
+        home, model = home / "actor", config.actor.model(config.load)
+        lora = config.actor.lora(config.classic.only_optimize_lora)
+    else:
+        model, lora = config.model, config.lora
+    source = find_model(model.model_name_or_path)
     scores = isinstance(config, RewardStageConfig)
-    only_adapter = config.lora.lora_dim > 0 and config.lora.only_optimize_lora
+    only_adapter = lora.lora_dim > 0 and lora.only_optimize_lora
     if only_adapter:
-        bits = config.model.base_bits
-        _write_adapter(home / "adapter", config.lora, source.base, scores=scores, bits=bits)
+        bits = model.base_bits
+        _write_adapter(home / "adapter", lora, source.base, scores=scores, bits=bits)
     if config.run.merge_adapter or not only_adapter:
         architecture = "ForSequenceClassification" if scores else "ForCausalLM"
         fields = model_fields(source) | {"architectures": [architecture]}

@@ -206,6 +206,14 @@ def test_whole_models_are_stood_in_for_too(recipe_of):
     assert found["rlhf"].critic.lora_dim == 0
 
 
+def test_a_teacher_that_is_yet_to_train_has_a_placeholder(recipe_of):
+    text = "stages: {sft: {lora_dim: 8}, reward: {}, rlhf: {}, distill: {}}"
+    found = check_stages(recipe_of(text))
+    assert recipe_of(text).stages["distill"]["teacher_model_name_or_path"] == "out/rlhf"
+    assert found["distill"].actor.lora_dim == 8
+    assert found["distill"].stage == "distill"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

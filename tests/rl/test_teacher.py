@@ -1,0 +1,235 @@
+"""Distillation: what a teacher reads and says, what weights it takes, and what is refused."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import dschat_lora as dl
+from api.programs import ROWS, brevity, numbers
+from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.config.options import parse_config
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.samples import SequenceSample
+from dschat_lora.rl import engines as engines_module
+from dschat_lora.rl.algorithms import PpoConfig
+from dschat_lora.rl.batch import Response, collate
+from dschat_lora.rl.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.experience import Experience, advantages_and_returns
+from dschat_lora.rl.teacher import TeacherPrompts, answer_of
+from dschat_lora.rl.validation import check_rlhf
+
+SHORT = {
+    "max_steps": 4,
+    "per_device_generation_batch_size": 4,
+    "per_device_training_batch_size": 4,
+    "max_prompt_seq_len": 24,
+    "max_answer_seq_len": 6,
+    "eval_prompts": 2,
+    "actor_lora_learning_rate": 3e-3,
+    "quiet": True,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def sft():
+    options = {"max_seq_len": 64, "lora_dim": 4, "quiet": True}
+    return dl.sft(data=ROWS, max_steps=2, **options), dl.sft(data=ROWS, max_steps=8, **options)
+
+
+def prompts_of(tokenizer, system, most=1000):
+    return TeacherPrompts(system, make_chat(tokenizer), make_encoder(tokenizer), tokenizer, most)
+
+
+# ------------------------------------------------------------------------------ without a run
+
+
+def test_a_system_message_is_rendered_with_messages_and_stands_before_text(tokenizer):
+    encode = make_encoder(tokenizer).encode
+    columns = b'{"prompt": [{"role": "user", "content": "Hi"}]}'
+    own = tuple(encode(["\n\nHuman: Hi\n\nAssistant:"])[0])
+    answered = [
+        Response(own, (5, 6), True, 0, columns),
+        Response(own, (7,), True, 0, columns),
+        Response(tuple(encode(["Hi"])[0]), (5,), True, 1, b'{"prompt": "Hi"}'),
+    ]
+    found = prompts_of(tokenizer, "Be brief. ")(answered)
+    assert [each.prompt for each in found] == [each.prompt for each in answered]
+    read = [tokenizer.decode(each.reference_prompt) for each in found]
+    rendered = make_chat(tokenizer).render(
+        [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi"}],
+        add_generation_prompt=True,
+    )
+    assert "Be brief." in rendered
+    expected = [tokenizer.decode(ids) for ids in encode([rendered, rendered, "Be brief. Hi"])]
+    assert read == expected
+
+
+def test_a_system_message_too_long_for_the_teacher_is_refused(tokenizer):
+    answered = [Response((5, 6), (7,), True, 0, b'{"prompt": "Hi"}')]
+    with pytest.raises(ValueError, match="--teacher_system_prompt with a prompt and its answer ta"):
+        prompts_of(tokenizer, "word " * 30, most=20)(answered)
+
+
+def test_tables_of_the_reference_are_those_of_the_same_tokens():
+    """The teacher reads longer rows, and its figures stand where the actor's do."""
+    answered = [
+        Response((3, 4), (5, 6, 7), True, 0, reference_prompt=(9, 9, 3, 4)),
+        Response((8,), (9,), True, 1, reference_prompt=(9, 9, 8)),
+        Response((3, 4), (6,), True, 0, reference_prompt=(9, 9, 3, 4)),
+    ]
+    for shares in (False, True):
+        own = collate(answered, [1, 0, 2], pad_id=0, shares_prompts=shares)
+        read = own.for_reference
+        assert torch.equal(own.target_ids, read.target_ids)
+        assert torch.equal(own.owner, read.owner)
+        assert torch.equal(own.step, read.step)
+        assert read.input_ids.shape[1] == own.input_ids.shape[1] + 2
+        before = [each.input_ids.flatten()[each.logit_positions] for each in (own, read)]
+        assert torch.equal(*before)
+    assert collate([Response((3,), (5,), True, 0)], [0], pad_id=0).reference is None
+
+
+def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
+    ignored = -100
+    ids, labels = [4, 5, 6, 7, 8, 9], [ignored, ignored, 6, ignored, 8, ignored]
+    sample = SequenceSample(torch.tensor(ids).numpy(), torch.tensor(labels).numpy())
+    found = answer_of(sample, group=3)
+    assert (found.prompt, found.tokens) == ((4, 5), (6, 7, 8))
+    assert found.actor_mask == (True, False, True)
+    assert not found.is_drawn
+    whole = SequenceSample(torch.tensor(ids).numpy(), torch.tensor([ignored, *ids[1:]]).numpy())
+    assert answer_of(whole, group=0).tokens == (5, 6, 7, 8, 9)
+    assert answer_of(whole, group=0).actor_mask == ()
+
+
+def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student():
+    mask = torch.tensor([[True, True], [True, False]])
+    student = torch.tensor([[-1.0, -2.0], [-0.5, 7.0]])
+    teacher = torch.tensor([[-0.25, -4.0], [-0.5, 9.0]])
+    experience = Experience(
+        [SimpleNamespace(group=0), SimpleNamespace(group=1)],
+        mask,
+        ref_logprobs=teacher,
+        scores=torch.tensor([5.0, -5.0]),  # of which nothing is learnt
+        logprobs=student,
+        values=None,
+    )
+    config = PpoConfig(algorithm="distill")
+    found = advantages_and_returns(experience, experience.scores, config, kl_coef=0.3)
+    assert found.advantages.tolist() == [[0.75, -2.0], [0.0, 0.0]]
+    assert experience.scored_by_reference().scores.tolist() == [-1.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("", "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt"),
+        ("--algorithm grpo --teacher_system_prompt x", "--algorithm must be distill, or the verb "),
+        ("--teacher_model_name_or_path nosuch/dir/x", "--teacher_model_name_or_path nosuch/dir/x"),
+        ("--teacher_system_prompt x --teacher_bits 4", "--teacher_bits 4 needs --teacher_model_na"),
+        ("--teacher_system_prompt x --jsd_beta 1", "--jsd_beta must be in (0, 1), got 1.0"),
+        (
+            "--teacher_system_prompt x --on_policy_share 0.5",
+            "--on_policy_share 0.5 and --teacher_system_prompt",
+        ),
+        (
+            "--on_policy_share 0.5 --distill_loss sampled_reverse_kl",
+            "--on_policy_share 0.5 learns from answers that the actor did not draw",
+        ),
+        (
+            "--teacher_system_prompt x --agent_command cat",
+            "--teacher_system_prompt is read before a row's prompt, and an agent",
+        ),
+        ("--teacher_model_name_or_path OTHER", "has another tokenizer than --actor_model_name_or"),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused_in_a_line(argv, words, tmp_path):
+    other = tmp_path / "other"
+    build_byte_tokenizer().save_pretrained(other)
+    (other / "config.json").write_text('{"model_type": "opt", "architectures": ["OPTForCausalLM"]}')
+    (other / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        check_rlhf(parse_config(DistillConfig, argv.replace("OTHER", str(other)).split()))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_teacher_without_distillation_is_refused():
+    argv = ["--teacher_system_prompt", "x"]
+    with pytest.raises(ValueError, match="--teacher_system_prompt is of --algorithm distill, not"):
+        check_rlhf(parse_config(RlhfConfig, argv))
+
+
+# ------------------------------------------------------------------------------ runs
+
+
+@pytest.mark.stage
+def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, tmp_path):
+    student, teacher = sft
+    built = []
+    build = engines_module.build_engines
+    monkeypatch.setattr(
+        "dschat_lora.rl.train.build_engines", lambda setup: built.append(setup) or build(setup)
+    )
+    options = {**SHORT, "max_steps": 12, "per_device_generation_batch_size": 8}
+    options |= {"per_device_training_batch_size": 8, "rewards": [brevity]}
+    run = dl.distill(student, ROWS, teacher=teacher, output_dir=tmp_path / "out", **options)
+    roles = built[0].roles
+    owned = [
+        {p.data_ptr() for n, p in each.model.named_parameters() if "lora_" not in n}
+        for each in (roles.actor, roles.reference)
+    ]
+    assert owned[0] == owned[1]
+    losses = [line["loss"] for line in run.metrics if line["kind"] == "train"]
+    assert min(losses) >= 0
+    assert max(losses[-3:]) < 0.5 * losses[0]
+    assert run.record["stage"] == "distill"
+    evals = [line["reward"] for line in run.metrics if line["kind"] == "eval"]
+    assert evals[0] == pytest.approx(run.summary["first"]["reward/brevity"])
+    # By the general command the run is the same.
+    options |= {"algorithm": "distill", "teacher_model_name_or_path": str(teacher.path)}
+    assert numbers(dl.rlhf(student, ROWS, **options)) == numbers(run)
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize(
+    "options",
+    [{"on_policy_share": 0.5, "distill_loss": "forward_kl"}, {"teacher_system_prompt": "Be kind."}],
+    ids=["answers of the data", "a system message"],
+)
+def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, options):
+    student, teacher = sft
+    common = {**SHORT, **options, "teacher": teacher}
+    whole = dl.distill(student, ROWS, **common)
+    stop = [lambda event, step, metrics: "stop" if step == 2 else None]
+    part = dl.distill(student, ROWS, callbacks=stop, output_dir=tmp_path / "out", **common)
+    assert part.status == "stopped"
+    rest = dl.distill(student, ROWS, output_dir=tmp_path / "out", resume="latest", **common)
+    assert numbers(rest) == numbers(whole)
+    name = "actor/adapter/adapter_model.safetensors"
+    assert (rest.path / name).read_bytes() == (whole.path / name).read_bytes()
+    # Minus the divergence is the reward that is told of where nothing else scores.
+    trains = [line for line in whole.metrics if line["kind"] == "train"]
+    assert all(line["reward"] == pytest.approx(-line["kl"]) for line in trains)
+
+
+@pytest.mark.stage
+def test_a_teacher_of_four_bits_has_a_base_of_its_own(sft, monkeypatch):
+    student, teacher = sft
+    found = []
+    build = engines_module.build_engines
+    monkeypatch.setattr(
+        "dschat_lora.rl.train.build_engines", lambda setup: found.append(setup) or build(setup)
+    )
+    dl.distill(student, ROWS, teacher=teacher, teacher_bits=4, **{**SHORT, "max_steps": 1})
+    assert found[0].roles.reference.base_bits == 4
+    assert found[0].roles.actor.base_bits == 16
