@@ -13,7 +13,18 @@ from dschat_lora.config.bundled import CONFIGS
 
 STUB = CONFIGS.parent / "__init__.pyi"
 # What has options; every other public name has its types where it is defined.
-WRITTEN_OUT = ("sft", "reward", "dpo", "rlhf", "distill", "generate", "evaluate", "merge", "audit", "plan")
+WRITTEN_OUT = (
+    "sft",
+    "reward",
+    "dpo",
+    "rlhf",
+    "distill",
+    "generate",
+    "evaluate",
+    "merge",
+    "audit",
+    "plan",
+)
 HEAD = """# Types of the public names. scripts/api_stub.py writes this file; a test compares it.
 
 import os

@@ -151,8 +151,9 @@ def verb_commands():
 @pytest.mark.parametrize(("verb", "arguments"), verb_commands())
 def test_options_of_a_quoted_verb_exist(verb, arguments):
     assert verb in command.VERBS
-    config = VERBS.get(verb)
-    known = OWN.get(verb, set()) if config is None else {*option_names(config), *option_aliases(config)}
+    known = OWN.get(verb, set())
+    if (config := VERBS.get(verb)) is not None:
+        known = {*option_names(config), *option_aliases(config)}
     for name in re.findall(r"(?<!\S)--(\w+)", arguments.split(" #")[0]):
         assert name in known | LAUNCHER, f"dschat-lora {verb} has no --{name}"
 

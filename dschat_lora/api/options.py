@@ -15,7 +15,7 @@ from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.held import held
 from dschat_lora.config.options import option_fields
 from dschat_lora.config.parser import by_section
-from dschat_lora.config.values import is_switch, value_shape
+from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.builtin_rewards import is_builtin
 from dschat_lora.runtime.stage_main import late
 
@@ -107,6 +107,8 @@ def type_text(name: str, annotation: Any) -> str:
     text = f"Literal{[*choices]}" if choices else kind.__name__
     if kind is str and not choices and name.endswith(("_path", "_dir", "_file")):
         text = Paths
+    if also := number_words(annotation):
+        text = f"{text} | Literal{[*also]}"
     if many:
         text = f"{text} | Sequence[{text}]"
     return f"{text} | None" if optional else text

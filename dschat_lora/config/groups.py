@@ -12,6 +12,7 @@ from dschat_lora.config.values import LOCAL_HOSTS
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]
 Switch = bool | Literal["auto"]
+Rate = float | Literal["auto"]
 Scheduler = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]
@@ -41,10 +42,14 @@ _RANGES: Mapping[str, Callable[[float], bool]] = {
 
 
 def require_numbers(config: object, allowed: str, *names: str, prefix: str = "") -> None:
-    """Raise a ValueError at the first of these options that is outside a range; None passes."""
+    """Raise a ValueError at the first of these options that is outside a range.
+
+    None passes, and a word that stands for a number.
+    """
     for name in names:
         value = getattr(config, name)
-        require(value is None or _RANGES[allowed](value), prefix + name, value, allowed)
+        passes = value is None or isinstance(value, str) or _RANGES[allowed](value)
+        require(passes, prefix + name, value, allowed)
 
 
 def check_address(host: str, port: int, token: str | None, *, example: str) -> None:
@@ -146,10 +151,16 @@ class ModelConfig(LoadConfig):
         "experts; 0: without",
     )
 
+    neftune_noise_alpha: float = option(
+        0.0,
+        help="SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; "
+        "5 to 15), L the tokens of a sequence and d the width; 0: none",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, "in [0, 1)", "dropout")
-        require_numbers(self, ">= 0", "router_aux_loss_coef")
+        require_numbers(self, ">= 0", "router_aux_loss_coef", "neftune_noise_alpha")
 
 
 @dataclass(frozen=True)
@@ -291,7 +302,11 @@ class ScheduleConfig:
 class OptimConfig(ScheduleConfig):
     """AdamW and its schedule with the rates of the one model that trains."""
 
-    learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
+    learning_rate: Rate = option(
+        5e-5,
+        help="peak rate of base weights, where they train; auto: by published rules for width and "
+        "stage, that of adapters too",
+    )
     lora_learning_rate: float | None = option(
         None, help="peak rate of the adapters; default 5e-4, DPO 1e-5"
     )
@@ -304,13 +319,20 @@ class OptimConfig(ScheduleConfig):
         None, help="peak rate of experts' adapters in a mixture; default: that of the adapters"
     )
     weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
+    early_stopping_patience: int = option(
+        0,
+        help="end the run once this many evaluations in a row had no lower held-out loss than the "
+        "lowest before; 0: never",
+    )
     default_lora_learning_rate: float | None = hidden(5e-4)  # None: that of base weights
+    # of base weights and of adapters, by --learning_rate auto; None until the model is known
+    ruled: tuple[float, float] | None = hidden(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, "> 0", "learning_rate", "lora_learning_rate", "lora_lr_multiplier")
         require_numbers(self, "> 0", "expert_learning_rate")
-        require_numbers(self, ">= 0", "weight_decay")
+        require_numbers(self, ">= 0", "weight_decay", "early_stopping_patience")
         if self.lora_learning_rate is not None and self.lora_lr_multiplier is not None:
             raise ValueError(
                 f"--lora_learning_rate {self.lora_learning_rate:g} and --lora_lr_multiplier "

@@ -8,7 +8,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dschat_lora.config.values import converter, is_switch, switch_words, value_shape
+from dschat_lora.config.values import (
+    converter,
+    is_switch,
+    number_words,
+    switch_words,
+    value_shape,
+)
 
 # Titles that several groups of options use.
 EVALUATION, LOGGING = "evaluation", "logging"
@@ -222,9 +228,9 @@ class Parser(argparse.ArgumentParser):
             return
         if is_switch(annotation):
             words = switch_words(annotation)
-            convert = converter(str, tuple(words))
+            in_words = converter(str, tuple(words))
             shared |= {
-                "type": lambda text: {"on": True, "off": False}.get(text, convert(text)),
+                "type": lambda text: {"on": True, "off": False}.get(text, in_words(text)),
                 "metavar": "{" + ",".join(words) + "}",
             }
             group.add_argument(*flags, nargs="?", const=True, **shared)
@@ -242,7 +248,8 @@ class Parser(argparse.ArgumentParser):
         if many:
             shared["nargs"] = "*"
         hint = field.metadata.get("hint", "")
-        group.add_argument(*flags, type=converter(kind, choices, hint=hint), **shared)
+        convert = converter(kind, choices, words=number_words(annotation), hint=hint)
+        group.add_argument(*flags, type=convert, **shared)
 
 
 def unknown_option(text: str, names: Collection[str]) -> str:

@@ -15,13 +15,23 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def converter(
-    kind: type, choices: tuple[Scalar, ...] = (), *, hint: str = ""
+    kind: type,
+    choices: tuple[Scalar, ...] = (),
+    *,
+    words: tuple[str, ...] = (),
+    hint: str = "",
 ) -> Callable[[str], Scalar]:
-    """The conversion of one argument; its error names what is allowed, and ends with ``hint``."""
+    """The conversion of one argument; its error names what is allowed, and ends with ``hint``.
+
+    ``words`` may stand for a number.
+    """
     wanted = {int: "a whole number", float: "a number"}.get(kind, "some text, in UTF-8")
     allowed = "one of " + ", ".join(map(str, choices)) if choices else wanted
+    allowed = " or ".join([allowed, *words])
 
     def convert(text: str) -> Scalar:
+        if text in words:
+            return text
         try:
             value: Scalar | None = kind(text)
         except ValueError:
@@ -51,7 +61,8 @@ def fits_fp32(number: float) -> bool:
 def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
     """(element type, allowed values, takes several) of a field's annotation."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
+        kinds = [a for a in typing.get_args(annotation) if a is not type(None)]
+        (annotation,) = [a for a in kinds if a is float] or kinds
     if typing.get_origin(annotation) is typing.Literal:
         choices = typing.get_args(annotation)
         return type(choices[0]), choices, False
@@ -60,6 +71,13 @@ def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
         return element, choices, True
     assert isinstance(annotation, type), annotation
     return annotation, (), False
+
+
+def number_words(annotation: object) -> tuple[str, ...]:
+    """Words that may be typed for a number: of ``float | Literal["auto"]``, auto."""
+    kinds = typing.get_args(annotation) if value_shape(annotation)[0] is float else ()
+    literals = [a for a in kinds if typing.get_origin(a) is typing.Literal]
+    return tuple(word for each in literals for word in typing.get_args(each))
 
 
 def is_switch(annotation: object) -> bool:
@@ -88,7 +106,7 @@ def from_yaml(label: str, value: object, annotation: object, *, hint: str = "") 
             raise ValueError(f"{label} must be {allowed}, got {value!r}")
         return value
     kind, choices, many = value_shape(annotation)
-    convert = converter(kind, choices, hint=hint)
+    convert = converter(kind, choices, words=number_words(annotation), hint=hint)
     items = value if many and isinstance(value, list) else [value]
     if value is None and type(None) in typing.get_args(annotation):
         return None

@@ -1,7 +1,7 @@
-"""Learning rates of adapters, and the optimizer's parameter groups."""
+"""Learning rates of adapters, rules for them, and the optimizer's parameter groups."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,6 +17,98 @@ FULL_FINE_TUNING_RATE = 5e-5
 # for supervised and reinforcement learning, with alpha 32 as here.
 BEST_MULTIPLIER, MAX_MULTIPLIER = 10.0, 15.0
 
+# By how much the best rate falls with the width, relative to 2,000: fitted by Thinking Machines to
+# models of two families, and shipped in tinker-cookbook until its version of 2026. Elsewhere the
+# square root stands between them.
+RULE_WIDTH, RULE_ALPHA = 2000, 32.0
+WIDTH_EXPONENTS: Mapping[str, float] = {"llama": 0.781, "qwen": 0.0775}
+OTHER_EXPONENT = 0.5
+# Relative to SFT: what tinker-cookbook's recipes use, by the rule's rate for their models. RL 4e-5
+# on Llama-3.1-8B, distillation 1e-4 on Qwen3-8B, DPO 1e-5 on Llama-3.2-1B.
+STAGE_FACTORS: Mapping[str, float] = {"rlhf": 0.14, "distill": 0.21, "dpo": 0.02}
+# Samples of a step from which on a larger batch is known to cost adapters more than all weights.
+# TRL's page on the same paper advises less than 32; tinker-cookbook's sweeps have 128.
+MOST_SAMPLES = 128
+# An adapter is taken to hold 2 bits a parameter, and a token of an answer to bring 1.
+BITS_PER_PARAMETER, BITS_PER_TOKEN = 2.0, 1.0
+
+
+class RuledRates(NamedTuple):
+    """Peak rates by published rules."""
+
+    base: float  # where every weight trains
+    adapter: float
+    reason: str
+
+
+def ruled_rates(model_type: str, width: int, *, stage: str, lora: LoraConfig) -> RuledRates:
+    """Rates for a model of ``width`` hidden units, by its type, its ``stage`` and its adapter.
+
+    Full fine-tuning: ``5e-5 (2000 / width)^p``, with p of the family; adapters 10 times as much,
+    whatever their rank at the scale 32 / rank ("LoRA Without Regret"), and inversely to the scale:
+    in Adam's first steps the update is the rate times the scale. Other stages than SFT and reward
+    models have a factor of their own.
+    """
+    family = next((name for name in WIDTH_EXPONENTS if name in model_type), None)
+    exponent = WIDTH_EXPONENTS.get(family or "", OTHER_EXPONENT)
+    factor = STAGE_FACTORS.get(stage, 1.0)
+    base = FULL_FINE_TUNING_RATE * (RULE_WIDTH / width) ** exponent * factor
+    words = f"5e-05 x (2000 / {width})^{exponent:g}, the exponent of {family or 'other families'}"
+    words += f", x {factor:g} for {stage}" if factor != 1 else ""
+    if lora.lora_dim == 0:
+        return RuledRates(base, base, words)
+    stretch = RULE_ALPHA / lora.lora_alpha
+    if lora.use_rslora:
+        stretch /= lora.lora_dim**0.5
+    words += f", x {BEST_MULTIPLIER:g} for LoRA"
+    words += f", x {stretch:.3g} for its scale" if stretch != 1 else ""
+    return RuledRates(base, base * BEST_MULTIPLIER * stretch, words)
+
+
+def length_warning(*, num_steps: int, num_warmup_steps: int) -> str | None:
+    """A warning where a run ends before its warm-up, or None."""
+    if not 0 < num_steps <= num_warmup_steps:
+        return None
+    return (
+        f"the run has {num_steps} optimizer steps and --num_warmup_steps {num_warmup_steps}: the "
+        f"rate never reaches its peak; warm up for {num_steps // 10} steps, or train longer"
+    )
+
+
+def capacity_warnings(
+    lora: LoraConfig, *, samples_per_step: float, parameters: int, tokens: int
+) -> list[str]:
+    """Warnings of what adapters bear less well than all weights, by "LoRA Without Regret".
+
+    ``parameters`` are those that train, and ``tokens`` the supervised ones of the data.
+    """
+    if lora.lora_dim == 0:
+        return []
+    found = []
+    if samples_per_step > MOST_SAMPLES:
+        found.append(
+            f"a step has about {samples_per_step:,.0f} samples: batches above {MOST_SAMPLES} cost "
+            "adapters more loss than full fine-tuning, whatever their rank; lower "
+            "--gradient_accumulation_steps, --per_device_train_batch_size or --max_seq_len"
+        )
+    held, brought = BITS_PER_PARAMETER * parameters, BITS_PER_TOKEN * tokens
+    if brought > held:
+        rank = -(-lora.lora_dim * brought // held)
+        found.append(
+            f"an adapter of {parameters:,} parameters holds about {held:,.0f} bits, and the data's "
+            f"{tokens:,} supervised tokens bring about as many as there are of them: from some "
+            f"step on it learns more slowly than full fine-tuning; try --lora_dim {rank:.0f}"
+        )
+    return found
+
+
+def base_rate(optim: OptimConfig) -> float:
+    """Peak rate of base weights: the one given or, with ``auto``, that of the rules."""
+    if optim.learning_rate == "auto":
+        assert optim.ruled is not None, "the rules want to know the model"
+        return optim.ruled[0]
+    return optim.learning_rate
+
 
 def suggested_lora_rate(full_rate: float, multiplier: float = BEST_MULTIPLIER) -> float:
     """A learning rate for adapters: ``multiplier`` times a good one for training every weight.
@@ -29,13 +121,15 @@ def suggested_lora_rate(full_rate: float, multiplier: float = BEST_MULTIPLIER) -
 
 
 def adapter_learning_rate(optim: OptimConfig) -> float:
-    """Peak rate of the adapters: the one given, a multiple of the base's, or the default."""
+    """Peak rate of the adapters: the one given, a multiple of the base's, by rule or default."""
     if optim.lora_learning_rate is not None:
         return optim.lora_learning_rate
     if optim.lora_lr_multiplier is not None:
-        return suggested_lora_rate(optim.learning_rate, optim.lora_lr_multiplier)
+        return suggested_lora_rate(base_rate(optim), optim.lora_lr_multiplier)
+    if optim.learning_rate == "auto" and optim.ruled is not None:
+        return optim.ruled[1]
     default = optim.default_lora_learning_rate
-    return optim.learning_rate if default is None else default
+    return base_rate(optim) if default is None else default
 
 
 def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:
@@ -46,7 +140,7 @@ def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:
     """
     if lora.lora_dim == 0:
         return None
-    rate, full = adapter_learning_rate(optim), min(optim.learning_rate, FULL_FINE_TUNING_RATE)
+    rate, full = adapter_learning_rate(optim), min(base_rate(optim), FULL_FINE_TUNING_RATE)
     if rate < 2 * full:
         return (
             f"adapters train at {rate:g}, a rate of full fine-tuning; about 10 times as much is "
@@ -99,8 +193,8 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     layers, expert_rate = (own & matrices) - experts, expert_rate or rate
     decay = optim.weight_decay
     groups = [
-        group("base", base & matrices, optim.learning_rate, decay),
-        group("base_no_decay", base - matrices, optim.learning_rate, 0.0),
+        group("base", base & matrices, base_rate(optim), decay),
+        group("base_no_decay", base - matrices, base_rate(optim), 0.0),
         group("lora", layers - fast, rate, decay),
         group("lora_B", layers & fast, rate * ratio, decay),
         group("experts", experts - fast, expert_rate, decay),

@@ -19,6 +19,13 @@ Mask = Tensor | BlockMask
 WITHOUT_MASK = {"linear_attention", "conv", "mlp", "moe"}
 
 
+def sequence_lengths(segment_ids: Tensor) -> Tensor:
+    """(B, T) fp32 tokens of the sequence that each token is of, of (B, T) ids from 0 to T."""
+    counts = segment_ids.new_zeros(len(segment_ids), segment_ids.shape[1] + 1)
+    counts = counts.scatter_add(1, segment_ids, torch.ones_like(segment_ids))
+    return counts.gather(1, segment_ids).float()
+
+
 class Backbone:
     """Runs the model below its head, every sequence of a row by itself.
 
@@ -26,6 +33,8 @@ class Backbone:
         model: the whole transformers model.
         records_routers: keep what routers of experts score each token with, in
             ``router_logits``, (tokens, E) of each layer of the last forward pass.
+        noise_alpha: NEFTune's alpha: embeddings of tokens get uniform noise of up to
+            ``alpha / sqrt(L d)``, L the tokens of the sequence and d the width; 0: none.
         own_mask: the model makes its own mask, from which positions are padding, for
             architectures that take no other; rows must hold one sequence each.
         by_spans: whether the model's layers accept spans: which tokens are a sequence.
@@ -40,6 +49,7 @@ class Backbone:
         if self.by_spans:
             understand_spans()
             separate_sequences(model)
+        self.noise_alpha, self._magnitudes = 0.0, None  # type: tuple[float, Tensor | None]
         self.records_routers = False
         self.router_logits: tuple[Tensor, ...] = ()
         self._group = group_of(model)
@@ -64,7 +74,13 @@ class Backbone:
         )
         if self.records_routers:
             inputs["output_router_logits"] = True
+        if self.noise_alpha:
+            lengths = sequence_lengths(segment_ids)
+            if places is not None:
+                lengths = lengths.flatten()[places][None]
+            self._magnitudes = self.noise_alpha / lengths.clamp(min=1).sqrt()
         output = self.model.base_model(**inputs)
+        self._magnitudes = None
         if self.records_routers:
             self.router_logits = output.router_logits
         hidden: Tensor = output.last_hidden_state[:, :count].flatten(0, 1)
@@ -72,6 +88,13 @@ class Backbone:
             padded = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
             hidden = padded.index_copy(0, places, hidden)
         return hidden.view(*input_ids.shape, -1)
+
+    def add_noise(self, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
+        """The forward hook of the embedding that adds NEFTune's noise (arXiv:2310.05914)."""
+        if self._magnitudes is None:
+            return None
+        size = (self._magnitudes / output.shape[-1] ** 0.5)[..., None].to(output.dtype)
+        return output + torch.empty_like(output).uniform_(-1, 1) * size
 
     def prepare(
         self,

@@ -78,7 +78,7 @@ class CausalLMLoss(LMHeadModel):
 
     Hidden states of supervised positions alone reach the output head, a chunk at a time. Labels are
     smoothed in training alone, where ``router_aux_loss_coef`` times the load-balancing loss of the
-    model's experts is added for each supervised token.
+    model's experts is added for each supervised token, and NEFTune's noise to embeddings.
 
     Raises:
         ValueError: if the model has no such loss.
@@ -90,8 +90,12 @@ class CausalLMLoss(LMHeadModel):
         *,
         label_smoothing: float = 0.0,
         router_aux_loss_coef: float = 0.0,
+        neftune_noise_alpha: float = 0.0,
     ) -> None:
         super().__init__(model)
+        self.noise_alpha = neftune_noise_alpha
+        if neftune_noise_alpha:
+            model.get_input_embeddings().register_forward_hook(self.backbone.add_noise)
         self.label_smoothing, self.router_aux_loss_coef = label_smoothing, router_aux_loss_coef
         self._balance = balancing_loss(model, router_aux_loss_coef)
         self.head = LinearHead(model.get_output_embeddings(), model.config.vocab_size)
@@ -107,6 +111,7 @@ class CausalLMLoss(LMHeadModel):
     ) -> Tensor:
         """Summed cross-entropy, fp32 scalar in nats; all arguments as in ``Batch``."""
         smoothing = self.label_smoothing if self.training else 0.0
+        self.backbone.noise_alpha = self.noise_alpha if self.training else 0.0
         rows = input_ids, position_ids, segment_ids, None, spans
         if self.full_logits:
             logits = self.logits(logit_positions, *rows)
@@ -353,7 +358,9 @@ class DivergenceHead(nn.Module):
             return table.gather(1, tokens[:, None]).squeeze(1), entropies, divergences
 
         parts = (torch.split(each, self.rows) for each in (student, teacher, tokens))
-        chunks = [checkpoint(of_chunk, *each, use_reentrant=False) for each in zip(*parts)]
+        chunks = [
+            checkpoint(of_chunk, *each, use_reentrant=False) for each in zip(*parts, strict=True)
+        ]
         logprobs, entropies, divergences = map(torch.cat, zip(*chunks, strict=True))
         return logprobs, entropies, divergences
 

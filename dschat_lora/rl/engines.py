@@ -144,18 +144,23 @@ class Engines:
                 logprobs, entropies = self.actor(role, *inputs, self.temperature, batch.spans)
         return batch.table(logprobs, width), batch.table(entropies, width)
 
-    def compared(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What :meth:`policy` gives of the actor, and its (n, width) divergences from the teacher.
+    def actor_outputs(
+        self, batch: ResponseBatch, width: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What :meth:`policy` gives of the actor, and its (n, width) divergences from a teacher.
 
-        The divergences alone have a gradient, and entropies where there is a bonus for them.
+        None where none are learnt from; else they alone have a gradient, and entropies where there
+        is a bonus for them.
         """
+        if self.actor.module.divergence is None:
+            return *self.policy(batch, width), None
         for attempt in self.retry.forward():
             with attempt:
                 logprobs, entropies, divergences = self.actor(
                     "divergence", batch, batch.for_reference, self.temperature
                 )
-        tables = (batch.table(each, width) for each in (logprobs.detach(), entropies, divergences))
-        return tuple(tables)  # type: ignore[return-value]
+        known = batch.table(logprobs.detach(), width), batch.table(entropies, width)
+        return *known, batch.table(divergences, width)
 
     def values(self, batch: ResponseBatch, width: int) -> Tensor:
         """(n, width) values before each response token."""
@@ -193,7 +198,8 @@ def build_engines(setup: RlhfSetup) -> Engines:
         "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
         "reference": Policy(roles.reference.model),
     }
-    beta, scorers = config.teacher.beta, {}
+    beta = config.teacher.beta
+    scorers: dict[str, Any] = {}
     if config.ppo.rules.distills and beta is not None:
         own["divergence"] = DivergenceHead(
             roles.actor.model, roles.reference.model, beta=beta, entropy_trains=entropy_trains
@@ -232,8 +238,11 @@ def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfCon
     actor, reference = (engines.actor.module.policy(name) for name in ("actor", "reference"))
     of_one = actor.model.config.to_dict() == reference.model.config.to_dict()
     policies = [[actor, reference]] if of_one else [[actor], [reference]]
-    scorers = [roles[name] for name in ("critic", "reward") if name in roles]
-    alike = [[each.backbone for each in group] for group in (*policies, scorers)]
+    groups: list[list[Any]] = [
+        *policies,
+        [roles[name] for name in ("critic", "reward") if name in roles],
+    ]
+    alike = [[each.backbone for each in group] for group in groups]
     shares_prompts = True
     for backbones in filter(None, alike):
         report = check_architecture(backbones[0], vocab_size=vocab_size, device=device)

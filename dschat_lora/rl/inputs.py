@@ -186,7 +186,7 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
     for role in ("actor", "critic"):
         options: RoleConfig = getattr(config, role)
         frozen = options.lora_dim > 0 and config.classic.only_optimize_lora
-        if frozen and f"{role}_learning_rate" in given:
+        if frozen and f"{role}_learning_rate" in given and options.learning_rate != "auto":
             notes.append(
                 f"--{role}_learning_rate has no effect: the adapter alone trains, at "
                 f"--{role}_lora_learning_rate"

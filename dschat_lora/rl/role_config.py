@@ -11,6 +11,7 @@ from dschat_lora.config.groups import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    Rate,
     ScheduleConfig,
     Switch,
     require,
@@ -51,7 +52,11 @@ class RoleConfig:
     lora_module_name: str | None = classic(
         None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
     )
-    learning_rate: float = option(9.65e-6, help="peak rate of base weights, where they train")
+    learning_rate: Rate = option(
+        9.65e-6,
+        help="peak rate of base weights, where they train; auto: by published rules for width and "
+        "stage, that of the adapter too",
+    )
     lora_learning_rate: float = option(5e-4, help="peak rate of the adapter")
     expert_learning_rate: float | None = option(
         None, help="peak rate of experts' adapters in a mixture; default: that of the adapter"
@@ -68,6 +73,9 @@ class RoleConfig:
     dropout: float = classic(
         0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
     )
+
+    # of base weights and of the adapter, by auto; None until the model is known
+    ruled: tuple[float, float] | None = hidden(None)
 
     def __post_init__(self) -> None:
         role = self.role
@@ -112,10 +120,11 @@ class RoleConfig:
 
     def optim(self, schedule: ScheduleConfig) -> OptimConfig:
         """Options of its optimizer."""
+        base, adapter = self.ruled or (self.learning_rate, self.lora_learning_rate)
         return OptimConfig(
             **vars(schedule),
-            learning_rate=self.learning_rate,
-            lora_learning_rate=self.lora_learning_rate,
+            learning_rate=base,
+            lora_learning_rate=adapter,
             expert_learning_rate=self.expert_learning_rate,
             weight_decay=self.weight_decay,
         )
@@ -140,7 +149,8 @@ class TeacherConfig:
         None, help="bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits"
     )
     teacher_system_prompt: str | None = option(
-        None, help="system message that the teacher reads before each prompt, and the actor does not"
+        None,
+        help="system message that the teacher reads before each prompt, and the actor does not",
     )
     distill_loss: DistillLoss = option(
         "reverse_kl",
@@ -153,8 +163,8 @@ class TeacherConfig:
     )
     on_policy_share: float = option(
         1.0,
-        help="share of the responses that the actor draws, in [0, 1]; the others are the data's own "
-        "answers (GKD's lambda)",
+        help="share of the responses that the actor draws, in [0, 1]; the others are answers of "
+        "the data (GKD's lambda)",
     )
 
     def __post_init__(self) -> None:
@@ -162,8 +172,8 @@ class TeacherConfig:
         require_numbers(self, "in [0, 1]", "on_policy_share")
         if self.on_policy_share < 1 and self.beta is None:
             raise ValueError(
-                f"--on_policy_share {self.on_policy_share:g} learns from answers that the actor did "
-                "not draw, which --distill_loss sampled_reverse_kl cannot: use "
+                f"--on_policy_share {self.on_policy_share:g} learns from answers that the actor "
+                "did not draw, which --distill_loss sampled_reverse_kl cannot: use "
                 f"{', '.join(get_args(DistillLoss)[:3])}"
             )
         if self.on_policy_share < 1 and self.teacher_system_prompt is not None:
@@ -174,7 +184,7 @@ class TeacherConfig:
 
     @property
     def beta(self) -> float | None:
-        """That of :func:`~dschat_lora.algos.distillation.generalized_jsd`; None: of drawn tokens."""
+        """That of :func:`~dschat_lora.algos.distillation.generalized_jsd`; None: none is used."""
         return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": self.jsd_beta}.get(self.distill_loss)
 
     def model(self, load: LoadConfig) -> ModelConfig:

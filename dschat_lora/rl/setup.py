@@ -17,6 +17,7 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
+from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.blocks import offload_inputs, recompute_blocks
 from dschat_lora.models.build import check_targets
 from dschat_lora.models.composite import Task
@@ -124,6 +125,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     config = _with_fitting_lengths(config, sources)
     group = tensor_group(config.parallel)
     _check_layers(config, sources, group)
+    config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
     episodes = _episodes(config, tokenizer)
     agents = _agents(config, tokenizer, run)
@@ -292,6 +294,26 @@ def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
             options: RoleConfig | TeacherConfig = getattr(config, role)
             fields.append(load_config(source.base, options.model(config.load)).to_dict())
     return fit_lengths(config, fields)
+
+
+def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]) -> RlhfConfig:
+    """With rates by published rules for roles whose ``learning_rate`` is auto; shown, recorded."""
+    found = {"actor": config.actor, "critic": config.critic}
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
+        options = found[role]
+        if options.learning_rate != "auto":
+            continue
+        source = sources.by_role.get(role, sources.actor)
+        model = load_config(source.base, options.model(config.load))
+        lora = options.lora(config.classic.only_optimize_lora)
+        rates = ruled_rates(model.model_type, model.hidden_size, stage=config.stage, lora=lora)
+        typed = f"{role}_lora_learning_rate" in config.given
+        adapter = options.lora_learning_rate if typed else rates.adapter
+        found[role] = replace(options, ruled=(rates.base, adapter))
+        rate = adapter if lora.lora_dim else rates.base
+        run.log.say(f"  rate         {role} {rate:.3g} by auto: {rates.reason}")
+        run.record.update({"rates": {role: each.ruled for role, each in found.items()}})
+    return replace(config, actor=found["actor"], critic=found["critic"])
 
 
 def _check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None) -> None:

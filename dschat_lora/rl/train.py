@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dschat_lora.engine.distributed import sum_over_processes
 from dschat_lora.engine.state import EngineState
+from dschat_lora.lora.rates import length_warning
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.rl.advice import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.rl.config import RlhfConfig
@@ -50,6 +51,9 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
     _announce(schedule, run.log.say)
+    warmup = config.optim.num_warmup_steps
+    if warning := length_warning(num_steps=schedule.num_steps, num_warmup_steps=warmup):
+        run.log.say(f"  warning      {warning}")
     evaluator = RlhfEvaluator(setup, engines, generator, trainer.diagnostics, trainer.state)
     checkpointer = _make_checkpointer(trainer, evaluator)
     checkpointer.restore(num_steps=schedule.num_steps)

@@ -185,12 +185,8 @@ class Updater:
         largest = torch.zeros((), device=engines.actor.device)
         for batch in batches:
             last = batch is batches[-1]
-            divergence = None
             with torch.set_grad_enabled(actor_learns):
-                if engines.actor.module.divergence is None:
-                    logprobs, entropy = engines.policy(batch, width)
-                else:
-                    logprobs, entropy, divergence = engines.compared(batch, width)
+                logprobs, entropy, divergence = engines.actor_outputs(batch, width)
             values = None
             if engines.critic is not None:
                 values = self._rescale_values(engines.values(batch, width))

@@ -87,16 +87,18 @@ class TrainingLoop:
         checkpointer: Checkpointer,
         log: RunLog,
         restart_clock: Callable[[], None] = lambda: None,
+        ends_early: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare the loop of a run.
 
         ``evaluate`` is called with the optimizer steps made; an interval that ends after
         ``evaluated_up_to()`` steps is due. ``restart_clock`` is called where time was spent on
-        something else than training.
+        something else than training. ``ends_early`` says whether evaluations ask for an end.
         """
         self._schedule, self._progress, self._log = schedule, progress, log
         self._evaluate, self._evaluated_up_to = evaluate, evaluated_up_to
         self._checkpointer, self._restart_clock = checkpointer, restart_clock
+        self._ends_early = ends_early
 
     def begin(self) -> None:
         """Evaluate where that is due before the first iteration."""
@@ -108,8 +110,8 @@ class TrainingLoop:
         self._log.expect(total, progress.iteration)
         self._restart_clock()
 
-    def after_iteration(self, requests: list[float], *, skipped: bool, scales_loss: bool) -> None:
-        """Evaluate and save where that is due after an iteration, or at the end.
+    def after_iteration(self, requests: list[float], *, skipped: bool, scales_loss: bool) -> bool:
+        """Evaluate and save where that is due after an iteration, or at the end; whether it is.
 
         Args:
             requests: those of the checkpointer, summed over ranks.
@@ -127,9 +129,11 @@ class TrainingLoop:
         evaluates = self._eval_is_due() and not checkpointer.is_stopping(requests, last=last)
         if evaluates:
             self._evaluate_or_stop()
+            last = last or self._ends_early()
         saved = checkpointer.after_step(progress.step, requests, skipped=skipped, last=last)
         if saved or evaluates:
             self._restart_clock()
+        return last
 
     def _eval_is_due(self) -> bool:
         iteration, interval = self._progress.iteration, self._schedule.eval_interval

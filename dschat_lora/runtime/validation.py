@@ -56,7 +56,10 @@ ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 # Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
 BUNDLED_SEQ_LEN = 128
-_SFT_ONLY = ("train_on_prompt", "sft_only_data_path", "router_aux_loss_coef")
+_SFT_ONLY = (
+    *("train_on_prompt", "sft_only_data_path", "router_aux_loss_coef"),
+    "neftune_noise_alpha",
+)
 _LORA_ONLY = (
     *("lora_alpha", "lora_dropout", "use_rslora", "train_bias", "enable_lora"),
     *("only_optimize_lora", "lora_learning_rate", "lora_lr_multiplier", "loraplus_lr_ratio"),
@@ -325,7 +328,12 @@ def announce(
         notes += [
             f"--{name} has no effect without --lora_dim" for name in _LORA_ONLY if name in given
         ]
-    elif lora.only_optimize_lora and own_rate and "learning_rate" in given:
+    elif (
+        lora.only_optimize_lora
+        and "learning_rate" in given
+        and (optim.learning_rate != "auto" or optim.lora_learning_rate is not None)
+        and own_rate
+    ):
         notes.append("--learning_rate has no effect: adapters alone train, at --lora_learning_rate")
     notes += parallel_without_effect(config.parallel)
     if "eot_token" in given and not config.model.add_eot_token:

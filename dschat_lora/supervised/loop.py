@@ -240,11 +240,13 @@ def fit(
     evaluate_at: Callable[[int], None],
     checkpointer: Checkpointer,
     extra_flops: Callable[[StepCounts], Flops] | None = None,
+    ends_early: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train by the schedule from where ``progress`` is; call on every rank.
 
     ``rate_factor`` multiplies the peak rates, by steps done. ``extra_flops`` are those of a step
-    besides forward and backward, such as those of a reference.
+    besides forward and backward, such as those of a reference. ``ends_early`` says after an
+    evaluation whether the run ends there.
     """
     loop = TrainingLoop(
         schedule,
@@ -254,8 +256,11 @@ def fit(
         checkpointer=checkpointer,
         log=log,
         restart_clock=meter.start,
+        ends_early=ends_early,
     )
     loop.begin()
+    if ends_early():  # before it was resumed
+        return
     for result in train_steps(
         engine,
         seeded_windows(loader, schedule, start=progress.step, seed=seed),
@@ -274,9 +279,9 @@ def fit(
             log.write("event", step, {"event": "skipped_step", **asdict(outcome)})
         if step % schedule.logging_steps == 0 or step == schedule.num_steps:
             log.say_metrics(train_line(step, schedule.num_steps, metrics | meter.window()))
-        loop.after_iteration(
-            result.requests, skipped=outcome.skipped, scales_loss=outcome.loss_scale > 1
-        )
+        scales_loss = outcome.loss_scale > 1
+        if loop.after_iteration(result.requests, skipped=outcome.skipped, scales_loss=scales_loss):
+            return
 
 
 def seeded_windows(

@@ -4,12 +4,18 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dschat_lora.config.groups import OptimConfig
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
 from dschat_lora.lora.merge import check_mergeable
-from dschat_lora.lora.rates import parameter_groups, rate_warning
+from dschat_lora.lora.rates import (
+    adapter_learning_rate,
+    parameter_groups,
+    rate_warning,
+    ruled_rates,
+)
 from dschat_lora.models.blocks import (
     FLEX_ATTENTION,
     compile_blocks,
@@ -25,6 +31,7 @@ from dschat_lora.models.build import (
 )
 from dschat_lora.models.loading import (
     ModuleT,
+    PretrainedConfig,
     Tokenizer,
     attention_note,
     load_config,
@@ -97,9 +104,12 @@ def set_up(
         group=group,
     )
     # A model of the hub is known only here.
-    fields = load_config(source.base, config.model).to_dict()
+    model_config = load_config(source.base, config.model)
+    fields = model_config.to_dict()
     length = fitting_length(config.data.max_seq_len, source, config.given, fields=fields)
     config = replace(config, data=replace(config.data, max_seq_len=length))
+    if config.optim.learning_rate == "auto":
+        config = replace(config, optim=_ruled(config, model_config, run))
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind)
     settings = engine_settings(
@@ -131,6 +141,19 @@ def set_up(
         identity = state_identity(adapted, tokenizer, data, settings)
         shard_model(adapted.model, settings)
     return SupervisedSetup(config, source, tokenizer, data, settings, adapted, identity, run)
+
+
+def _ruled(
+    config: SupervisedConfig, model_config: PretrainedConfig, run: OpenRun[SupervisedConfig]
+) -> OptimConfig:
+    """The options with rates by published rules, which are shown and recorded."""
+    kind, width = model_config.model_type, model_config.hidden_size
+    rates = ruled_rates(kind, width, stage=run.stage, lora=config.lora)
+    optim = replace(config.optim, ruled=(rates.base, rates.adapter))
+    rate = adapter_learning_rate(optim) if config.lora.lora_dim else rates.base
+    run.log.say(f"  rate         {rate:.3g} by --learning_rate auto: {rates.reason}")
+    run.record.update({"rates": rates._asdict()})
+    return optim
 
 
 def _resolve_recomputation(

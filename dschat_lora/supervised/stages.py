@@ -38,7 +38,7 @@ from dschat_lora.supervised.kto import say_balance
 from dschat_lora.supervised.loop import make_train_schedule
 from dschat_lora.supervised.objectives import SUPERVISED, reward_objective
 from dschat_lora.supervised.setup import SupervisedSetup, build_engine, note_unused_margins, set_up
-from dschat_lora.supervised.train import make_answers, train
+from dschat_lora.supervised.train import make_answers, size_warnings, train
 
 
 def run_sft(config: SupervisedConfig, caller: Caller = NOBODY) -> Path | None:
@@ -71,8 +71,11 @@ def train_sft(run: OpenRun[SupervisedConfig]) -> None:
     if run.directory is None:
         show_plan(setup, "samples")
         return
-    coefficient = run.config.model.router_aux_loss_coef
-    network = CausalLMLoss(setup.adapted.model, router_aux_loss_coef=coefficient)
+    network = CausalLMLoss(
+        setup.adapted.model,
+        router_aux_loss_coef=run.config.model.router_aux_loss_coef,
+        neftune_noise_alpha=run.config.model.neftune_noise_alpha,
+    )
     engine = build_engine(setup, network)
     resolve_head(engine, len(setup.tokenizer), run)
     layout, answers = make_sample_layout(setup, engine), make_answers(setup, engine)
@@ -130,6 +133,8 @@ def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None =
     config, run = setup.config, setup.run
     loader = train_loader(setup, setup.data.train, _planned_layout(setup, kind, pairs))
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
+    for warning in size_warnings(setup, loader, schedule):
+        run.log.say(f"  warning      {warning}")
     passes = schedule.num_steps / max(1, loader.steps_per_epoch)
     flops = passes * _epoch_flops(setup, loader.counts) / data_world_size()
     if flops:

@@ -1,17 +1,20 @@
 """Training, evaluating and saving in the supervised stages, once engine and data are there."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from dschat_lora.config.groups import is_on
+from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.state import EngineState
+from dschat_lora.lora.rates import capacity_warnings, length_warning
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.perf.shape import describe as describe_shape
@@ -19,7 +22,9 @@ from dschat_lora.perf.throughput import Flops, Meter, StepCounts, device_peak
 from dschat_lora.report.log import summary_lines
 from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
-from dschat_lora.runtime.loop import AnswerLog, RateFactor, standard_schedule
+from dschat_lora.runtime.loop import AnswerLog, EvalResults, RateFactor, standard_schedule
+from dschat_lora.runtime.run import OpenRun
+from dschat_lora.runtime.setup import trained_elements
 from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,
@@ -27,7 +32,7 @@ from dschat_lora.supervised.evaluation import (
     first_prompts,
     first_sequences,
 )
-from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
+from dschat_lora.supervised.loop import TrainProgress, TrainSchedule, fit, make_train_schedule
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
 
@@ -66,6 +71,8 @@ def train(
     config, run = setup.config, setup.run
     loader = train_loader(setup, data.train, batch_layout)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
+    for warning in size_warnings(setup, loader, schedule):
+        run.log.say(f"  warning      {warning}")
     evaluator = SupervisedEvaluator(setup, engine, data.eval, batch_layout, objective)
     meter, progress = make_meter(setup, engine), TrainProgress()
     parts: dict[str, Stateful] = {"progress": progress, "evaluation": evaluator.results}
@@ -98,12 +105,45 @@ def train(
             evaluate_at=evaluate_at,
             checkpointer=checkpointer,
             extra_flops=extra_flops,
+            ends_early=partial(ends_early, run, evaluator.results),
         )
     if schedule.num_steps and answers is not None:
         answers.show("after")
     # Without a step there is nothing to save, unless base and adapter are to become one model.
     if schedule.num_steps or config.run.merge_adapter:
         finish(setup, engine, results=evaluator.before_and_after(), meter=meter)
+
+
+def ends_early(run: OpenRun[SupervisedConfig], results: EvalResults) -> bool:
+    """Whether ``--early_stopping_patience`` ends the run after its latest evaluation."""
+    patience = run.config.optim.early_stopping_patience
+    losses = [float(each["loss"]) for each in results.by_step.values()]
+    if not patience or evaluations_since_best(losses) < patience:
+        return False
+    run.log.say(
+        f"the held-out loss was lowest {patience} evaluations ago: the run ends early, by "
+        f"--early_stopping_patience {patience}"
+    )
+    return True
+
+
+def evaluations_since_best(losses: Sequence[float]) -> int:
+    """Evaluations after the first with the lowest loss; NaN is as high as infinity."""
+    known = [math.inf if math.isnan(loss) else loss for loss in losses]
+    return len(known) - 1 - known.index(min(known)) if known else 0
+
+
+def size_warnings(setup: SupervisedSetup, loader: StepLoader, schedule: TrainSchedule) -> list[str]:
+    """What is doubtful about the run's length, its batches, and the rank for so much data."""
+    optim, counts = setup.config.optim, loader.counts
+    own = length_warning(num_steps=schedule.num_steps, num_warmup_steps=optim.num_warmup_steps)
+    found = [] if own is None else [own]
+    return found + capacity_warnings(
+        setup.config.lora,
+        samples_per_step=len(counts.tokens) / max(1, loader.steps_per_epoch),
+        parameters=trained_elements(setup.adapted.model),
+        tokens=int(counts.targets.sum()),
+    )
 
 
 def _make_checkpointer(

@@ -6,8 +6,11 @@ from dschat_lora.config.groups import LoraConfig, OptimConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.rates import (
     adapter_learning_rate,
+    capacity_warnings,
+    length_warning,
     parameter_groups,
     rate_warning,
+    ruled_rates,
     suggested_lora_rate,
 )
 
@@ -161,3 +164,63 @@ def test_sharded_matrix_is_still_a_matrix():
     sharded.data = torch.empty(0)
     groups = {g["name"]: g for g in parameter_groups(model, OptimConfig(weight_decay=0.1))}
     assert any(p is sharded for p in groups["base"]["params"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "width", "stage", "lora", "base", "adapter"),
+    [
+        # Worked out from the rules: 2000 / 4096 to the powers 0.781, 0.0775 and 0.5.
+        ("llama", 4096, "sft", {"lora_dim": 32}, 2.855e-5, 2.855e-4),
+        ("qwen3", 4096, "reward", {"lora_dim": 1}, 4.730e-5, 4.730e-4),
+        ("opt", 4096, "sft", {"lora_dim": 8}, 3.494e-5, 3.494e-4),
+        # The recipes that the factors of the stages come from.
+        ("llama", 4096, "rlhf", {"lora_dim": 32}, 4e-6, 4e-5),
+        ("qwen3", 4096, "distill", {"lora_dim": 128}, 1e-5, 1e-4),
+        ("llama", 2048, "dpo", {"lora_dim": 32}, 1e-6, 1e-5),
+        # The update of a step is the rate times the scale.
+        ("opt", 2000, "sft", {"lora_dim": 16, "lora_alpha": 64}, 5e-5, 2.5e-4),
+        ("opt", 2000, "sft", {"lora_dim": 16, "use_rslora": True}, 5e-5, 1.25e-4),
+        ("opt", 2000, "sft", {"lora_dim": 0}, 5e-5, 5e-5),
+    ],
+)
+def test_rates_by_rule_are_those_that_were_published(model_type, width, stage, lora, base, adapter):
+    found = ruled_rates(model_type, width, stage=stage, lora=LoraConfig(**lora))
+    assert found.base == pytest.approx(base, rel=0.02)
+    assert found.adapter == pytest.approx(adapter, rel=0.02)
+
+
+def test_the_reason_of_a_rate_names_each_factor():
+    lora = LoraConfig(lora_dim=4, lora_alpha=16)
+    reason = ruled_rates("qwen2", 896, stage="rlhf", lora=lora).reason
+    assert reason == (
+        "5e-05 x (2000 / 896)^0.0775, the exponent of qwen, x 0.14 for rlhf, x 10 for LoRA, "
+        "x 2 for its scale"
+    )
+
+
+def test_a_run_that_ends_before_its_warm_up_is_warned_of():
+    assert length_warning(num_steps=11, num_warmup_steps=10) is None
+    assert length_warning(num_steps=0, num_warmup_steps=10) is None
+    warning = length_warning(num_steps=50, num_warmup_steps=50)
+    assert warning.startswith("the run has 50 optimizer steps and --num_warmup_steps 50")
+    assert "warm up for 5 steps" in warning
+
+
+@pytest.mark.parametrize(
+    ("samples", "tokens", "words"),
+    [
+        (128, 2000, []),
+        (129, 2000, ["a step has about 129 samples"]),
+        # 1,000 parameters hold 2,000 bits; five times as many want five times the rank.
+        (8, 10000, ["--lora_dim 40"]),
+        (8, 2001, ["--lora_dim 9"]),
+    ],
+)
+def test_batches_and_data_that_are_too_much_for_an_adapter_are_warned_of(samples, tokens, words):
+    lora = LoraConfig(lora_dim=8)
+    sizes = {"samples_per_step": samples, "parameters": 1000, "tokens": tokens}
+    found = capacity_warnings(lora, **sizes)
+    assert len(found) == len(words)
+    for warning, expected in zip(found, words, strict=True):
+        assert expected in warning
+    assert capacity_warnings(LoraConfig(), **sizes) == []

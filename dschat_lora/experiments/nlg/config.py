@@ -224,6 +224,7 @@ class NlgOptimConfig(OptimConfig):
         help="shape of the rate over the steps, as in the original; cycle follows --i_steps and "
         "--i_lrs",
     )
+    learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
     i_steps: str | None = option(
         None, help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the last ends the run"
     )

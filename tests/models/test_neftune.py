@@ -1,0 +1,74 @@
+"""NEFTune's noise is that of transformers, and of each sequence's own length in packed rows."""
+
+import pytest
+import torch
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.models.causal_lm import CausalLMLoss
+from helpers.tiny import ragged_samples, tiny_model
+
+ALPHA = 30.0
+
+
+def loss_of(network, batch):
+    places = batch.input_ids, batch.position_ids, batch.segment_ids, batch.logit_positions
+    torch.manual_seed(5)
+    return network(*places, batch.target_ids, batch.spans)
+
+
+def packed(samples):
+    return SampleCollator(pad_id=0)([samples])
+
+
+def noise_of(samples, monkeypatch, kind="opt"):
+    """What is added to the embeddings of a packed row, with its samples' lengths."""
+    network = CausalLMLoss(tiny_model(kind), neftune_noise_alpha=ALPHA).train()
+    found, add = [], network.backbone.add_noise
+
+    def watched(module, inputs, output):
+        noisy = add(module, inputs, output)
+        found.append((noisy - output).detach())
+        return noisy
+
+    embedding = network.model.get_input_embeddings()
+    embedding._forward_hooks.clear()
+    embedding.register_forward_hook(watched)
+    loss_of(network, packed(samples))
+    return found[0].flatten(0, 1)
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+def test_loss_of_a_single_sequence_is_that_of_transformers_hook(kind):
+    sample = [s for s in ragged_samples(20) if len(s.input_ids) > 8][:1]
+    ours = loss_of(
+        CausalLMLoss(tiny_model(kind), neftune_noise_alpha=ALPHA).train(), packed(sample)
+    )
+    model = tiny_model(kind)
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = ALPHA
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    theirs = loss_of(CausalLMLoss(model).train(), packed(sample))
+    plain = loss_of(CausalLMLoss(tiny_model(kind)).train(), packed(sample))
+    torch.testing.assert_close(ours, theirs)
+    assert abs(ours - plain) > 1e-3 * abs(plain)
+
+
+def test_noise_of_a_packed_row_is_bounded_by_each_sequences_own_length(monkeypatch):
+    samples = [s for s in ragged_samples(40) if len(s.input_ids) in (5, 16)]
+    short = next(s for s in samples if len(s.input_ids) == 5)
+    long = next(s for s in samples if len(s.input_ids) == 16)
+    noise = noise_of([short, long], monkeypatch)
+    for rows, length in ((noise[:5], 5), (noise[5:21], 16)):
+        bound = ALPHA / (length * 32) ** 0.5
+        largest = rows.abs().max().item()
+        assert 0.95 * bound < largest <= bound * (1 + 1e-6)
+
+
+def test_evaluation_has_no_noise():
+    batch = packed(ragged_samples(2))
+    noisy = CausalLMLoss(tiny_model("opt"), neftune_noise_alpha=ALPHA)
+    network = noisy.train()
+    loss_of(network, batch)
+    expected = loss_of(CausalLMLoss(tiny_model("opt")).eval(), batch)
+    torch.testing.assert_close(loss_of(network.eval(), batch), expected)
