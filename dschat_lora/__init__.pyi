@@ -37,6 +37,7 @@ def sft(
     chat_template: str | None = None,
     dropout: float = 0.0,
     router_aux_loss_coef: float = 0.0,
+    neftune_noise_alpha: float = 0.0,
     eval_ratio: float = 0.05,
     max_seq_len: int = 512,
     packing: bool = True,
@@ -57,7 +58,7 @@ def sft(
     per_device_train_batch_size: int = 16,
     gradient_accumulation_steps: int = 1,
     tokens_per_device: int = 0,
-    learning_rate: float = 5e-05,
+    learning_rate: float | Literal['auto'] = 5e-05,
     lora_learning_rate: float | None = None,
     lora_lr_multiplier: float | None = None,
     lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
@@ -69,6 +70,7 @@ def sft(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
+    early_stopping_patience: int = 0,
     seed: int = 1234,
     lora_dim: int = 0,
     lora_alpha: float = 32.0,
@@ -145,6 +147,7 @@ def sft(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
         dropout (float): every dropout probability of the base model, in [0, 1)
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
         packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
@@ -165,7 +168,7 @@ def sft(
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float): peak rate of base weights, where they train
+        learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
@@ -177,6 +180,7 @@ def sft(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
+        early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         seed (int): seed of initialisation, order and sampling
         lora_dim (int): rank r of the update; 0 trains every weight
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -238,6 +242,7 @@ def reward(
     chat_template: str | None = None,
     dropout: float = 0.0,
     router_aux_loss_coef: float = 0.0,
+    neftune_noise_alpha: float = 0.0,
     eval_ratio: float = 0.05,
     max_seq_len: int = 512,
     packing: bool = False,
@@ -258,7 +263,7 @@ def reward(
     per_device_train_batch_size: int = 16,
     gradient_accumulation_steps: int = 1,
     tokens_per_device: int = 0,
-    learning_rate: float = 5e-05,
+    learning_rate: float | Literal['auto'] = 5e-05,
     lora_learning_rate: float | None = None,
     lora_lr_multiplier: float | None = None,
     lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
@@ -270,6 +275,7 @@ def reward(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
+    early_stopping_patience: int = 0,
     seed: int = 1234,
     lora_dim: int = 0,
     lora_alpha: float = 32.0,
@@ -328,6 +334,7 @@ def reward(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
         dropout (float): every dropout probability of the base model, in [0, 1)
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
         packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
@@ -348,7 +355,7 @@ def reward(
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float): peak rate of base weights, where they train
+        learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
@@ -360,6 +367,7 @@ def reward(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
+        early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         seed (int): seed of initialisation, order and sampling
         lora_dim (int): rank r of the update; 0 trains every weight
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -425,6 +433,7 @@ def dpo(
     chat_template: str | None = None,
     dropout: float = 0.0,
     router_aux_loss_coef: float = 0.0,
+    neftune_noise_alpha: float = 0.0,
     eval_ratio: float = 0.05,
     max_seq_len: int = 512,
     packing: bool = False,
@@ -445,7 +454,7 @@ def dpo(
     per_device_train_batch_size: int = 16,
     gradient_accumulation_steps: int = 1,
     tokens_per_device: int = 0,
-    learning_rate: float = 1e-06,
+    learning_rate: float | Literal['auto'] = 1e-06,
     lora_learning_rate: float | None = None,
     lora_lr_multiplier: float | None = None,
     lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
@@ -457,6 +466,7 @@ def dpo(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
+    early_stopping_patience: int = 0,
     seed: int = 1234,
     lora_dim: int = 0,
     lora_alpha: float = 32.0,
@@ -523,6 +533,7 @@ def dpo(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
         dropout (float): every dropout probability of the base model, in [0, 1)
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
         packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
@@ -543,7 +554,7 @@ def dpo(
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float): peak rate of base weights, where they train
+        learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
@@ -555,6 +566,7 @@ def dpo(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
+        early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         seed (int): seed of initialisation, order and sampling
         lora_dim (int): rank r of the update; 0 trains every weight
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -632,7 +644,7 @@ def rlhf(
     actor_expert_lora_dim: int | None = None,
     actor_expert_lora_alpha: float | None = None,
     actor_target_modules: str | Sequence[str] = ('all-linear',),
-    actor_learning_rate: float = 9.65e-06,
+    actor_learning_rate: float | Literal['auto'] = 9.65e-06,
     actor_lora_learning_rate: float = 0.0005,
     actor_expert_learning_rate: float | None = None,
     actor_weight_decay: float = 0.0,
@@ -644,7 +656,7 @@ def rlhf(
     critic_expert_lora_dim: int | None = None,
     critic_expert_lora_alpha: float | None = None,
     critic_target_modules: str | Sequence[str] = ('all-linear',),
-    critic_learning_rate: float = 5e-06,
+    critic_learning_rate: float | Literal['auto'] = 5e-06,
     critic_lora_learning_rate: float = 0.0005,
     critic_expert_learning_rate: float | None = None,
     critic_weight_decay: float = 0.0,
@@ -829,7 +841,7 @@ def rlhf(
         actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_learning_rate (float): peak rate of base weights, where they train
+        actor_learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of the adapter too
         actor_lora_learning_rate (float): peak rate of the adapter
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -841,7 +853,7 @@ def rlhf(
         critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float): peak rate of base weights, where they train
+        critic_learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of the adapter too
         critic_lora_learning_rate (float): peak rate of the adapter
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -943,7 +955,7 @@ def rlhf(
         distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are the data's own answers (GKD's lambda)
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
@@ -1013,7 +1025,7 @@ def distill(
     actor_expert_lora_dim: int | None = None,
     actor_expert_lora_alpha: float | None = None,
     actor_target_modules: str | Sequence[str] = ('all-linear',),
-    actor_learning_rate: float = 9.65e-06,
+    actor_learning_rate: float | Literal['auto'] = 9.65e-06,
     actor_lora_learning_rate: float = 0.0005,
     actor_expert_learning_rate: float | None = None,
     actor_weight_decay: float = 0.0,
@@ -1025,7 +1037,7 @@ def distill(
     critic_expert_lora_dim: int | None = None,
     critic_expert_lora_alpha: float | None = None,
     critic_target_modules: str | Sequence[str] = ('all-linear',),
-    critic_learning_rate: float = 5e-06,
+    critic_learning_rate: float | Literal['auto'] = 5e-06,
     critic_lora_learning_rate: float = 0.0005,
     critic_expert_learning_rate: float | None = None,
     critic_weight_decay: float = 0.0,
@@ -1196,7 +1208,7 @@ def distill(
         actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_learning_rate (float): peak rate of base weights, where they train
+        actor_learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of the adapter too
         actor_lora_learning_rate (float): peak rate of the adapter
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -1208,7 +1220,7 @@ def distill(
         critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float): peak rate of base weights, where they train
+        critic_learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of the adapter too
         critic_lora_learning_rate (float): peak rate of the adapter
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -1303,7 +1315,7 @@ def distill(
         distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are the data's own answers (GKD's lambda)
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir

@@ -24,6 +24,7 @@ from helpers.step1 import parsed
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
 STEP1_FLAGS = """
     expert_lora_dim expert_lora_alpha expert_learning_rate router_aux_loss_coef
+    neftune_noise_alpha early_stopping_patience
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation base_bits
     trust_remote_code add_eot_token eot_token chat_template compile compute_fp32_loss
     fused_kernels
@@ -657,7 +658,7 @@ def test_default_of_a_stage_is_used_and_shown_in_its_help(capsys, config_class, 
     with pytest.raises(SystemExit, match="0"):
         parse_config(config_class, ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"rate of base weights, where they train (default: {expected['learning_rate']})" in shown
+    assert f"and stage, that of adapters too (default: {expected['learning_rate']})" in shown
 
 
 def test_one_option_given_leaves_a_stages_other_defaults():
