@@ -144,16 +144,11 @@ class Engines:
                 logprobs, entropies = self.actor(role, *inputs, self.temperature, batch.spans)
         return batch.table(logprobs, width), batch.table(entropies, width)
 
-    def actor_outputs(
-        self, batch: ResponseBatch, width: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What :meth:`policy` gives of the actor, and its (n, width) divergences from a teacher.
+    def compared(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What :meth:`policy` gives of the actor, and its (n, width) divergences from the teacher.
 
-        None where none are learnt from; else they alone have a gradient, and entropies where there
-        is a bonus for them.
+        The divergences alone have a gradient, and entropies where there is a bonus for them.
         """
-        if self.actor.module.divergence is None:
-            return *self.policy(batch, width), None
         for attempt in self.retry.forward():
             with attempt:
                 logprobs, entropies, divergences = self.actor(

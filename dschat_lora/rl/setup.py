@@ -121,7 +121,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     if config.load.compile:
         prepare_to_compile(run)
     sources = find_sources(config)
-    check_same_models(sources.actor, sources.critic)
+    check_same_models(sources.actor, sources.critic, sources.teacher)
     config = _with_fitting_lengths(config, sources)
     group = tensor_group(config.parallel)
     _check_layers(config, sources, group)

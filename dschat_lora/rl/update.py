@@ -110,6 +110,9 @@ class Updater:
         """
         self._learning = learning
         self._engines, self._config = engines, config
+        self._actor_outputs: Callable[..., tuple[Tensor, ...]] = engines.policy
+        if config.rules.distills and engines.actor.module.divergence is not None:
+            self._actor_outputs = engines.compared
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining = pretraining if "actor" in learning else None
         self._rescale_values = rescale_values
@@ -186,7 +189,7 @@ class Updater:
         for batch in batches:
             last = batch is batches[-1]
             with torch.set_grad_enabled(actor_learns):
-                logprobs, entropy, divergence = engines.actor_outputs(batch, width)
+                logprobs, entropy, *divergence = self._actor_outputs(batch, width)
             values = None
             if engines.critic is not None:
                 values = self._rescale_values(engines.values(batch, width))
@@ -198,7 +201,7 @@ class Updater:
             if self.targets is None:
                 self._find_targets()
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
-            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, divergence, sums)
+            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums, *divergence)
             losses = {"actor": policy} if actor_learns else {}
             if values is not None:
                 losses["critic"] = self._value_loss(rows, values, sums)
@@ -226,8 +229,8 @@ class Updater:
         rows: Tensor,
         logprobs: Tensor,
         entropy: Tensor,
-        divergence: Tensor | None,
         sums: _Sums,
+        divergence: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
         config, mask, weights = self._config, self._mask[rows], self._weights[rows]

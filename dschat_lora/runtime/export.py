@@ -94,7 +94,7 @@ _ON_CARD = (
     *("learning_rate", "lora_learning_rate", "weight_decay", "lr_scheduler_type"),
     *("num_warmup_steps", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
     *("per_device_training_batch_size", "gradient_accumulation_steps", "max_seq_len"),
-    *("loss_type", "beta", "algorithm", "kl_coef", "seed"),
+    *("loss_type", "beta", "algorithm", "teacher_model_name_or_path", "kl_coef", "seed"),
 )
 
 
