@@ -109,6 +109,7 @@ def sft(
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     base_bits: Literal[16, 4] | None = None,
+    fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
@@ -219,6 +220,7 @@ def sft(
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
@@ -317,6 +319,7 @@ def reward(
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     base_bits: Literal[16, 4] | None = None,
+    fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
@@ -409,6 +412,7 @@ def reward(
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
@@ -515,6 +519,7 @@ def dpo(
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     base_bits: Literal[16, 4] | None = None,
+    fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
@@ -615,6 +620,7 @@ def dpo(
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
@@ -788,6 +794,7 @@ def rlhf(
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     base_bits: Literal[16, 4] | None = None,
+    fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
     deepspeed: bool = False,
@@ -985,6 +992,7 @@ def rlhf(
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         deepspeed (bool): accepted from DeepSpeed; it is always used
@@ -1080,6 +1088,9 @@ def distill(
     num_generations: int = 1,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
+    rollout_engine: str = 'own',
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
     merge_for_rollouts: bool = False,
     do_sample: bool = True,
     temperature: float = 1.0,
@@ -1123,6 +1134,10 @@ def distill(
     whiten_advantages: bool = True,
     critic_warmup_iterations: int = 0,
     importance_cap: float = 0.0,
+    rollout_correction: Literal['none', 'tis', 'mis'] | None = None,
+    rollout_is: Literal['token', 'sequence'] = 'token',
+    rollout_is_threshold: float = 2.0,
+    rollout_is_threshold_lower: float = 0.0,
     entropy_coef: float = 0.0,
     target_kl: float = 0.0,
     unsupervised_dataset_name: str | None = None,
@@ -1162,6 +1177,7 @@ def distill(
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     base_bits: Literal[16, 4] | None = None,
+    fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
     deepspeed: bool = False,
@@ -1263,6 +1279,9 @@ def distill(
         num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
+        rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers with vLLM's OpenAI interface that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine may take for a response
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         temperature (float): of sampling and of all log-probabilities
@@ -1305,7 +1324,11 @@ def distill(
         cliprange_value (float): bound on the change of a value
         whiten_advantages (bool): advantages of an iteration get mean 0 and standard deviation 1
         critic_warmup_iterations (int): first iterations at which the critic alone learns, the actor stays as it is
-        importance_cap (float): largest weight of a token in the policy's loss, weights being its probability in the policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1
+        importance_cap (float): largest weight of a token in the policy's loss, weights being its probability in the policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1; the same as --rollout_correction tis --rollout_is_threshold of this number
+        rollout_correction (Literal['none', 'tis', 'mis'] | None): importance weights in the policy's loss where tokens come from another distribution than the one that learns; tis: truncated at --rollout_is_threshold; mis: 0 beyond it; default: tis with another --rollout_engine than own, else none
+        rollout_is (Literal['token', 'sequence']): whether each token has a weight, or each response the product of its tokens'
+        rollout_is_threshold (float): largest weight of --rollout_correction
+        rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
         entropy_coef (float): weight of the entropy bonus
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
@@ -1345,6 +1368,7 @@ def distill(
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         deepspeed (bool): accepted from DeepSpeed; it is always used

@@ -287,9 +287,10 @@ def sampler_errors(experience: Experience) -> dict[str, float]:
     assert experience.logprobs is not None
     table = experience.table(response.logprobs for response in experience.responses)
     drawn = to_device(torch.tensor([r.is_drawn for r in experience.responses]), table.device)
-    errors = (table - experience.logprobs).abs()[experience.mask & drawn[:, None]]
-    if not len(errors) or errors.isnan().any():
+    chosen = experience.mask & drawn[:, None]
+    if not chosen.any() or table[chosen].isnan().any():
         return {}
+    errors = (table - experience.logprobs).abs()[chosen]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
 
 
