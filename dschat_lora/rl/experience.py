@@ -95,7 +95,11 @@ class Experience:
         return sampler_mismatch(self.logprobs, self._drawn(), self.mask, level=level)
 
     def _drawn(self) -> Tensor:
-        return self.table(response.sampler_logprobs for response in self.responses)
+        """(N, R) log-probabilities of what was drawn from; of the data's answers the policy's."""
+        assert self.logprobs is not None
+        table = self.table(response.sampler_logprobs for response in self.responses)
+        drawn = torch.tensor([response.is_drawn for response in self.responses])
+        return torch.where(to_device(drawn, table.device)[:, None], table, self.logprobs)
 
 
 @dataclass(frozen=True)
