@@ -200,10 +200,11 @@ class PpoConfig:
             lower,
             f"in [0, {self.rollout_is_threshold:g}), below --rollout_is_threshold",
         )
-        if self.importance_cap and self.rollout_correction is not None:
+        bounds = (self.rollout_is, self.rollout_is_threshold, lower)
+        if self.importance_cap and (self.rollout_correction or bounds != ("token", 2.0, 0.0)):
             raise ValueError(
-                f"--importance_cap {self.importance_cap:g} is --rollout_correction tis with that "
-                "threshold: give one of them"
+                f"--importance_cap {self.importance_cap:g} is --rollout_correction tis by token "
+                "with that threshold: give it alone, or --rollout_correction and --rollout_is_..."
             )
         require_numbers(self, ">= 1", "kl_horizon")
         require_numbers(self, "in [0, 1]", "gamma", "lam")

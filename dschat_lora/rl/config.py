@@ -221,8 +221,12 @@ class RolloutConfig:
     @property
     def draws_from_policy(self) -> bool:
         """Whether responses are drawn from the very distribution that learns."""
-        same = self.rollout_temperature in (None, self.temperature)
-        return self.do_sample and same and self.top_p == 1 and self.top_k == 0
+        return self.only_filters and self.top_p == 1 and self.top_k == 0
+
+    @property
+    def only_filters(self) -> bool:
+        """Whether it is that distribution but for top-p and top-k."""
+        return self.do_sample and self.rollout_temperature in (None, self.temperature)
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,16 @@ def _learning_rates(result: StepResult) -> dict[str, float | None]:
 
 
 def response_metrics(
-    experience: Experience, rewards: Tensor, targets: AdvantagesAndReturns | None
+    experience: Experience,
+    rewards: Tensor,
+    targets: AdvantagesAndReturns | None,
+    *,
+    only_filtered: bool = False,
 ) -> dict[str, float | int | None]:
-    """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
+    """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns.
+
+    ``only_filtered``: they are drawn from the policy but for top-p and top-k.
+    """
     responses, mask = experience.responses, experience.mask
     assert experience.logprobs is not None
     k3 = kl_k3(experience.logprobs, experience.ref_logprobs)
@@ -84,7 +91,7 @@ def response_metrics(
     if targets is not None and targets.returns is not None and experience.values is not None:
         explained = float(explained_variance(experience.values, targets.returns, mask))
     return {
-        **sampler_errors(experience),
+        **sampler_errors(experience, bounds=only_filtered),
         "reward": float(scores.mean()),
         "reward_std": float(scores.std(correction=0)),
         **rewards_by_name(experience),
@@ -279,18 +286,24 @@ def importance_metrics(
     return found | {"importance_capped": float((weights >= correction.cap).double().mean())}
 
 
-def sampler_errors(experience: Experience) -> dict[str, float]:
+def sampler_errors(experience: Experience, *, bounds: bool = False) -> dict[str, float]:
     """|decode loop's minus old log-probabilities| over the tokens that count, in nats.
 
-    Nothing where another engine knows but those of what it drew from.
+    Where an engine knows but those of what it drew from, and ``bounds`` says that these are larger,
+    as after top-p and top-k: by how much they are smaller, which no filter makes them.
     """
     assert experience.logprobs is not None
     table = experience.table(response.logprobs for response in experience.responses)
     drawn = to_device(torch.tensor([r.is_drawn for r in experience.responses]), table.device)
     chosen = experience.mask & drawn[:, None]
-    if not chosen.any() or table[chosen].isnan().any():
+    if not chosen.any():
         return {}
     errors = (table - experience.logprobs).abs()[chosen]
+    if table[chosen].isnan().any():
+        if not bounds:
+            return {}
+        filtered = experience.table(response.sampler_logprobs for response in experience.responses)
+        errors = (experience.logprobs - filtered).clamp(min=0)[chosen]
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
 
 
@@ -332,15 +345,15 @@ def check_sampler(metrics: Mapping[str, Any], dtype: str, engine: str = "own") -
     Raises:
         ValueError: if the two passes differ by more than rounding could make of them.
     """
-    found = metrics.get("sampler_error", 0.0)
-    if engine != "own" and found > ENGINE_LIMIT:
+    found, here = metrics.get("sampler_error", 0.0), engine in ("own", "transformers")
+    if not here and found > ENGINE_LIMIT:
         raise ValueError(
             f"--rollout_engine {engine} draws from another model: its log-probabilities are "
             f"{found:.2g} nats per token from the actor's (more than {ENGINE_LIMIT:g}); does it "
             "serve the actor's base, in like types?"
         )
     limit = SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype]
-    if engine == "own" and found > limit:
+    if here and found > limit:
         raise ValueError(
             f"the decode loop's log-probabilities are {found:.2g} nats per token from those that "
             f"are trained on, which no rounding in {dtype} explains (more than {limit:g}): this "
@@ -434,7 +447,7 @@ class Diagnostics:
         weighs = "importance_weight" in row
         remedy = "--rollout_correction tis weighs tokens for it, and"
         return (
-            f"--rollout_engine draws from a policy that is {kl:.2g} nats per token from the one "
+            f"responses are drawn from a policy that is {kl:.2g} nats per token from the one "
             f"that learns, by a ratio of up to {row['rollout_ratio_max']:.2g}: "
             + ("weights become noisy; " if weighs else f"the gradient is biased; {remedy} ")
             + "the same types for weights, adapter and cache on both sides make it smaller"

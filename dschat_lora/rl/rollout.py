@@ -290,7 +290,8 @@ class Generator:
         if self._episodes is not None:
             begin = self._episodes.environment.begin
             prompts = begin(prompts, mine, num_generations, key)
-        at_a_time = max(1, self._batch_size // num_generations if self._own_batches else len(order))
+        batches = self._own_batches or self._agents is not None
+        at_a_time = max(1, self._batch_size // num_generations if batches else len(order))
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):

@@ -185,7 +185,9 @@ class RlhfTrainer:
             "epoch": progress.iteration / self.schedule.iterations_per_epoch,
             "iteration": progress.iteration,
             **update_metrics(results),
-            **response_metrics(experience, rewards, updater.targets),
+            **response_metrics(
+                experience, rewards, updater.targets, only_filtered=config.batch.only_filters
+            ),
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
             "kl_coef": progress.kl_coef,

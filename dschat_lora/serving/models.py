@@ -177,7 +177,8 @@ def open_adapter(
     source = find_of_kind(path, ("CAUSAL_LM",), option="lora_path")
     if source.adapter is None:
         raise ValueError(f"lora_path {path} is a whole model, and no adapter")
-    bases = {each.base_path: each for each in served}
+    # The base's own tokenizer and ends where it is served, not those of one of its adapters.
+    bases = {each.base_path: each for each in sorted(served, key=lambda each: -each.adapter)}
     base = bases.get(source.base)
     if base is None and len(bases) > 1:
         raise ValueError(f"lora_path {path} is an adapter of {source.base}, which is not served")

@@ -73,13 +73,13 @@ class Service:
 
     async def list_models(self, request: Request) -> Response:
         """``/v1/models``."""
-        return JSONResponse({"object": "list", "data": [*map(self._described, self.models)]})
+        return JSONResponse({"object": "list", "data": [*map(self._described, list(self.models))]})
 
     async def show_model(self, request: Request) -> Response:
         """``/v1/models/NAME``."""
         name = request.path_params["name"]
         if name not in self.models:
-            names = ", ".join(self.models)
+            names = ", ".join(list(self.models))
             message = f"there is no model {name!r:.80}; there are {names}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return JSONResponse(self._described(name))
@@ -97,6 +97,9 @@ class Service:
             raise invalid(
                 "lora_name and lora_path are wanted", "lora_path" if name else "lora_name"
             )
+
+        if not Path(path).is_dir():
+            raise invalid(f"lora_path {path!r:.200} is no directory here", "lora_path")
 
         def open_alone() -> None:
             with self.loading:

@@ -40,6 +40,20 @@ def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
     assert found == {"sampler_error": 0.5, "sampler_error_max": 1.0}
 
 
+def test_filters_make_no_token_less_probable():
+    nan = math.nan
+    drawn = ((-0.5, -3.0), (-0.25,))
+    rows = [
+        Response((1,), (2,) * len(d), True, 0, logprobs=(nan,) * len(d), sampler_logprobs=d)
+        for d in drawn
+    ]
+    mask, policy = torch.tensor([[True, True], [True, False]]), torch.tensor([[-1.0] * 2] * 2)
+    experience = Experience(rows, mask, policy, torch.zeros(2), policy, None)
+    assert sampler_errors(experience) == {}
+    found = sampler_errors(experience, bounds=True)
+    assert found == {"sampler_error": pytest.approx(2 / 3), "sampler_error_max": 2.0}
+
+
 def test_importance_weights_are_told_of_the_tokens_that_count():
     drawn = [(math.log(0.5), math.log(0.8)), (math.log(0.25),), (math.log(0.9),)]
     responses = [Response((1,), (2,) * len(d), True, 0, sampler_logprobs=d) for d in drawn]
