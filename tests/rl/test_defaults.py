@@ -106,7 +106,7 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         ),
         (
             ["--rollout_correction", "tis", "--importance_cap", "2"],
-            "--importance_cap 2 is --rollout_correction tis with that threshold: give one",
+            "--importance_cap 2 is --rollout_correction tis by token with that threshold: give it",
         ),
         (
             ["--rollout_correction", "mis", "--no-do_sample"],
