@@ -15,6 +15,7 @@ from dschat_lora.generation.kv_cache import in_shards
 from dschat_lora.lora.parallel import group_of
 
 DecodeStep = Callable[[], None]
+MOST_SHAPES = 64  # that are recorded at a time, as each takes memory
 _WAIT = "called a synchronizing CUDA operation"  # how torch warns of one
 _failed = False  # a capture of this process
 
@@ -98,6 +99,8 @@ class RecordedSteps:
             elif (place := run_watching(step)) is not None:
                 self._give_up(f"the model waits for the GPU at {place}")
         else:
+            if len(self._recorded) == MOST_SHAPES:
+                self._recorded.clear()
             try:
                 self._recorded[shape] = self._record(step)
             except RuntimeError as error:

@@ -287,11 +287,11 @@ def fast_attention(model: PreTrainedModel) -> Iterator[None]:
     ten times as long for one. On a GPU see :func:`attend_one_token`.
     Masks must be given whole: transformers makes none for attention it does not know.
     """
-    config = model.config
-    if config._attn_implementation != "sdpa":
+    config, kind = model.config, model.device.type
+    on_cpu, of_nvidia = kind == "cpu", kind == "cuda" and torch.version.hip is None
+    if config._attn_implementation != "sdpa" or not (on_cpu or of_nvidia):
         yield
         return
-    on_cpu = model.device.type == "cpu"
     name, attend = (_BY_PRODUCTS, attend_by_products) if on_cpu else (_ONE_TOKEN, attend_one_token)
     AttentionInterface.register(name, attend)
     try:

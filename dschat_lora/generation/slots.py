@@ -248,6 +248,8 @@ class SlotRows:
         # Padding goes behind the prompt, where the next token will replace it.
         columns = torch.where(real > 0, positions, lengths[:, None])
         width = max(map(len, prompts))
+        if self._has_few_shapes:
+            width += -width % COLUMN_BUCKET
         self._cache.read_prompts(row, columns, width)
         return self._forward(ids, positions, width, adapters)
 
@@ -281,7 +283,11 @@ class SlotRows:
 
     def _reserve(self, rows: int, columns: int) -> None:
         """Make room; where something moves for it, nothing recorded is replayed."""
-        moved = self._cache.reserve(rows, columns)
+        try:
+            moved = self._cache.reserve(rows, columns)
+        except BaseException:  # some may have moved
+            self._steps.forget()
+            raise
         if rows > self._inputs.shape[1]:
             moved, self._inputs = True, self._inputs.new_zeros(3, rows)
         if moved:

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype")  # since torch 2.8
+# Since torch 2.8, on CUDA.
+_MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
 
 
 class LoraLinear(nn.Module):

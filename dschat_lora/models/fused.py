@@ -18,7 +18,8 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
 
     A class of norms, and a function that rotates, is replaced if it gives the same on random
     numbers; others, and what is on a CPU, compute as before. What is 16 bits wide is rounded once
-    where it was rounded two or three times.
+    where it was rounded two or three times. The function that rotates is that of all models of the
+    type in this process.
 
     Args:
         model: from transformers; changed in place, weights and their names are not.
@@ -28,14 +29,17 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
         the names of what was replaced.
     """
     classes: dict[type[nn.Module], type[nn.Module] | None] = {}
+    homes = {sys.modules.get(type(each).__module__, sys) for each in model.modules()}
     for module in model.modules():
         kind = type(module)
+        if "RMSNorm" not in kind.__name__ or module._parameters.get("weight") is None:
+            continue  # some of Gemma's have no weight
         if kind not in classes:
-            classes[kind] = _fused_norm(module, on_cpu) if "RMSNorm" in kind.__name__ else None
+            classes[kind] = _fused_norm(module, on_cpu)
         if (fused := classes[kind]) is not None:
             module.__class__ = fused
     found = [kind.__name__ for kind, fused in classes.items() if fused is not None]
-    for home in {sys.modules[kind.__module__] for kind in classes}:
+    for home in homes:
         rotate = vars(home).get(_ROTARY)
         if rotate is not None and isinstance(rotate, _Rotate):
             rotate.on_cpu |= on_cpu
@@ -49,10 +53,10 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
 
 def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
     """A class that computes as ``norm`` does by torch's own kernel; None where none would."""
-    kind, weight = type(norm), norm._parameters.get("weight")
+    kind, weight = type(norm), norm.weight
     name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
     eps = getattr(norm, name, None)
-    if weight is None or weight.dim() != 1 or not isinstance(eps, float):
+    if weight.dim() != 1 or not isinstance(eps, float):
         return None
     x, scale = _numbers(2, len(weight))
     probe: Any = nn.Module.__new__(kind)
@@ -62,7 +66,7 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
     except (AttributeError, RuntimeError, TypeError):
         return None  # one that takes more than a tensor
     offsets = [n for n in (0, 1) if _agree(F.rms_norm(x, x.shape, n + scale, eps), expected)]
-    if not offsets:
+    if len(offsets) != 1:  # of none, or of no entry
         return None
 
     def forward(self: Any, x: Tensor, *rest: Any, **options: Any) -> Tensor:

@@ -37,7 +37,13 @@ from dschat_lora.tinker.adapters import CHECKPOINT_FILE, Base, open_base
 from dschat_lora.tinker.config import TinkerConfig
 from dschat_lora.tinker.formats import JsonFields, parse_message
 from dschat_lora.tinker.processes import follow
-from dschat_lora.tinker.service import NotFoundError, TinkerService, TrainingRun, end_of_time
+from dschat_lora.tinker.service import (
+    NotFoundError,
+    TinkerService,
+    TrainingRun,
+    end_of_time,
+    kept_facts,
+)
 from dschat_lora.tinker.store import KINDS, Store, Weights, now, size_of
 from dschat_lora.tinker.worker import Worker
 
@@ -256,19 +262,21 @@ class Routes:
         page, cursor = _page(request, found, 100)
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 
-    def _weights(self, request: Request) -> tuple[TrainingRun, Weights]:
+    def _weights(self, request: Request, *, expired: bool = False) -> tuple[TrainingRun, Weights]:
+        """The run and the weights that a path names; with ``expired`` those of old too."""
         run = self.service.run(request.path_params["run"])
         kind, name = request.path_params["kind"], request.path_params["name"]
         if kind not in KINDS:
             raise ApiError(404, f"there are no {kind!r:.80}, but {', '.join(KINDS)}")
         weights = run.store.weights(kind, name)
-        if not run.store.place(weights).is_dir():
+        place = run.store.place(weights)
+        if not place.is_dir() or (kept_facts(place) is None and not expired):
             raise NotFoundError(f"{run.run} has no {kind}/{name}")
         return run, weights
 
     def delete_weights(self, request: Request) -> Response:
         """Delete saved weights."""
-        run, weights = self._weights(request)
+        run, weights = self._weights(request, expired=True)
         run.store.delete(weights)
         return JSONResponse({})
 
@@ -293,7 +301,7 @@ class Routes:
         ends = int(time.time()) + LINK_SECONDS
         root = f"{request.scope['scheme']}://{request.headers['host']}"
         where = f"{run.run}/{weights.kind}/{weights.name}"
-        files = {path.name for path in place.iterdir()} - {CHECKPOINT_FILE}
+        files = {path.name for path in place.iterdir() if path.is_file()} - {CHECKPOINT_FILE}
         urls = {name: root + self.links.of(f"{where}/{name}", ends) for name in files}
         expires = datetime.fromtimestamp(ends, timezone.utc)
         return JSONResponse({"urls": urls, "expires": expires.isoformat()})
@@ -303,7 +311,10 @@ class Routes:
         if request.scope["path"] not in self.links:
             raise ApiError(403, "this URL is not valid any more; ask for another one")
         run, weights = self._weights(request)
-        return FileResponse(run.store.place(weights) / request.path_params["file"])
+        file = run.store.place(weights) / request.path_params["file"]
+        if not file.is_file():
+            raise NotFoundError(f"{run.run} has no {file.name} there any more")
+        return FileResponse(file)
 
     async def weights_info(self, request: Request) -> Response:
         """What saved weights are of."""

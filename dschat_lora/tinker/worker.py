@@ -221,8 +221,6 @@ class Worker:
     def _answers(
         self, base: str, path: str | None, requests: Sequence[SampleBody], most: int
     ) -> list[bytes]:
-        if not requests:
-            return []
         key, chosen = path or base, self.bases[base]
         if key not in self.samplers:
             while len(self.samplers) >= most:
@@ -235,6 +233,8 @@ class Worker:
         for other, sampler in self.samplers.items():
             if other != key:
                 sampler.release()
+        if not requests:  # those of other processes read it too: all have the same samplers
+            return []
         parsed = [sample_request(body, chosen, tuple(seed)) for body, seed in requests]
         return [sample_response(each) for each in self.samplers[key](parsed)]
 

@@ -91,4 +91,4 @@ def test_requests_that_come_and_go_replay_steps(fake_device):
     # Three requests in four rows, then two in two up to 128 columns, and in a larger cache; the
     # first step of each shape runs as it is.
     assert (found["graphs"], found["replays"]) == (3, 9 + 17 + 11)
-    assert set(found["waits"]) == {"synchronize  dschat_lora/generation/cuda_graphs.py:53 record"}
+    assert {place.split()[-1] for place in found["waits"]} == {"record"}

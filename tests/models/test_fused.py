@@ -100,6 +100,31 @@ def test_what_computes_something_else_is_left_as_it_is(kind, plain):
     assert all(torch.allclose(after[name], value, atol=1e-5) for name, value in before.items())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("first", [True, False])
+def test_norms_without_a_weight_stay_beside_those_that_have_one(first, plain):
+    model = plain("llama")
+    kind = type(model.model.norm)
+
+    class SomeRMSNorm(kind):
+        def __init__(self, *args, scales=True):
+            super().__init__(*args)
+            if not scales:
+                del self.weight
+
+        def forward(self, x):
+            if "weight" in self._parameters:
+                return super().forward(x)
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    model.norms = torch.nn.ModuleList(SomeRMSNorm(16, scales=each) for each in (first, not first))
+    x = torch.randn(3, 16)
+    expected = [norm(x) for norm in model.norms]
+    assert "SomeRMSNorm" in fuse_kernels(model, on_cpu=True)
+    for norm, value in zip(model.norms, expected, strict=True):
+        assert torch.allclose(norm(x), value, atol=1e-6)
+
+
 def test_a_cpu_computes_as_before_unless_it_is_asked_to(plain):
     model = plain("llama")
     expected = values_of(model)
