@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
@@ -17,6 +18,15 @@ from dschat_lora.rl.role_config import RoleConfig, TeacherConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        host = (parts.hostname or "").encode("idna")  # refuses labels above 63 characters
+        return bool(_ADDRESS.fullmatch(text) and host and parts.port != 0)
+    except ValueError:
+        return False
 
 
 def _check_name(option: str, name: str) -> None:
@@ -176,7 +186,7 @@ class RolloutConfig:
         if self.rollout_engine not in ("own", "transformers"):
             addresses = self.rollout_servers
             require(
-                bool(addresses) and all(map(_ADDRESS.fullmatch, addresses)),
+                bool(addresses) and all(map(_is_address, addresses)),
                 "rollout_engine",
                 self.rollout_engine,
                 "own, transformers, or addresses of servers such as http://127.0.0.1:8000, with "

@@ -64,7 +64,6 @@ class ServerEngine:
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._run = secrets.token_hex(4)  # servers may have other runs' adapters
         self._name = ""
-        self._knows_logprobs = False
 
     @contextmanager
     def decoding(self) -> Iterator[Callable[..., Drawn]]:
@@ -167,26 +166,11 @@ class ServerEngine:
         checks = keep_logprobs and sampling.do_sample and not is_plain
         answers, failure = list[ServerAnswer](), ""
         try:
-            if checks and bodies and not self._knows_logprobs:
-                self._check_logprobs(bodies[0])
-                self._knows_logprobs = True
+            if checks and bodies:
+                self._servers.check_logprobs(bodies[0])
             answers = self._servers.answers(bodies)
         except EngineError as error:
             failure = str(error)
         for first in filter(None, map(json.loads, gather_texts(json.dumps(failure)))):
             raise RolloutError from OSError(first)
         return DrawnResponses([(each.tokens, each.logprobs) for each in answers], sampling)
-
-    def _check_logprobs(self, body: Mapping[str, Any]) -> None:
-        """Refuse servers whose log-probabilities are not those of what they draw from.
-
-        Of one likeliest token to draw from, the log-probability is 0.
-        """
-        (answer,) = self._servers.answers([{**body, "top_k": 1, "max_tokens": 1}])
-        if answer.logprobs[0] < -1e-6:
-            raise EngineError(
-                "--rollout_engine: the servers give log-probabilities before --temperature, "
-                "--top_p and --top_k, and training needs those of what was drawn from: start them "
-                "with --logprobs-mode processed_logprobs (vLLM) or --logprobs_mode "
-                "processed_logprobs (`dschat-lora serve`), or leave these options out"
-            )

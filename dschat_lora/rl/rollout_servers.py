@@ -3,18 +3,23 @@
 import json
 import math
 import os
+import socket
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 Body = Mapping[str, Any]
 CONNECT_SECONDS = 5.0
+# Most that an adapter may take, or --rollout_timeout where that is less.
+LOAD_SECONDS, UNLOAD_SECONDS = 120.0, 30.0
 # A server that has given no answer for so long since its first failure, and failed so often, is
 # lost: others get its prompts.
 PATIENCE, MOST_FAILURES = 10.0, 3
@@ -59,6 +64,7 @@ class RolloutServer:
     address: str
     timeout: float
     lost: str | None = None
+    is_checked: bool = False  # its log-probabilities, since it was last lost
     failures: int = 0  # since its last answer
     failing_since: float = math.inf
 
@@ -68,43 +74,51 @@ class RolloutServer:
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         return kind(parts.netloc, timeout=CONNECT_SECONDS)
 
-    def ask(self, connection: HTTPConnection, path: str, body: Body | None = None) -> Any:
-        """What the server replies: JSON, or a text that is none.
+    def ask(
+        self,
+        connection: HTTPConnection,
+        path: str,
+        body: Body | None = None,
+        seconds: float = math.inf,
+    ) -> Any:
+        """What the server replies within ``seconds``: JSON, or a text that is none.
 
         Raises:
             ServerError: if it cannot be reached or fails.
             EngineError: if it refuses the request.
         """
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if key := os.environ.get("ROLLOUT_API_KEY", "").strip():
             headers["Authorization"] = f"Bearer {key}"
         content = None if body is None else json.dumps(body).encode()
         where = urlsplit(self.address).path.rstrip("/") + path
-        seconds = CONNECT_SECONDS
+        limit = CONNECT_SECONDS
         try:
             if connection.sock is None:
                 connection.connect()
-            seconds = self.timeout
-            connection.sock.settimeout(seconds)
-            connection.request("GET" if body is None else "POST", where, content, headers)
-            response = connection.getresponse()
-            reply = response.read(_LARGEST_REPLY)
+            limit = min(self.timeout, seconds)
+            with _deadline(connection.sock, limit):
+                connection.request("GET" if body is None else "POST", where, content, headers)
+                response = connection.getresponse()
+                reply = response.read(_LARGEST_REPLY)
+            _check_status(response, reply)
+            try:
+                return json.loads(reply)
+            except ValueError:
+                return reply.decode(errors="replace")
+        except (ServerError, EngineError):
+            raise
         except TimeoutError as error:
             connection.close()
-            raise ServerError(f"no answer came within {seconds:g} seconds") from error
-        except (OSError, HTTPException) as error:
+            raise ServerError(f"no answer came within {limit:g} seconds") from error
+        except Exception as error:  # of the network, or of a reply such as "[[[[..."
             connection.close()
             raise ServerError(str(error) or type(error).__name__) from error
-        _check_status(response, reply)
-        try:
-            return json.loads(reply)
-        except ValueError:
-            return reply.decode(errors="replace")
 
-    def ask_once(self, path: str, body: Body | None = None) -> Any:
+    def ask_once(self, path: str, body: Body | None = None, seconds: float = math.inf) -> Any:
         """:meth:`ask` by a connection of its own."""
         with closing(self.connect()) as connection:
-            return self.ask(connection, path, body)
+            return self.ask(connection, path, body, seconds)
 
     def base_limit(self) -> int | None:
         """Most tokens of prompt and response, None where the server does not say; it is reached.
@@ -112,7 +126,7 @@ class RolloutServer:
         Raises:
             ServerError: if it is not.
         """
-        found = self.ask_once("/v1/models")
+        found = self.ask_once("/v1/models", seconds=CONNECT_SECONDS)
         try:
             limits = [each.get("max_model_len") for each in found["data"]]
         except (AttributeError, KeyError, TypeError) as error:
@@ -129,6 +143,36 @@ class RolloutServer:
     def has_answered(self) -> None:
         """Forget failures."""
         self.failures, self.failing_since = 0, math.inf
+
+
+@contextmanager
+def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
+    """End what is sent and read within after so long, also where it comes byte by byte.
+
+    Raises:
+        TimeoutError: if that was too short.
+    """
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with suppress(OSError):  # it is closed already
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+    connected.settimeout(None)
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        if late.is_set():
+            raise TimeoutError from error
+        raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError
 
 
 def _check_status(response: HTTPResponse, reply: bytes) -> None:
@@ -167,7 +211,8 @@ def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: i
         type(token) is int and 0 <= token < vocabulary_size for token in tokens
     )
     known = isinstance(logprobs, list) and all(
-        isinstance(value, int | float) and -math.inf < value <= 1e-3 for value in logprobs
+        isinstance(value, int | float) and -sys.float_info.max <= value <= 1e-3
+        for value in logprobs
     )
     if not (whole and known and 0 < len(tokens) == len(logprobs) <= body["max_tokens"]):
         raise ServerError(
@@ -208,20 +253,25 @@ class RolloutServers:
             EngineError: if none does.
         """
         earlier, self._adapter = self._adapter, (name, path)
-        for server in self.servers:
+
+        def load(server: RolloutServer) -> None:
             if earlier == self._adapter and server.lost is None:
-                continue
+                return
             try:
+                if server.lost is not None:
+                    server.base_limit()  # fails sooner than loading where nothing answers
                 _load(server, name, path)
-            except ServerError as error:
+            except (ServerError, EngineError) as error:
                 self._lose(server, error)
-                continue
+                return
             if server.lost is not None:
                 self.say(f"{server.address} is back")
             server.lost = None
             server.has_answered()
             if earlier is not None and earlier[0] != name:
-                _unload(server, earlier[0])
+                _unload(server, earlier[0], UNLOAD_SECONDS)
+
+        self._with_each(load)
         if len(self.lost) == len(self.servers):
             raise self._none_left()
 
@@ -238,11 +288,38 @@ class RolloutServers:
         return {each.address: each.lost for each in self.servers if each.lost is not None}
 
     def unload(self) -> None:
-        """Have the servers forget the adapter."""
-        for server in self.servers:
-            if self._adapter is not None and server.lost is None:
-                _unload(server, self._adapter[0])
-        self._adapter = None
+        """Have the servers forget the adapter, which takes some seconds at most."""
+        if self._adapter is not None:
+            name, self._adapter = self._adapter[0], None
+            self._with_each(
+                lambda each: None if each.lost else _unload(each, name, CONNECT_SECONDS)
+            )
+
+    def check_logprobs(self, body: Body) -> None:
+        """Lose servers whose log-probabilities are not those of what they draw from.
+
+        Of one likeliest token to draw from, the log-probability is 0. Each server is asked once,
+        and again when it is back.
+
+        Raises:
+            EngineError: if the request is refused.
+        """
+
+        def check(server: RolloutServer) -> None:
+            if server.lost is not None or server.is_checked:
+                return
+            (answer,) = self._draw([{**body, "top_k": 1, "max_tokens": 1}], [server])
+            if answer is not None and answer.logprobs[0] < -1e-6:
+                words = (
+                    "it gives log-probabilities before --temperature, --top_p and --top_k, and "
+                    "training needs those of what was drawn from: start it with --logprobs-mode "
+                    "processed_logprobs (vLLM) or --logprobs_mode processed_logprobs "
+                    "(`dschat-lora serve`), or leave these options out"
+                )
+                self._lose(server, ServerError(words))
+            server.is_checked = server.lost is None
+
+        self._with_each(check)
 
     def answers(self, bodies: Sequence[Body]) -> list[ServerAnswer]:
         """The responses to requests for one each, in their order.
@@ -250,10 +327,25 @@ class RolloutServers:
         Raises:
             EngineError: if a request is refused, or no server is left.
         """
+        found = self._draw(bodies, self.servers)
+        answers = [answer for answer in found if answer is not None]
+        if len(answers) < len(bodies):
+            raise self._none_left()
+        return answers
+
+    def _with_each(self, do: Callable[[RolloutServer], None]) -> None:
+        """Call with every server, at the same time."""
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            list(pool.map(do, self.servers))
+
+    def _draw(
+        self, bodies: Sequence[Body], servers: Sequence[RolloutServer]
+    ) -> list[ServerAnswer | None]:
+        """The responses by these servers; None where all of them are lost."""
         work = _Work(deque(range(len(bodies))), [None] * len(bodies))
         threads = [
             threading.Thread(target=self._ask_all, args=(server, bodies, work), daemon=True)
-            for server in self.servers
+            for server in servers
             if server.lost is None
             for _ in range(min(self.in_flight, len(bodies)))
         ]
@@ -263,51 +355,53 @@ class RolloutServers:
             thread.join()
         if work.refused is not None:
             raise work.refused
-        answers = [answer for answer in work.found if answer is not None]
-        if len(answers) < len(bodies):
-            raise self._none_left()
-        return answers
+        return work.found
 
     def _ask_all(self, server: RolloutServer, bodies: Sequence[Body], work: "_Work") -> None:
         """Answer one request after another until none is left, or the server is lost."""
-        connection = server.connect()
-        while (number := work.take(server)) is not None:
-            answer = failure = None
-            try:
-                reply = server.ask(connection, "/v1/completions", bodies[number])
-                answer = read_answer(reply, bodies[number], self.ends, self.vocabulary_size)
-            except LostAdapterError as error:
-                failure = self._load_again(server) or error
-            except ServerError as error:
-                failure = error
-            except EngineError as error:
-                work.refused = EngineError(f"{server.address}: {error}")
-            with work.changed:
-                if answer is not None:
-                    server.has_answered()
-                elif failure is not None and server.lost is None:
-                    # One that is full is waited for as long as for an answer.
-                    busy = isinstance(failure, FullServerError)
-                    if server.has_failed(server.timeout if busy else PATIENCE):
-                        self._lose(server, failure)
-                work.give(number, answer)
-            if failure is not None and server.lost is None:
-                time.sleep(_PAUSE)
-        connection.close()
+        with closing(server.connect()) as connection:
+            while (number := work.take(server)) is not None:
+                answer: ServerAnswer | None = None
+                failure: ServerError | None = None
+                try:
+                    reply = server.ask(connection, "/v1/completions", bodies[number])
+                    answer = read_answer(reply, bodies[number], self.ends, self.vocabulary_size)
+                except LostAdapterError as error:
+                    failure = self._load_again(server) or error
+                except ServerError as error:
+                    failure = error
+                except EngineError as error:
+                    work.refused = EngineError(f"{server.address}: {error}")
+                except Exception as error:  # noqa: BLE001 - no reply may end this thread
+                    failure = ServerError(f"its reply cannot be read: {error!r}"[:300])
+                finally:
+                    with work.changed:
+                        work.give(number, answer)
+                        if answer is not None:
+                            server.has_answered()
+                        elif failure is not None and server.lost is None:
+                            # One that is full is waited for as long as for an answer.
+                            busy = isinstance(failure, FullServerError)
+                            if server.has_failed(server.timeout if busy else PATIENCE):
+                                self._lose(server, failure)
+                if failure is not None and server.lost is None:
+                    time.sleep(_PAUSE)
 
     def _load_again(self, server: RolloutServer) -> ServerError | None:
         """Load the adapter in a server that does not know it; why that failed, if it did."""
         assert self._adapter is not None, "an adapter is loaded before responses are drawn"
+        server.is_checked = False
         try:
             _load(server, *self._adapter)
         except (ServerError, EngineError) as error:
             return ServerError(str(error))
         return None
 
-    def _lose(self, server: RolloutServer, why: ServerError) -> None:
-        if server.lost is None:
+    def _lose(self, server: RolloutServer, why: Exception) -> None:
+        is_news = server.lost is None
+        server.lost, server.is_checked = str(why), False
+        if is_news:
             self.say(f"{server.address} is lost: {why}")
-        server.lost = str(why)
 
     def _none_left(self) -> EngineError:
         reasons = "; ".join(f"{address}: {why}" for address, why in self.lost.items())
@@ -346,18 +440,18 @@ class _Work:
 def _load(server: RolloutServer, name: str, path: str) -> None:
     body = {"lora_name": name, "lora_path": path}
     try:
-        server.ask_once("/v1/load_lora_adapter", body)
+        server.ask_once("/v1/load_lora_adapter", body, LOAD_SECONDS)
     except LostAdapterError as error:
         raise EngineError(
-            f"{server.address} does not load the adapter {path} ({error}): it must see that "
+            f"it does not load the adapter {path} ({error}): it must see that "
             "directory, and be started with --allow_runtime_lora_updating (`dschat-lora serve`) "
             "or --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (vLLM)"
         ) from error
     except EngineError as error:
         if "already" not in str(error):
-            raise EngineError(f"{server.address} does not load {path}: {error}") from error
+            raise EngineError(f"it does not load {path}: {error}") from error
 
 
-def _unload(server: RolloutServer, name: str) -> None:
+def _unload(server: RolloutServer, name: str, seconds: float) -> None:
     with suppress(ServerError, EngineError):  # it is not there any more
-        server.ask_once("/v1/unload_lora_adapter", {"lora_name": name})
+        server.ask_once("/v1/unload_lora_adapter", {"lora_name": name}, seconds)

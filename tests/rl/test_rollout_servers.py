@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
@@ -35,6 +35,7 @@ class Fake:
 
     def __init__(self, fault=lambda handler, body, number: False, adapters=True):
         self.loaded, self.asked, self.lock = [], 0, threading.Lock()
+        self.keys = set()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -54,6 +55,7 @@ class Fake:
                 self.reply({"data": [{"id": "base", "max_model_len": 64}, {"id": "other"}]})
 
             def do_POST(self):
+                fake.keys.add(self.headers["Authorization"])
                 size = int(self.headers["Content-Length"])
                 body = json.loads(self.rfile.read(size))
                 if self.path == "/v1/load_lora_adapter":
@@ -148,10 +150,32 @@ def replying(content, status=200):
     return fault
 
 
+def garbage(handler, body, number):
+    """Replies that Python cannot parse or convert at first, and good ones then."""
+    if number == 1:
+        return replying(b"[" * 200_000)(handler, body, number)
+    huge = {"token_logprobs": [-(10**400), -1.0]}
+    return number == 2 and with_reply(logprobs=huge)(handler, body, number)
+
+
+def trickle(handler, body, number):
+    """A reply that goes on for ever, byte by byte."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    with suppress(OSError):
+        for _ in range(60):
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+    return drop(handler, body, number)
+
+
 NAN = {"token_logprobs": [float("nan"), -1.0]}
 FAULTS = {
     "closes the connection": (drop, ""),
     "hangs": (hang, "no answer came within 0.2 seconds"),
+    "trickles": (trickle, "no answer came within 0.2 seconds"),
+    "nested too deeply": (replying(b"[" * 200_000), "maximum recursion depth"),
     "no JSON": (replying(b"<html>"), "no choices with token_ids"),
     "no choices": (replying({"choices": []}), "no choices with token_ids"),
     "an error": (replying({"error": "full"}, 500), "it answers 500"),
@@ -168,7 +192,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
     fault, words = FAULTS[name]
-    timeout = 0.2 if name == "hangs" else 5.0
+    timeout = 0.2 if name in ("hangs", "trickles") else 5.0
 
     def slow(handler, body, number):  # so that the other one is asked often enough
         time.sleep(0.05)
@@ -193,6 +217,36 @@ def test_single_failures_are_tried_again():
     with servers(Fake(often)) as (found, said):
         check(found.answers(BODIES))
         assert said == []
+
+
+def test_replies_that_python_cannot_read_are_failures_like_others():
+    with servers(Fake(garbage)) as (found, said):
+        check(found.answers(BODIES))
+        assert said == []
+
+
+def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
+    read, calls = rollout_servers.read_answer, iter([MemoryError(), KeyError("x")])
+
+    def fail_twice(*args):
+        for error in calls:
+            raise error
+        return read(*args)
+
+    with servers(Fake()) as (found, said):
+        with mock.patch.object(rollout_servers, "read_answer", fail_twice):
+            check(found.answers(BODIES))
+        assert said == []
+
+
+def test_the_key_is_that_for_rollouts_alone(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of another service")
+    with servers(fake := Fake()) as (found, _):
+        check(found.answers(BODIES))
+        assert fake.keys == {None}
+        monkeypatch.setenv("ROLLOUT_API_KEY", "secret")
+        check(found.answers(BODIES))
+        assert fake.keys == {None, "Bearer secret"}
 
 
 def test_two_failures_are_too_few_to_give_a_server_up():
@@ -274,6 +328,55 @@ def test_a_server_that_takes_no_adapters_is_refused_with_what_to_do():
     words = "--allow_runtime_lora_updating .*--enable-lora"
     with pytest.raises(EngineError, match=words), servers(Fake(adapters=False)):
         pass
+
+
+def test_a_server_that_takes_no_adapters_is_lost_where_others_do():
+    with servers(Fake(), bad := Fake(adapters=False)) as (found, said):
+        assert found.lost.keys() == {bad.address}
+        assert len(said) == 1
+        assert "--enable-lora" in said[0]
+        check(found.answers(BODIES))
+        assert bad.asked == 0
+
+
+def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_back():
+    state = {"raw": True}
+
+    def one_token(handler, body, number):
+        if body["max_tokens"] > 1:
+            return False
+        assert body["top_k"] == 1
+        logprobs = {
+            "token_logprobs": [-0.5 if state["raw"] and handler.server is bad.server else 0]
+        }
+        return with_reply(token_ids=[END], logprobs=logprobs)(handler, body, number)
+
+    good, bad = Fake(one_token), Fake(one_token)
+    with servers(good, bad) as (found, said):
+        found.check_logprobs(BODIES[0])
+        assert found.lost.keys() == {bad.address}
+        assert "processed_logprobs" in said[0]
+        state["raw"] = False
+        found.load("adapter", "/somewhere")
+        found.check_logprobs(BODIES[0])
+        found.check_logprobs(BODIES[0])
+        assert found.lost == {}
+        assert (good.asked, bad.asked) == (1, 2)
+
+
+def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
+    for name in ("LOAD_SECONDS", "UNLOAD_SECONDS", "CONNECT_SECONDS"):
+        monkeypatch.setattr(rollout_servers, name, 0.3)
+    with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (found, said):
+        silent.server.shutdown()  # it listens, and answers no new connection
+        start = time.monotonic()
+        found.load("next", "/elsewhere")
+        assert found.lost.keys() == {silent.address}
+        assert "no answer came within 0.3 seconds" in said[0]
+        found.load("third", "/elsewhere")
+        found.servers[1].lost = None
+        found.unload()
+        assert time.monotonic() - start < 3.0
 
 
 def test_a_server_tells_how_many_tokens_it_has_room_for():
