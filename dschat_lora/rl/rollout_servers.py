@@ -281,6 +281,7 @@ class RolloutServers:
         for server in self.servers:
             server.has_answered()
             server.lost = lost.get(server.address)
+            server.is_checked = server.is_checked and server.lost is None
 
     @property
     def lost(self) -> dict[str, str]:

@@ -363,6 +363,11 @@ def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_b
         found.check_logprobs(BODIES[0])
         assert found.lost == {}
         assert (good.asked, bad.asked) == (1, 2)
+        state["raw"] = True  # as one that was started again without the option
+        found.adopt("adapter", "/somewhere", {bad.address: "gone"})
+        found.load("adapter", "/somewhere")
+        found.check_logprobs(BODIES[0])
+        assert found.lost.keys() == {bad.address}
 
 
 def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
