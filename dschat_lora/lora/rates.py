@@ -65,9 +65,9 @@ def ruled_rates(model_type: str, width: int, *, stage: str, lora: LoraConfig) ->
     return RuledRates(base, base * BEST_MULTIPLIER * stretch, words)
 
 
-def length_warning(*, num_steps: int, num_warmup_steps: int) -> str | None:
+def length_warning(*, num_steps: int, num_warmup_steps: int, scheduler: str) -> str | None:
     """A warning where a run ends before its warm-up, or None."""
-    if not 0 < num_steps <= num_warmup_steps:
+    if not 0 < num_steps <= num_warmup_steps or scheduler == "constant":
         return None
     return (
         f"the run has {num_steps} optimizer steps and --num_warmup_steps {num_warmup_steps}: the "
@@ -96,8 +96,8 @@ def capacity_warnings(
         rank = -(-lora.lora_dim * brought // held)
         found.append(
             f"an adapter of {parameters:,} parameters holds about {held:,.0f} bits, and the data's "
-            f"{tokens:,} supervised tokens bring about as many as there are of them: from some "
-            f"step on it learns more slowly than full fine-tuning; try --lora_dim {rank:.0f}"
+            f"{tokens:,} supervised tokens bring about {brought:,.0f}: from some step on it learns "
+            f"more slowly than full fine-tuning; try --lora_dim {rank:.0f}, or train all weights"
         )
     return found
 
@@ -138,7 +138,8 @@ def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:
     Full fine-tuning is taken to use ``--learning_rate``, at most 5e-5. Below twice that,
     adapters learn too little; above 15 times, by multiplier, none was found to do better.
     """
-    if lora.lora_dim == 0:
+    by_rule = optim.learning_rate == "auto" and optim.lora_learning_rate is None
+    if lora.lora_dim == 0 or (by_rule and optim.lora_lr_multiplier is None):
         return None
     rate, full = adapter_learning_rate(optim), min(base_rate(optim), FULL_FINE_TUNING_RATE)
     if rate < 2 * full:

@@ -78,9 +78,13 @@ class Backbone:
             lengths = sequence_lengths(segment_ids)
             if places is not None:
                 lengths = lengths.flatten()[places][None]
-            self._magnitudes = self.noise_alpha / lengths.clamp(min=1).sqrt()
-        output = self.model.base_model(**inputs)
-        self._magnitudes = None
+            magnitudes = self.noise_alpha / lengths.clamp(min=1).sqrt()
+            extra = inputs["input_ids"].shape[1] - magnitudes.shape[1]  # which ranks share
+            self._magnitudes = _longer(magnitudes, extra)
+        try:
+            output = self.model.base_model(**inputs)
+        finally:
+            self._magnitudes = None
         if self.records_routers:
             self.router_logits = output.router_logits
         hidden: Tensor = output.last_hidden_state[:, :count].flatten(0, 1)

@@ -290,15 +290,28 @@ class PolicyHead(LinearHead):
         return torch.cat(logprobs), torch.cat(entropies)
 
 
-class LogitsHead(LinearHead):
-    """The output embedding as logits of a chunk of positions."""
+class _ChunkLogits:
+    """An output embedding whose parameters a module holds, and ZeRO 3 gathers once for all chunks.
 
-    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+    Ranks have unlike numbers of chunks. A head that is not plain is called, chunk by chunk.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, head: nn.Module) -> None:
+        self._owner, self._name, self._plain = owner, name, is_plain(head)
+        self._split: Split | None = head.split if isinstance(head, ParallelLinear) else None
+        if is_plain(head):
+            for each in ("weight", "bias"):
+                owner.register_parameter(f"{name}_{each}", head._parameters[each])
+        else:
+            owner.add_module(f"{name}_head", head)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
         """(N, V) logits after (N, H) hidden states, whole on every rank."""
-        if self.plain:
-            return _whole_logits(hidden, self.weight, self.bias, self.split)
-        logits: Tensor = self.module(hidden)
-        return logits
+        if not self._plain:
+            logits: Tensor = getattr(self._owner, f"{self._name}_head")(hidden)
+            return logits
+        weight, bias = (getattr(self._owner, f"{self._name}_{each}") for each in ("weight", "bias"))
+        return _whole_logits(hidden, weight, bias, self._split)
 
 
 class DivergenceHead(nn.Module):
@@ -319,8 +332,8 @@ class DivergenceHead(nn.Module):
         super().__init__()
         self.beta, self.entropy_trains = beta, entropy_trains
         sizes = [model.config.vocab_size for model in (student, teacher)]
-        self.student = LogitsHead(student.get_output_embeddings(), sizes[0])
-        self.teacher = LogitsHead(teacher.get_output_embeddings(), sizes[1])
+        self.student = _ChunkLogits(self, "student", student.get_output_embeddings())
+        self.teacher = _ChunkLogits(self, "teacher", teacher.get_output_embeddings())
         # Of one tokenizer, so that what a larger vocabulary has beyond it stands for no token.
         self.vocab_size, self.rows = min(sizes), max(1, MAX_CHUNK_LOGITS // max(sizes))
 

@@ -93,7 +93,7 @@ class RoleConfig:
         ``given`` are the options that were typed.
         """
         name = f"{self.role}_lora_learning_rate"
-        if self.lora_dim == 0 or parameters < LARGE_MODEL or name in given:
+        if self.lora_dim == 0 or parameters < LARGE_MODEL or name in given or self.ruled:
             return None
         return (
             f"--{name} {self.lora_learning_rate:g}, the default, was chosen on small models; with "

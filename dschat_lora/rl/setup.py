@@ -306,7 +306,8 @@ def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfCon
         source = sources.by_role.get(role, sources.actor)
         model = load_config(source.base, options.model(config.load))
         lora = options.lora(config.classic.only_optimize_lora)
-        rates = ruled_rates(model.model_type, model.hidden_size, stage=config.stage, lora=lora)
+        stage = "distill" if config.ppo.rules.distills else config.stage
+        rates = ruled_rates(model.model_type, model.hidden_size, stage=stage, lora=lora)
         typed = f"{role}_lora_learning_rate" in config.given
         adapter = options.lora_learning_rate if typed else rates.adapter
         found[role] = replace(options, ruled=(rates.base, adapter))

@@ -51,8 +51,11 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
     _announce(schedule, run.log.say)
-    warmup = config.optim.num_warmup_steps
-    if warning := length_warning(num_steps=schedule.num_steps, num_warmup_steps=warmup):
+    if warning := length_warning(
+        num_steps=schedule.num_steps,
+        num_warmup_steps=config.optim.num_warmup_steps,
+        scheduler=config.optim.lr_scheduler_type,
+    ):
         run.log.say(f"  warning      {warning}")
     evaluator = RlhfEvaluator(setup, engines, generator, trainer.diagnostics, trainer.state)
     checkpointer = _make_checkpointer(trainer, evaluator)

@@ -240,7 +240,7 @@ class Updater:
         if divergence is not None:
             loss = (weights * torch.where(mask, divergence, 0)).sum()
         loss = loss - config.entropy_coef * (weights * entropy).sum()
-        if config.kl_in == "loss" and self._kl_coef:
+        if config.kl_in == "loss" and self._kl_coef and not config.rules.distills:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
             loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()
         sums.add(

@@ -106,6 +106,9 @@ def card_settings(config: StageConfig, *, prefix: str = "") -> dict[str, Any]:
     if isinstance(optim, OptimConfig):
         stated["lora_learning_rate"] = adapter_learning_rate(optim)
         stated["learning_rate"] = None  # the base's, which does not train
+    if stated["learning_rate"] == "auto":
+        ruled = getattr(getattr(config, prefix.rstrip("_"), None), "ruled", None) or (None, None)
+        stated["learning_rate"], stated["lora_learning_rate"] = ruled
     stated["processes"] = world_size()
     return {name.replace("_", " "): value for name, value in stated.items() if value is not None}
 

@@ -136,7 +136,11 @@ def evaluations_since_best(losses: Sequence[float]) -> int:
 def size_warnings(setup: SupervisedSetup, loader: StepLoader, schedule: TrainSchedule) -> list[str]:
     """What is doubtful about the run's length, its batches, and the rank for so much data."""
     optim, counts = setup.config.optim, loader.counts
-    own = length_warning(num_steps=schedule.num_steps, num_warmup_steps=optim.num_warmup_steps)
+    own = length_warning(
+        num_steps=schedule.num_steps,
+        num_warmup_steps=optim.num_warmup_steps,
+        scheduler=optim.lr_scheduler_type,
+    )
     found = [] if own is None else [own]
     return found + capacity_warnings(
         setup.config.lora,

@@ -199,9 +199,10 @@ def test_the_reason_of_a_rate_names_each_factor():
 
 
 def test_a_run_that_ends_before_its_warm_up_is_warned_of():
-    assert length_warning(num_steps=11, num_warmup_steps=10) is None
-    assert length_warning(num_steps=0, num_warmup_steps=10) is None
-    warning = length_warning(num_steps=50, num_warmup_steps=50)
+    assert length_warning(num_steps=11, num_warmup_steps=10, scheduler="cosine") is None
+    assert length_warning(num_steps=0, num_warmup_steps=10, scheduler="cosine") is None
+    assert length_warning(num_steps=50, num_warmup_steps=50, scheduler="constant") is None
+    warning = length_warning(num_steps=50, num_warmup_steps=50, scheduler="cosine")
     assert warning.startswith("the run has 50 optimizer steps and --num_warmup_steps 50")
     assert "warm up for 5 steps" in warning
 

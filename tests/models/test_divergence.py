@@ -56,6 +56,8 @@ def test_chunks_give_values_and_gradients_of_whole_logits(monkeypatch, beta, mor
     monkeypatch.setattr(causal_lm, "MAX_CHUNK_LOGITS", 4 * (VOCAB + more))
     head = DivergenceHead(student, teacher, beta=beta)
     assert head.rows == 4  # three chunks, the last of another size
+    # Its own, so that ZeRO 3 gathers them once a pass: ranks have unlike numbers of chunks.
+    assert {"student_weight", "teacher_weight"} <= {*head._parameters}
     logprobs, entropies, divergences = head(own, other, tokens, TEMPERATURE)
     torch.testing.assert_close(divergences, expected)
     torch.testing.assert_close(logprobs, p[range(N), tokens])

@@ -45,7 +45,11 @@ def _train(run: OpenRun[NlgConfig]) -> None:
         show_plan(setup, "samples")
         return
     factors = directory / "lora"
-    network = CausalLMLoss(setup.adapted.model, label_smoothing=run.config.label_smoothing)
+    network = CausalLMLoss(
+        setup.adapted.model,
+        label_smoothing=run.config.label_smoothing,
+        neftune_noise_alpha=run.config.model.neftune_noise_alpha,
+    )
     engine = build_engine(setup, network)
     resolve_head(engine, len(setup.tokenizer), run)
     train(
