@@ -48,7 +48,8 @@ def noted(watch):
         "copied": dict(watch.copied),
         "launches": watch.launches,
         "operations": dict(watch.operations),
-        "plans": len(watch.plans),
+        # But for steps of decoding, whose masks have one row.
+        "plans": sum(mask is None or mask[2] > 1 for _, _, _, mask, *_ in watch.plans),
         "graphs": len(watch.graphs),
         "replays": watch.replays,
         "graph_operations": [sum(operations.values()) for operations in watch.graphs],
