@@ -25,11 +25,14 @@ class SlotCache(RecurrentStates):
 
     A layer's keys and values are (rows, heads, columns, D) each. They grow with the batch and are
     kept then. What masks hide of a row is finite: it holds nothing of rows that have gone.
+
+    Attributes:
+        rows: that each layer holds.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows = self._columns = 0  # that each layer holds
+        self.rows = self._columns = 0  # that each layer holds
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._rows_in_use: slice | Tensor = slice(0)
         self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
@@ -42,24 +45,24 @@ class SlotCache(RecurrentStates):
 
     def reserve(self, rows: int, columns: int) -> bool:
         """Make room for so many rows and columns; whether stores were moved for it."""
-        before = self._rows, self._columns
-        if rows > self._rows:
-            self._rows = max(rows, 2 * self._rows)
+        before = self.rows, self._columns
+        if rows > self.rows:
+            self.rows = max(rows, 2 * self.rows)
         if columns > self._columns:
             grown = max(columns, self._columns * 3 // 2)
             self._columns = -(-grown // COLUMN_BUCKET) * COLUMN_BUCKET
         for index, (keys, values) in self._layers.items():
-            if keys.shape[0] < self._rows or keys.shape[2] < self._columns:
+            if keys.shape[0] < self.rows or keys.shape[2] < self._columns:
                 self._layers[index] = self._grown(keys), self._grown(values)
         for name, state in self._states.items():
-            if len(state) < self._rows:
-                self._states[name] = state.new_zeros(self._rows, *state.shape[1:])
+            if len(state) < self.rows:
+                self._states[name] = state.new_zeros(self.rows, *state.shape[1:])
                 self._states[name][: len(state)] = state
-        return before != (self._rows, self._columns)
+        return before != (self.rows, self._columns)
 
     def _grown(self, store: Tensor) -> Tensor:
         rows, heads, columns, size = store.shape
-        grown = store.new_zeros(self._rows, heads, self._columns, size)
+        grown = store.new_zeros(self.rows, heads, self._columns, size)
         grown[:rows, :, :columns] = store
         return grown
 
@@ -78,14 +81,14 @@ class SlotCache(RecurrentStates):
 
     def _state_rows(self) -> tuple[int, Tensor | None, int]:
         rows = self._rows_in_use
-        return (self._rows, None, rows.stop) if isinstance(rows, slice) else (self._rows, rows, 0)
+        return (self.rows, None, rows.stop) if isinstance(rows, slice) else (self.rows, rows, 0)
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Store (B, heads, T, D) of new tokens; returns the keys and values to attend to."""
         if layer_idx not in self._layers:
-            shapes = [(self._rows, x.shape[1], self._columns, x.shape[3]) for x in (key, value)]
+            shapes = [(self.rows, x.shape[1], self._columns, x.shape[3]) for x in (key, value)]
             self._layers[layer_idx] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
         stores = self._layers[layer_idx]
         assert self._places is not None
@@ -288,9 +291,8 @@ class SlotRows:
         except BaseException:  # some may have moved
             self._steps.forget()
             raise
-        if rows > self._inputs.shape[1]:
-            moved, self._inputs = True, self._inputs.new_zeros(3, rows)
         if moved:
+            self._inputs = self._inputs.new_zeros(3, self._cache.rows)
             self._steps.forget()
 
     def leave(self, row: int) -> None:

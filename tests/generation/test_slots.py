@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
+from dschat_lora.generation.cuda_graphs import RecordedSteps
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling, uniforms
 from dschat_lora.generation.slots import SlotRows, sample_each
@@ -148,6 +149,60 @@ def test_rows_read_nothing_of_one_that_is_not_finite_and_has_gone():
             logits, _ = rows.join([[6, 7], [8] * 40], [0] * 2)
             assert logits.isfinite().all()
             assert rows.step([5, 6, 7]).isfinite().all()
+
+
+@torch.inference_mode()
+def test_nothing_recorded_is_replayed_once_the_cache_has_grown(monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.slots.COLUMN_BUCKET", 8)
+    logits, tapes = [], []
+
+    def record(step):
+        tapes.append(Tape(step))
+        return tapes[-1]
+
+    for each in (None, record):
+        rows, found = SlotRows(tiny_model("llama"), pad_id=0, record=each), []
+        with rows.kernels():
+            rows.join([[5, 6]], [0])
+            found += [rows.step([7]).clone() for _ in range(3)]  # recorded, and replayed
+            rows.join([list(range(3, 23))], [0])  # which needs more rows and columns
+            found += [rows.step([8, 9])[:1].clone()]
+            rows.leave(1)
+            found += [rows.step([10]).clone()]  # of the shape of before
+        logits.append(torch.cat(found))
+    assert len(tapes) == 1
+    torch.testing.assert_close(*logits)
+
+
+@torch.inference_mode()
+def test_another_request_takes_a_row_of_the_shape_that_is_recorded():
+    logits, tapes = [], []
+
+    def record(step):
+        tapes.append(Tape(step))
+        return tapes[-1]
+
+    for each in (None, record):
+        rows = SlotRows(tiny_model("llama"), pad_id=0, record=each)
+        with rows.kernels():
+            rows.join([[5, 6], [7], [8, 9, 10]], [0] * 3)
+            found = [rows.step([11] * 3).clone() for _ in range(2)]
+            rows.join([[12, 13]], [0])
+            found += [rows.step([14] * 4).clone() for _ in range(2)]
+        logits.append(torch.cat(found))
+    assert len(tapes) == 1, "three rows in four"
+    torch.testing.assert_close(*logits)
+
+
+def test_no_more_shapes_are_kept_than_a_bound(monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.cuda_graphs.MOST_SHAPES", 2)
+    recorded, run = [], []
+    steps = RecordedSteps(lambda step: recorded.append(step) or step)
+    for shape in (1, 2, 3, 3, 1):  # twice each: as it is, and recorded; 3 leaves 1 and 2 out
+        for _ in range(2):
+            steps.run(shape, lambda shape=shape: run.append(shape), CPU)
+    assert run == [1, 1, 2, 2, 3, 3, 3, 3, 1, 1]
+    assert len(recorded) == 4
 
 
 def test_a_model_without_cached_attention_of_ours_is_refused():
