@@ -40,6 +40,17 @@ def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
     assert found == {"sampler_error": 0.5, "sampler_error_max": 1.0}
 
 
+def test_answers_of_the_data_have_weight_1():
+    rows = [
+        Response((1,), (2,), True, 0, sampler_logprobs=(-2.0,)),
+        Response((1,), (2,), True, 1, is_drawn=False),
+    ]
+    mask, policy = torch.tensor([[True], [True]]), torch.full((2, 1), -1.0)
+    experience = Experience(rows, mask, policy, torch.zeros(2), policy, None)
+    weights = experience.importance(RolloutCorrection(cap=9.0))
+    assert weights.flatten().tolist() == pytest.approx([math.e, 1.0])
+
+
 def test_filters_make_no_token_less_probable():
     nan = math.nan
     drawn = ((-0.5, -3.0), (-0.25,))
