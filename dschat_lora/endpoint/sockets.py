@@ -1,9 +1,13 @@
 """The address that a server listens on, and what is the same of all servers."""
 
 import os
+import signal
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import uvicorn
 
 # Of uvicorn's configuration: HTTP alone, and nothing written but what goes wrong.
 QUIET: Mapping[str, Any] = {
@@ -41,3 +45,14 @@ def address_of(listening: socket.socket) -> str:
     """The URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def run_until_signal(server: "uvicorn.Server", listening: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM comes, also one that comes before the server runs; then return.
+
+    uvicorn raises the signal once more when it has ended, for the handler that it found: with the
+    system's own the process would be gone before what follows, such as waiting for what runs.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
+    server.run(sockets=[listening])

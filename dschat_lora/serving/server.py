@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from dschat_lora.endpoint.requests import (
     checked_messages,
     parsed_request,
 )
-from dschat_lora.endpoint.sockets import QUIET, address_of
+from dschat_lora.endpoint.sockets import QUIET, address_of, run_until_signal
 from dschat_lora.report.terminal import log_once
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import AnswerDecoder
@@ -295,8 +294,7 @@ def run_server(config: ServeConfig, votes: Path, listening: socket.socket) -> No
     server = Server(service)
     service.decoder.start(on_failure=server.fail)
     try:
-        with suppress(KeyboardInterrupt):  # that uvicorn may raise once it has ended
-            server.run(sockets=[listening])
+        run_until_signal(server, listening)
     finally:
         service.decoder.close()
         service.decoder.join()

@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -27,8 +26,7 @@ from starlette.routing import Route
 
 from dschat_lora.endpoint.answers import BusyError
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
-from dschat_lora.endpoint.sockets import QUIET, address_of
-from dschat_lora.engine.distributed import world_size
+from dschat_lora.endpoint.sockets import QUIET, address_of, run_until_signal
 from dschat_lora.engine.failure_detection import on_loss
 from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.models.source import ModelSource
@@ -546,12 +544,10 @@ def run_server(
         for source in sources.values()
     }
     directory = Path(config.state_dir).expanduser().resolve()
-    if world_size() > 1:
-        # A launcher sends them to all. Rank 0's server ends by them, and raises them again; the
-        # others end when rank 0 says so.
+    if listening is None:
+        # A launcher sends them to all. Rank 0's server ends by them, the others when it says so.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    if listening is None:
         follow(
             Worker(
                 bases,
@@ -600,8 +596,7 @@ def _serve(
     )
     service.start(on_failure=lambda: setattr(server, "should_exit", True))
     try:
-        with suppress(KeyboardInterrupt):  # that uvicorn may raise once it has ended
-            server.run(sockets=[listening])
+        run_until_signal(server, listening)
     finally:
         service.close()
     if service.failure is not None:

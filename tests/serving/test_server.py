@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +18,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
 
+from dschat_lora.endpoint.sockets import listen, run_until_signal
 from dschat_lora.serving.config import ServeConfig
 from helpers.chromium import Page, find_chromium
 from helpers.served import QUESTIONS, endless, peft_greedy, running_server, send, write_run
@@ -320,6 +323,30 @@ def test_the_page_streams_columns_takes_a_vote_and_comes_back(address, service, 
 
 
 # The command
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_signal_ends_a_server_and_what_follows_it_runs(number, early):
+    class Signalled(uvicorn.Server):
+        def run(self, sockets=None):
+            if early:
+                signal.raise_signal(number)
+            super().run(sockets)
+
+        async def main_loop(self):
+            threading.Timer(0.1, signal.raise_signal, [number]).start()
+            await super().main_loop()
+
+    async def app(scope, receive, send):
+        pass
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        run_until_signal(Signalled(uvicorn.Config(app, lifespan="off")), listen("127.0.0.1", 0))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @pytest.mark.stage

@@ -1151,7 +1151,7 @@ def test_a_server_that_is_killed_goes_on_where_it_was(launcher, tmp_path, client
     own = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
     trainer, found = whole_training(own, "end", strike, base_model=find_model(None).base)
     own.close("success")
-    running_now[-1].signal(signal.SIGINT)
+    running_now[-1].signal(signal.SIGTERM)
     assert running_now[-1].wait() == [0]
     assert struck == [0, 1, 2, 3, 4]
     assert found == numbers
