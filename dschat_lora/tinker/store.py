@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ KEPT_UNNAMED = 4  # of each run
 KEPT_RESULTS = 512  # of each run, which clients may still ask for
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _STATE = "state.safetensors"
+_CHANGING = threading.Lock()  # facts of saved weights, which requests of a server change
 
 
 def now() -> str:
@@ -168,7 +170,8 @@ class RunStore:
     def change(self, weights: Weights, **facts: Any) -> None:
         """Change what is known of saved weights."""
         file = self.place(weights) / CHECKPOINT_FILE
-        write_whole(file, json.dumps({**json.loads(file.read_text("utf-8")), **facts}) + "\n")
+        with _CHANGING:
+            write_whole(file, json.dumps({**json.loads(file.read_text("utf-8")), **facts}) + "\n")
 
     def delete(self, weights: Weights) -> None:
         """Delete saved weights: they are there whole, or not at all."""
