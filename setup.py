@@ -22,6 +22,8 @@ AGENTS = [*SERVE, "openai>=3,<4"]
 TINKER = [*SERVE, "tinker>=0.38,<0.39"]
 # Answers of dschat-lora serve that follow a JSON schema, and tool calls that are demanded.
 STRUCTURED = ["llguidance>=1.9,<2"]
+# dschat-lora tune.
+TUNE = ["optuna>=5.0,<6"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.
 DOCS = [
     "mkdocs>=1.6,<2",
@@ -62,6 +64,7 @@ TEST = [
     *MCP,
     *GGUF,
     *NOTEBOOK,
+    *TUNE,
     "nbclient>=0.10,<1",
     "nbformat>=5.10,<6",
     "loralib>=0.1.2,<0.2",
@@ -124,6 +127,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "tinker": TINKER,
         "trackio": TRACKIO,
+        "tune": TUNE,
         "verifiers": VERIFIERS,
         "wandb": WANDB,
         "test": TEST,

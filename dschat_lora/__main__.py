@@ -68,6 +68,7 @@ VERBS = {
         for name, summary in command_lines.EXPERIMENTS.items()
     },
     "pipeline": Verb("run all stages of a YAML file, or go on", verbs.pipeline),
+    "tune": Verb("find a stage's rate, rank and batch by short runs", command_lines.tune),
     "demo": Verb("train on the bundled model and data, show what changed", command_lines.demo),
     "recipes": Verb("list the recipes that come with the package", verbs.list_recipes),
     "models": Verb("types of models, and what each can do", verbs.models),
@@ -93,7 +94,7 @@ VERBS = {
     "accept": Verb("vouch for an adapter that was changed on purpose", verbs.accept),
 }
 GROUPS = {
-    "train": ("sft", "reward", "dpo", "rlhf", "distill", "pipeline", "demo", "nlg", "glue"),
+    "train": ("sft", "reward", "dpo", "rlhf", "distill", "tune", "pipeline", "demo", "nlg", "glue"),
     "look": ("doctor", "models", "recipes", "plan", "audit", "inspect", "report", "rollouts"),
     "try": ("chat", "serve", "tinker", "generate", "eval", "score"),
     "carry away": ("merge", "push", "export", "extract", "accept"),

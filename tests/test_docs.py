@@ -22,6 +22,7 @@ from dschat_lora.config.verbs import (
     InspectConfig,
     MergeConfig,
     PushConfig,
+    TuneConfig,
 )
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import (
@@ -129,6 +130,7 @@ OWN = {
     "nlg": set().union(*map(option_names, STAGES["nlg_gpt2"].values())),
     "pipeline": {"dry_run"},
     "plan": {"for", "num_gpus", "json"}.union(*map(option_names, _STAGE_CONFIGS)),
+    "tune": {*option_names(TuneConfig)}.union(*map(option_names, _STAGE_CONFIGS)),
     "doctor": {"json", "no_training", "first_hour"},
     "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
 }

@@ -105,7 +105,7 @@ FLOORS = [
         "pipeline": Room(
             "algos assets checkpoint config data engine generation lora models perf report rl"
             " runtime supervised",
-            "packaging psutil torch",
+            "optuna packaging psutil torch",
             "launch recipe run stages verbs",
         ),
         "serving": Room(

@@ -10,10 +10,17 @@ from typing import Any
 
 from dschat_lora.api import stages, verbs
 from dschat_lora.config.groups import RunConfig
-from dschat_lora.config.options import chosen_verb, flatten, parse_config, typed_options
-from dschat_lora.config.parser import Parser
+from dschat_lora.config.options import (
+    build_config,
+    chosen_verb,
+    flatten,
+    option_fields,
+    parse_config,
+    typed_options,
+)
+from dschat_lora.config.parser import OTHER, Parser
 from dschat_lora.config.stages import AuditConfig
-from dschat_lora.config.verbs import EXAMPLES, EvalConfig, GenerateConfig, MergeConfig
+from dschat_lora.config.verbs import EXAMPLES, EvalConfig, GenerateConfig, MergeConfig, TuneConfig
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.validation import check_glue, fix_environment
 from dschat_lora.experiments.nlg.config import (
@@ -39,6 +46,7 @@ from dschat_lora.pipeline.launch import (
 from dschat_lora.pipeline.recipe import options_of_stage
 from dschat_lora.pipeline.stages import STAGES, check_stage, planned_card
 from dschat_lora.pipeline.verbs import parsed_config
+from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.seeds import run_seeds
 from dschat_lora.runtime.stage_main import exits, late, run_main
 from dschat_lora.runtime.validation import check_audit, check_reading
@@ -227,6 +235,24 @@ def plan(argv: list[str]) -> None:
     show = late("pipeline.plan_report:show_plans")
     if not show(what, options, card=card, processes=values["num_gpus"], as_json=values["json"]):
         raise SystemExit(1)
+
+
+def tune(argv: list[str]) -> None:
+    """Run ``dschat-lora tune``."""
+    parser = Parser("dschat-lora tune", TuneConfig.__doc__, EXAMPLES["tune"])
+    parser.add_argument("stage", metavar="STAGE", help=", ".join(STAGES))
+    for name, option in option_fields(TuneConfig):
+        parser.add_option(OTHER, [name], *option)
+    chosen, rest = parser.parse_known_args(argv)
+    values = vars(chosen)
+    if (stage := values.pop("stage")) not in STAGES:
+        raise ValueError(f"STAGE must be one of {', '.join(STAGES)}, got {stage!r}")
+    launcher, rest = split_launcher_options(rest)
+    read_file, program = partial(options_of_stage, stage), f"dschat-lora tune {stage}"
+    config: Any = parse_config(STAGES[stage].config, rest, program=program, read_file=read_file)
+    require_packages("dschat-lora tune", "optuna", extra="tune")
+    search = build_config(TuneConfig, values)
+    late("pipeline.tune:run_tune")(search, stage, typed_options(config), launcher)
 
 
 def audit(argv: list[str]) -> None:

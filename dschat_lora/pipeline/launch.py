@@ -74,9 +74,12 @@ def launch_command(
     return [program, *command_line(asdict(launcher)), "--module", PACKAGE, stage, *argv]
 
 
-def typed_command(stage: str, launcher: LauncherConfig, options: Mapping[str, object]) -> list[str]:
+def typed_command(
+    stage: str, launcher: LauncherConfig | None, options: Mapping[str, object]
+) -> list[str]:
     """The command that a user types for the same."""
-    return ["dschat-lora", stage, *command_line({**asdict(launcher), **options})]
+    of_launcher = {} if launcher is None else asdict(launcher)
+    return ["dschat-lora", *stage.split(), *command_line({**of_launcher, **options})]
 
 
 def launch_stage(stage: str, launcher: LauncherConfig, argv: Sequence[str]) -> NoReturn:
@@ -152,15 +155,18 @@ class Relay:
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        process = self._running
-        if process is None or process.poll() is not None:
-            return
-        ranks = training_processes(process.pid)
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.send_signal(number)
-        if not ranks:  # nothing to be saved yet
-            os.killpg(process.pid, signal.SIGTERM)
+        if self._running is not None and self._running.poll() is None:
+            signal_ranks(self._running, number)
+
+
+def signal_ranks(launcher: "subprocess.Popen[bytes]", number: int) -> None:
+    """Send a signal to the ranks below a launcher or, before there are any, end it."""
+    ranks = training_processes(launcher.pid)
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)
+    if not ranks:  # nothing to be saved yet
+        os.killpg(launcher.pid, signal.SIGTERM)
 
 
 def training_processes(launcher: int) -> list[psutil.Process]:

@@ -159,8 +159,10 @@ def _typed(recipe: Recipe, stage: str, how: How) -> str:
 
 
 @contextmanager
-def alone(directory: Path) -> Iterator[None]:
-    """Make the directory and, inside the block, keep other pipelines out of it.
+def alone(directory: Path, what: str = "pipeline") -> Iterator[None]:
+    """Make the directory and, inside the block, keep what else takes such locks out of it.
+
+    ``what`` is what works there, for the message.
 
     Raises:
         ValueError: if one is there.
@@ -173,7 +175,7 @@ def alone(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another pipeline is at work in {directory}; wait for it, stop it, or choose "
+                f"another {what} is at work in {directory}; wait for it, stop it, or choose "
                 "another --output_dir"
             ) from None
         except OSError:

@@ -90,6 +90,7 @@ COMMANDS = (
     Command(("audit",), AuditConfig),
     *(Command(("plan", name), stage.config) for name, stage in STAGES.items()),
     Command(("plan",), None, ("recipe.yaml",)),
+    Command(("tune", "sft"), None, ("--rates", "1e-3")),
     Command(("doctor",)),
     Command(("report",), None, ("run",)),
     Command(("rollouts",), None, ("run",)),
