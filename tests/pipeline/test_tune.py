@@ -173,7 +173,7 @@ def test_trials_beyond_the_listed_ones_lie_between_them(searched, monkeypatch):
 def test_an_unknown_measure_ends_the_search_and_its_runs(searched):
     with pytest.raises(ValueError, match=r"^--metric score must be one of loss$"):
         searched(metric="score")
-    assert not _living("out/")
+    assert not _runs_here()
 
 
 def test_a_directory_of_a_search_is_gone_on_with_or_refused(searched):
@@ -203,7 +203,7 @@ def test_a_search_that_is_killed_goes_on_from_the_checkpoints(searched, number):
     _wait(lambda: log.exists() and '"step": 30}' in log.read_text())
     process.send_signal(number)
     assert process.wait() == (-9 if number == signal.SIGKILL else 128 + number)
-    _wait(lambda: not _living("out/"))
+    _wait(lambda: not _runs_here())
     trials, _ = searched({"max_steps": 400}, rates=(1e-3,), resume=True)
     assert trials[0].value == pytest.approx(loss(1e-3, 1234, 400))
     steps = [line["step"] for line in metrics("out/trial-00/seed-1234", "train")]
@@ -213,22 +213,22 @@ def test_a_search_that_is_killed_goes_on_from_the_checkpoints(searched, number):
     assert not output.startswith("from step 0\nfrom step 0")
 
 
-def _wait(happened, seconds=60):
+def _wait(happened, seconds=300):
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def _living(directory):
-    """Command lines of processes that write below a directory."""
+def _runs_here():
+    """Processes of curves that were started in this directory."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            words = path.read_text().split("\0")
+            if "pipeline.curve_run" in (path / "cmdline").read_text().split("\0"):
+                found += [path.name] * ((path / "cwd").readlink() == Path.cwd())
         except OSError:
             continue
-        found += [words] if any(word.startswith(directory) for word in words) else []
     return found
 
 
