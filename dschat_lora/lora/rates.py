@@ -76,11 +76,12 @@ def length_warning(*, num_steps: int, num_warmup_steps: int, scheduler: str) -> 
 
 
 def capacity_warnings(
-    lora: LoraConfig, *, samples_per_step: float, parameters: int, tokens: int
+    lora: LoraConfig, *, samples_per_step: float, parameters: int, tokens: int, width: int
 ) -> list[str]:
     """Warnings of what adapters bear less well than all weights, by "LoRA Without Regret".
 
-    ``parameters`` are those that train, and ``tokens`` the supervised ones of the data.
+    ``parameters`` are those that train, ``tokens`` the supervised ones of the data; a rank as
+    large as the ``width`` of the hidden states is no low one.
     """
     if lora.lora_dim == 0:
         return []
@@ -93,11 +94,12 @@ def capacity_warnings(
         )
     held, brought = BITS_PER_PARAMETER * parameters, BITS_PER_TOKEN * tokens
     if brought > held:
-        rank = -(-lora.lora_dim * brought // held)
+        rank = int(-(-lora.lora_dim * brought // held))
+        remedy = f"try --lora_dim {rank}, or train" if rank < width else "train"
         found.append(
             f"an adapter of {parameters:,} parameters holds about {held:,.0f} bits, and the data's "
             f"{tokens:,} supervised tokens bring about {brought:,.0f}: from some step on it learns "
-            f"more slowly than full fine-tuning; try --lora_dim {rank:.0f}, or train all weights"
+            f"more slowly than full fine-tuning; {remedy} all weights"
         )
     return found
 

@@ -147,6 +147,7 @@ def size_warnings(setup: SupervisedSetup, loader: StepLoader, schedule: TrainSch
         samples_per_step=len(counts.tokens) / max(1, loader.steps_per_epoch),
         parameters=trained_elements(setup.adapted.model),
         tokens=int(counts.targets.sum()),
+        width=setup.adapted.model.config.hidden_size,
     )
 
 

@@ -215,11 +215,14 @@ def test_a_run_that_ends_before_its_warm_up_is_warned_of():
         # 1,000 parameters hold 2,000 bits; five times as many want five times the rank.
         (8, 10000, ["--lora_dim 40"]),
         (8, 2001, ["--lora_dim 9"]),
+        # A rank of 64 or more is that of all weights, 64 wide.
+        (8, 15750, ["try --lora_dim 63, or train all weights"]),
+        (8, 15751, ["than full fine-tuning; train all weights"]),
     ],
 )
 def test_batches_and_data_that_are_too_much_for_an_adapter_are_warned_of(samples, tokens, words):
     lora = LoraConfig(lora_dim=8)
-    sizes = {"samples_per_step": samples, "parameters": 1000, "tokens": tokens}
+    sizes = {"samples_per_step": samples, "parameters": 1000, "tokens": tokens, "width": 64}
     found = capacity_warnings(lora, **sizes)
     assert len(found) == len(words)
     for warning, expected in zip(found, words, strict=True):
