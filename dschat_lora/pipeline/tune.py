@@ -42,7 +42,7 @@ from dschat_lora.pipeline.launch import (
 )
 from dschat_lora.pipeline.run import alone
 from dschat_lora.pipeline.stages import check_stage
-from dschat_lora.report.directory import leftovers
+from dschat_lora.report.directory import check_idle, leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.markup import number, short
 from dschat_lora.report.run_data import read_run
@@ -257,6 +257,7 @@ class RunningTrial:
                     self.search.stage, self.launcher, argv, program=launcher_command()
                 )
             home.parent.mkdir(parents=True, exist_ok=True)
+            _wait_until_idle(home)
             with home.with_suffix(".log").open("ab") as log:
                 process = subprocess.Popen(
                     command,
@@ -396,7 +397,7 @@ def _steps(directory: Path) -> int:
 
 
 def _row(search: Search, trial: "FrozenTrial", home: Path) -> list[str]:
-    """A row of the table of trials; see :data:`HEADER`."""
+    """A row of the table of trials: name, options, steps, metric and how it ended."""
     name = f"trial-{trial.number:02d}"
     value = trial.value if trial.value is not None else math.nan
     if trial.state.name == "PRUNED":
@@ -445,6 +446,22 @@ def show_trials(
     log_once(f"next:\n  {shlex.join(typed_command(search.stage, launcher, options))}")
 
 
+def _wait_until_idle(directory: Path, seconds: float = 60.0) -> None:
+    """Wait for a run that saves, as the search that started it was killed.
+
+    Raises:
+        ValueError: if it still writes after so many seconds.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return check_idle(directory)
+        except ValueError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(POLL_SECONDS)
+
+
 def _end_with_parent() -> None:
     """Have the system send SIGTERM to this process when the search is killed."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -458,7 +475,9 @@ def stopping() -> Iterator[list[int]]:
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, receive) for number in SIGNALS}
+    # Signals that are ignored, as SIGHUP is under nohup, stay so.
+    numbers = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received
     finally:
