@@ -1453,7 +1453,7 @@ def generate(
 
 def evaluate(
     model: Model | None,
-    data: Data,
+    data: Data | None,
     *,
     columns: Sequence[str] | Mapping[str, str] = (),
     max_seq_len: int = 0,
@@ -1468,12 +1468,15 @@ def evaluate(
     judge_function: str | Callable[..., Any] | None = None,
     max_new_tokens: int = 128,
     limit: int = 0,
+    tasks: str | Sequence[str] = (),
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
 ) -> dict[str, float]:
     """Perplexity, preferences or rewards of a model on rows of data.
 
     Args:
         model: as in ``generate``; of a reward model scores and preferences are measured.
-        data: rows, as in ``dschat_lora.sft``.
+        data: rows, as in ``dschat_lora.sft``; None with ``tasks``, which have their own.
         **options: those of ``dschat-lora eval --help`` by their names. ``judge_function`` may be a
             function, and ``reward_model`` a run.
 
@@ -1493,7 +1496,10 @@ def evaluate(
         reward_model (Model | None): reward model that scores the model's own greedy answers to the prompts
         judge_function (str | Callable[..., Any] | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
         max_new_tokens (int): tokens of such an answer at most
-        limit (int): rows to take at most, the first ones; 0: all
+        limit (int): rows to take at most, of each task too, the first ones; 0: all
+        tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[eval]
+        num_fewshot (int | None): worked examples before each question of --tasks; default: as the task says
+        apply_chat_template (bool): questions of --tasks are a user's messages, rendered by the chat template
     """
 
 def merge(

@@ -88,7 +88,7 @@ FLOORS = [
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",
-            "numpy torch",
+            "lm_eval numpy torch",
         ),
     },
     {

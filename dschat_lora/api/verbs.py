@@ -71,12 +71,12 @@ def generate(
 
 
 @with_options(EvalConfig, *_NAMED, "json")
-def evaluate(model: Model | None, data: Data, **options: Any) -> dict[str, float]:
+def evaluate(model: Model | None, data: Data | None, **options: Any) -> dict[str, float]:
     """Perplexity, preferences or rewards of a model on rows of data.
 
     Args:
         model: as in ``generate``; of a reward model scores and preferences are measured.
-        data: rows, as in ``dschat_lora.sft``.
+        data: rows, as in ``dschat_lora.sft``; None with ``tasks``, which have their own.
         **options: those of ``dschat-lora eval --help`` by their names. ``judge_function`` may be a
             function, and ``reward_model`` a run.
 
@@ -85,7 +85,8 @@ def evaluate(model: Model | None, data: Data, **options: Any) -> dict[str, float
     """
     with ExitStack() as stack:
         model = BUNDLED_MODEL if model is None else model
-        values = {"model_name_or_path": model, "data_path": data}
+        values: dict[str, Any] = {"model_name_or_path": model}
+        values |= {} if data is None else {"data_path": data}
         config = _config(EvalConfig, values, options, stack)
         stack.enter_context(run_in_process())
         scores, make_judge = eval_parts(config)

@@ -131,11 +131,32 @@ class EvalConfig(ReadingConfig):
         "builtin:NAME for one that comes along",
     )
     max_new_tokens: int = option(128, help="tokens of such an answer at most")
-    limit: int = option(0, help="rows to take at most, the first ones; 0: all")
+    limit: int = option(0, help="rows to take at most, of each task too, the first ones; 0: all")
+    tasks: tuple[str, ...] = option(
+        (),
+        help="tasks of lm-evaluation-harness, or directories of task files of your own, in place "
+        "of rows; needs dschat_lora[eval]",
+    )
+    num_fewshot: int | None = option(
+        None, help="worked examples before each question of --tasks; default: as the task says"
+    )
+    apply_chat_template: bool = option(
+        False, help="questions of --tasks are a user's messages, rendered by the chat template"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.data_path), "data_path", "nothing", "a file or more to evaluate on")
+        given = bool(self.data_path) or bool(self.tasks)
+        require(given, "data_path", "nothing", "a file or more to evaluate on, or --tasks")
+        if self.tasks:
+            for name in ("data_path", "columns", "reward_model", "judge_function"):
+                if not getattr(self, name):
+                    continue
+                raise ValueError(f"--tasks have their own questions and measures: drop --{name}")
+        elif self.num_fewshot is not None or self.apply_chat_template:
+            name = "apply_chat_template" if self.num_fewshot is None else "num_fewshot"
+            raise ValueError(f"--{name} is for --tasks, and none is given")
+        require_numbers(self, ">= 0", "num_fewshot")
         require_numbers(self, ">= 1", "max_new_tokens")
         require_numbers(self, ">= 0", "limit")
 
@@ -290,7 +311,8 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora eval output/sft held_out.jsonl   perplexity; of pairs accuracy too
   dschat-lora eval output/reward pairs.jsonl --json   accuracy, margin, scores
   dschat-lora eval output/sft prompts.jsonl --reward_model output/reward
-  dschat-lora eval output/sft sums.jsonl --judge_function judge:is_right""",
+  dschat-lora eval output/sft sums.jsonl --judge_function judge:is_right
+  dschat-lora eval output/sft --tasks hellaswag gsm8k --limit 200""",
     "score": """examples:
   dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
     "models": """examples:

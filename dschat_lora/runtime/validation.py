@@ -40,6 +40,7 @@ from dschat_lora.runtime.checks import (
     model_name,
     parallel_without_effect,
     recomputing,
+    require_packages,
     resolve_stage,
     settled_base_bits,
     task_of,
@@ -123,7 +124,9 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
 
 def check_eval(config: EvalConfig) -> bool:
     """Whether the model is a reward model; refuses what cannot be evaluated."""
-    source = check_reading(config, ("CAUSAL_LM", "SEQ_CLS"))
+    source = check_reading(config, ("CAUSAL_LM",) if config.tasks else ("CAUSAL_LM", "SEQ_CLS"))
+    if config.tasks:
+        require_packages("--tasks", "lm_eval", extra="eval")
     if config.judge_function is not None and task_of(source) == "SEQ_CLS":
         raise ValueError(
             f"--judge_function {config.judge_function} scores a language model's answers, and "
@@ -152,7 +155,7 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
     if isinstance(config, GenerateConfig):
         for entry in config.data_path:
             find_source("data_path", entry)  # of any kind: each row has a prompt
-    else:
+    elif config.data_path:  # those of evaluations by tasks are elsewhere
         scored = isinstance(config, EvalConfig) and (config.reward_model or config.judge_function)
         check_sources(
             DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all"),

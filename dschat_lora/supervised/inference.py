@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.config.data import parse_columns
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import SampleCollator
@@ -131,3 +132,24 @@ class LossMeter:
         sums = logprobs.new_zeros(rows, dtype=torch.float64).index_add_(0, owner, logprobs.double())
         counts = owner.bincount(minlength=rows)
         return list(zip((-sums).tolist(), counts.tolist(), strict=True))
+
+    @torch.no_grad()
+    def scores(self, samples: Sequence[SequenceSample]) -> list[tuple[float, bool]]:
+        """Of each sample log p of its supervised tokens in nats, and if each is the likeliest."""
+        batch = self._collate([[sample] for sample in samples]).to(device())
+        logits = self._network.logits(
+            batch.logit_positions,
+            batch.input_ids,
+            batch.position_ids,
+            batch.segment_ids,
+            torch.zeros_like(batch.segment_ids),
+            batch.spans,
+        )
+        rows, width = batch.input_ids.shape
+        owner = batch.logit_positions // width
+        logprobs = token_logprobs(logits.float(), batch.target_ids).double()
+        sums = logprobs.new_zeros(rows).index_add_(0, owner, logprobs)
+        wrong = torch.zeros_like(sums).index_add_(
+            0, owner, (logits.argmax(-1) != batch.target_ids).double()
+        )
+        return list(zip(sums.tolist(), (wrong == 0).tolist(), strict=True))

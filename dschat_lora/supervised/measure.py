@@ -84,6 +84,10 @@ def evaluate_model(
     Raises:
         ValueError: if rows have no answer, or none fits the model.
     """
+    if config.tasks:
+        from dschat_lora.supervised.harness import measure_tasks
+
+        return measure_tasks(config)
     return score_rows(config) if scores else measure_policy(config, make_judge)
 
 

@@ -1,0 +1,195 @@
+"""Tasks of lm-evaluation-harness: a trained model scores and answers by this package's own code."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.models.utils import postprocess_generated_text as cut_at
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.config.verbs import EvalConfig
+from dschat_lora.data.samples import IGNORE_INDEX, SequenceSample
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.supervised.generate import AnswerGenerator
+from dschat_lora.supervised.inference import LoadedPolicy, LossMeter, load_policy
+
+DEFAULT_POSITIONS = 2048  # of a model without a limit, as in the harness
+DEFAULT_NEW_TOKENS = 256  # of an answer whose task says nothing, likewise
+Request = tuple[Any, list[int], list[int]]  # texts or None, tokens of context and continuation
+
+
+def measure_tasks(config: EvalConfig) -> dict[str, float]:
+    """Measures of every task that ``--tasks`` names, ``TASK MEASURE`` by its value.
+
+    Raises:
+        ValueError: if there is no such task.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    folders = [each for each in config.tasks if Path(each).expanduser().is_dir()]
+    # The harness's own tasks are read only where one is named: they are thousands.
+    manager = TaskManager(
+        include_path=[str(Path(each).expanduser()) for each in folders],
+        include_defaults=len(folders) < len(config.tasks),
+    )
+    names = [name for name in config.tasks if name not in folders]
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise ValueError(
+            f"--tasks {unknown[0]} is no task of lm-evaluation-harness, and no directory of task "
+            "files; lm-eval ls tasks lists them"
+        )
+    for folder in folders:
+        own = TaskManager(include_path=str(Path(folder).expanduser()), include_defaults=False)
+        if not own.all_tasks:
+            raise ValueError(f"--tasks {folder} holds no task: no .yaml file with a line task:")
+        names += own.all_subtasks
+    found = lm_eval.simple_evaluate(
+        HarnessModel(load_policy(config.model), batch_size=config.per_device_eval_batch_size),
+        tasks=names,
+        task_manager=manager,
+        num_fewshot=config.num_fewshot,
+        limit=config.limit or None,
+        apply_chat_template=config.apply_chat_template,
+        log_samples=False,
+    )
+    return {
+        f"{task} {name.removesuffix(',none').replace(',', ' ')}": float(value)
+        for task, measures in found["results"].items()
+        for name, value in measures.items()
+        if isinstance(value, int | float) and name != "sample_len"
+    }
+
+
+class HarnessModel(TemplateLM):
+    """A language model in the harness's interface, with tokens and scores as its own has them."""
+
+    def __init__(self, policy: LoadedPolicy, *, batch_size: int) -> None:
+        super().__init__()
+        self.tokenizer, self._policy, self._size = policy.tokenizer, policy, batch_size
+        self._meter = LossMeter(policy.model, policy.tokenizer)
+        self._positions = policy.positions or DEFAULT_POSITIONS
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before the first one of a text without context."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name that caches of requests know the tokenizer by."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **unused: Any
+    ) -> list[int]:
+        """Tokens of a text, with the tokenizer's own beginning unless the text has it."""
+        if add_special_tokens is None:
+            begin = self.tokenizer.decode(self.prefix_token_id)
+            add_special_tokens = not string.startswith(begin)
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return ids
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Messages as the text of a prompt."""
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], **unused: Any
+    ) -> list[tuple[float, bool]]:
+        samples = []
+        for _, context, continuation in requests:
+            # A token is predicted at each position: one more than these fits.
+            ids = [*context, *continuation][-(self._positions + 1) :]
+            labels = np.array(ids)
+            labels[: -len(continuation)] = IGNORE_INDEX
+            samples.append(SequenceSample(np.array(ids), labels))
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(samples)
+        order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
+        for first in range(0, len(order), self._size):
+            chunk = order[first : first + self._size]
+            scores = self._meter.scores([samples[i] for i in chunk])
+            for i, score in zip(chunk, scores, strict=True):
+                found[i] = score
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **unused: Any) -> list[float]:
+        """Log-probability of each whole text, in windows of the model's positions."""
+        windows: list[Request] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._positions,
+                context_len=1,
+            ):
+                context, continuation = make_disjoint_window(window)
+                windows.append((None, list(context), list(continuation)))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[owner] += logprob
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], **unused: Any) -> list[str]:
+        """Answers up to the texts at which they are to end.
+
+        Raises:
+            ValueError: at an option of a task that this package does not draw by.
+        """
+        found = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in groups.values():
+            options = normalize_gen_kwargs(requests[numbers[0]].args[1], DEFAULT_NEW_TOKENS)
+            sampling, until = self._sampling(options)
+            room = self._positions - sampling.max_new_tokens
+            if room < 1:
+                raise ValueError(
+                    f"a task asks for {sampling.max_new_tokens} new tokens, and the model has "
+                    f"{self._positions} positions"
+                )
+            generate = AnswerGenerator(self._policy, sampling, batch_size=self._size)
+            prompts = [self.tok_encode(requests[n].args[0])[-room:] for n in numbers]
+            seeds = [[stream_seed("generate", 0, n, 0)] for n in numbers]
+            for n, (answer,) in zip(numbers, generate(prompts, seeds=seeds), strict=True):
+                found[n] = cut_at(answer.text, until, None)
+        return found
+
+    def _sampling(self, options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:
+        """How to draw, and the texts that end an answer."""
+        given = dict(options)
+        until = handle_stop_sequences(
+            given.pop("until", None), self.tokenizer.decode(self.eot_token_id)
+        )
+        most, draws = given.pop("max_gen_toks"), bool(given.pop("do_sample", False))
+        drawn = {
+            name: given.pop(name) for name in ("temperature", "top_p", "top_k") if name in given
+        }
+        if given:
+            raise ValueError(
+                f"a task sets {', '.join(given)} for its answers: known are until, max_gen_toks, "
+                "do_sample, temperature, top_p and top_k"
+            )
+        return Sampling(most, do_sample=draws, **(drawn if draws else {})), until

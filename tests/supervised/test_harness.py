@@ -1,0 +1,93 @@
+"""Tasks of lm-evaluation-harness: the measures of its own transformers backend on PEFT's model."""
+
+import json
+
+import pytest
+
+import dschat_lora as dl
+from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.config.verbs import EvalConfig
+from helpers.step1 import write_jsonl
+
+HEAD = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+"""
+BODIES = {
+    "choice": """output_type: multiple_choice
+doc_to_text: prompt
+doc_to_choice: "{{[chosen, rejected]}}"
+doc_to_target: 0
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "answers": """output_type: generate_until
+doc_to_text: prompt
+doc_to_target: word
+generation_kwargs: {until: [",", " number"], max_gen_toks: 8}
+metric_list: [{metric: exact_match}]
+""",
+    "rolling": """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{prompt}}{{chosen}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A directory of three tasks on rows of the bundled data."""
+    home = tmp_path_factory.mktemp("tasks")
+    with BUNDLED_DATA["eval"].open(encoding="utf-8") as file:
+        rows = [json.loads(next(file)) for _ in range(24)]
+    rows = [{**row, "word": row["chosen"].split(",")[0].split(" number")[0]} for row in rows]
+    path = write_jsonl(home / "rows.jsonl", rows)
+    for name, body in BODIES.items():
+        (home / f"{name}.yaml").write_text(HEAD.format(name=f"toy_{name}", rows=path) + body)
+    return home
+
+
+@pytest.mark.stage
+def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    run = dl.sft(
+        lora_dim=4, lora_learning_rate=1e-2, max_steps=8, max_seq_len=64, eval_iters=1,
+        sample_generations=0, output_dir=tmp_path / "out", quiet=True,
+    )  # fmt: skip
+    own = dl.evaluate(run, None, tasks=[str(tasks)])
+    backend = HFLM(str(BUNDLED_MODEL), peft=str(run.adapter), dtype="float32", device="cpu")
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    names = [f"toy_{name}" for name in BODIES]
+    found = simple_evaluate(backend, tasks=names, task_manager=manager, log_samples=False)
+    for task, metric in (
+        *(("toy_choice", "acc"), ("toy_choice", "acc_norm"), ("toy_answers", "exact_match")),
+        ("toy_rolling", "bits_per_byte"),
+    ):
+        expected = found["results"][task][f"{metric},none"]
+        assert own[f"{task} {metric}"] == pytest.approx(expected, rel=1e-6)
+        assert metric == "bits_per_byte" or 0 < expected < 1  # else it would show nothing
+    few = dl.evaluate(run, None, tasks=[str(tasks)], limit=2, num_fewshot=0)
+    assert few["toy_choice acc"] in (0, 0.5, 1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"^--tasks \S*empty holds no task"):
+        dl.evaluate(run, None, tasks=[str(tmp_path / "empty")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data_path": ("x.jsonl",)}, "--tasks have their own questions .* drop --data_path"),
+        ({"judge_function": "a:b"}, "--tasks have their own questions .* drop --judge_function"),
+        ({"num_fewshot": -1}, "--num_fewshot must be >= 0, got -1"),
+        ({"tasks": (), "data_path": ("x",), "num_fewshot": 1}, "--num_fewshot is for --tasks"),
+        ({"tasks": ()}, "--data_path must be a file or more to evaluate on, or --tasks"),
+    ],
+)
+def test_tasks_bring_their_own_rows(options, message):
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(**{"model_name_or_path": "m", "tasks": ("t",), **options})
