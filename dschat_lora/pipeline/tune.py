@@ -317,7 +317,7 @@ class RunningTrial:
             raise ValueError(f"--metric {metric} must be one of {', '.join(known)}")
         return {each["step"]: number(each[metric]) for each in evals if each["step"]}
 
-    def _is_behind(self, curves: Sequence[Mapping[int, float]]) -> bool:
+    def _is_behind(self, curves: Sequence[dict[int, float]]) -> bool:
         """Whether the pruner ends the trial, once it has what all runs know."""
         own, shortest = self.options["eval_interval"], self.search.min_steps
         # In step 3 an evaluation may come some steps after it is due.

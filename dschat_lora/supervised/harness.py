@@ -66,7 +66,7 @@ def measure_tasks(config: EvalConfig) -> dict[str, float]:
     }
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # type: ignore[misc]
     """A language model in the harness's interface, with tokens and scores as its own has them."""
 
     def __init__(self, policy: LoadedPolicy, *, batch_size: int) -> None:
