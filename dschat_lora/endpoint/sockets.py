@@ -4,10 +4,8 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import uvicorn
+from types import FrameType
+from typing import Any, Protocol
 
 # Of uvicorn's configuration: HTTP alone, and nothing written but what goes wrong.
 QUIET: Mapping[str, Any] = {
@@ -47,7 +45,17 @@ def address_of(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def run_until_signal(server: "uvicorn.Server", listening: socket.socket) -> None:
+class SignalledServer(Protocol):
+    """What is used of a uvicorn server."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End soon."""
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve."""
+
+
+def run_until_signal(server: SignalledServer, listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM comes, also one that comes before the server runs; then return.
 
     uvicorn raises the signal once more when it has ended, for the handler that it found: with the
