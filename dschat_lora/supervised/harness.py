@@ -121,7 +121,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             # A token is predicted at each position: one more than these fits.
             ids = [*context, *continuation][-(self._positions + 1) :]
             labels = np.array(ids)
-            labels[: -len(continuation)] = IGNORE_INDEX
+            labels[: max(0, len(ids) - len(continuation))] = IGNORE_INDEX
             samples.append(SequenceSample(np.array(ids), labels))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(samples)
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))

@@ -7,6 +7,7 @@ import pytest
 import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.verbs import EvalConfig
+from dschat_lora.supervised.measure import show_measures
 from helpers.step1 import write_jsonl
 
 HEAD = """task: {name}
@@ -49,7 +50,7 @@ def tasks(tmp_path_factory):
 
 
 @pytest.mark.stage
-def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path):
+def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path, capsys):
     pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -73,6 +74,10 @@ def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path):
         assert metric == "bits_per_byte" or 0 < expected < 1  # else it would show nothing
     few = dl.evaluate(run, None, tasks=[str(tasks)], limit=2, num_fewshot=0)
     assert few["toy_choice acc"] in (0, 0.5, 1)
+    show_measures({"toy_choice acc_norm_stderr": 0.25, "too_long": 1}, as_json=False)
+    assert capsys.readouterr().out.endswith(
+        "toy_choice acc_norm_stderr  0.25\ntoo long                    1\n"
+    )
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"^--tasks \S*empty holds no task"):
         dl.evaluate(run, None, tasks=[str(tmp_path / "empty")])
