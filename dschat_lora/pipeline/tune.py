@@ -447,7 +447,9 @@ def show_trials(
             seed = f", {path.parent.name}" if len(search.seeds) > 1 else ""
             run = replace(read_run(path.parent), label=_words(each.params) + seed)
             if each.state.name == "PRUNED":  # nothing that looks wrong
-                run = replace(run, label=f"{run.label}, pruned", facts={**run.facts, "status": "unknown"})
+                run = replace(
+                    run, label=f"{run.label}, pruned", facts={**run.facts, "status": "unknown"}
+                )
             runs.append(run)
     write_report(
         home / "report.html",

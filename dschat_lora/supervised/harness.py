@@ -127,7 +127,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
         for first in range(0, len(order), self._size):
             chunk = order[first : first + self._size]
-            scores = self._meter.scores([samples[i] for i in chunk])
+            scores = self._meter.scores([samples[i] for i in chunk], positions=self._positions)
             for i, score in zip(chunk, scores, strict=True):
                 found[i] = score
         return found

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
@@ -81,6 +82,23 @@ def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"^--tasks \S*empty holds no task"):
         dl.evaluate(run, None, tasks=[str(tmp_path / "empty")])
+
+
+def test_as_many_tokens_are_scored_as_the_model_has_positions():
+    pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
+    from dschat_lora.supervised.harness import HarnessModel
+    from dschat_lora.supervised.inference import load_policy
+
+    config = EvalConfig(model_name_or_path=str(BUNDLED_MODEL), tasks=("t",))
+    policy = load_policy(config.model)
+    own = HarnessModel(policy, batch_size=2)
+    size = policy.model.config.max_position_embeddings
+    tokens = torch.randint(5, 200, (size + 4,), generator=torch.manual_seed(0)).tolist()
+    found = own._loglikelihood_tokens([(None, [3], tokens), (None, tokens[:2], [])])
+    kept = torch.tensor(tokens[-size - 1 :])
+    logits = policy.model(kept[None, :-1]).logits[0].float().log_softmax(-1)
+    assert found[0][0] == pytest.approx(float(logits[range(size), kept[1:]].sum()), rel=1e-5)
+    assert found[1] == (0.0, True)  # of no tokens
 
 
 @pytest.mark.parametrize(
