@@ -41,7 +41,7 @@ from dschat_lora.pipeline.launch import (
     typed_command,
 )
 from dschat_lora.pipeline.run import alone
-from dschat_lora.pipeline.stages import check_stage
+from dschat_lora.pipeline.stages import STAGES, check_stage
 from dschat_lora.report.directory import check_idle, leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.markup import number, short
@@ -139,9 +139,13 @@ def make_search(
         if name in options:
             raise ValueError(f"--{name} is the search's to set: leave it out")
     processes = 1 if launcher is None else launcher.processes
-    checked = check_stage(stage, options, processes)
-    values, is_rl = flatten(checked), isinstance(checked, RlhfConfig)
+    is_rl = issubclass(STAGES[stage].config, RlhfConfig)
     role, batch = ("actor_", "training") if is_rl else ("", "train")
+    # Options of an adapter are refused where none is asked for.
+    checked = check_stage(
+        stage, {**options, **{f"{role}lora_dim": rank for rank in config.ranks[:1]}}, processes
+    )
+    values = flatten(checked)
     adapts = bool(config.ranks or values[f"{role}lora_dim"])
     rate = f"{role}lora_learning_rate" if adapts else f"{role}learning_rate"
     centre = options[rate] if rate in options else _ruled_rate(checked, stage, adapts=adapts)
@@ -151,9 +155,17 @@ def make_search(
         f"{role}lora_dim": config.ranks,
         f"per_device_{batch}_batch_size": config.batches,
     }
-    lists = {name: each for name, each in lists.items() if each}
+    lists = {name: [*dict.fromkeys(each)] for name, each in lists.items() if each}
     max_steps = options.get("max_steps") or DEFAULT_STEPS
-    min_steps = config.min_steps or -(-max_steps // LENGTHS)
+    # Of the largest batch at least one step, and of each as many rows.
+    batches = config.batches or (1,)
+    multiple = -(-max(batches) // min(batches))
+    min_steps = config.min_steps or -(-max_steps // LENGTHS // multiple) * multiple
+    if min_steps < multiple:
+        raise ValueError(
+            f"--min_steps {min_steps} of batches of {min(batches)} are less than a step of "
+            f"--batches {max(batches)}: give at least {multiple}"
+        )
     if min_steps > max_steps:
         raise ValueError(f"--min_steps {min_steps} must be at most --max_steps, {max_steps}")
     search = Search(
@@ -240,6 +252,8 @@ class RunningTrial:
     slot: int  # among those that run at a time
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     is_pruned: bool = False
+    failed: Path | None = None  # the first run that failed
+    is_stopped: bool = False
 
     def start(self) -> None:
         """Start each run or, where it has begun, let it go on from its checkpoint."""
@@ -271,6 +285,9 @@ class RunningTrial:
 
     def stop(self) -> None:
         """Have the runs save and end."""
+        if self.is_stopped:  # a second signal could cut the saving short
+            return
+        self.is_stopped = True
         for process in self.processes:
             if process.poll() is not None:
                 continue
@@ -292,15 +309,18 @@ class RunningTrial:
         if not self.is_pruned and self._is_behind(curves):
             self.is_pruned = True
             self.trial.study.tell(self.trial, state=TrialState.PRUNED)
-        if self.is_pruned or any(codes):  # perhaps of one of several seeds
+        if self.failed is None and not self.is_pruned:
+            self.failed = next((h for h, code in zip(self.homes, codes, strict=True) if code), None)
+        if self.is_pruned or self.failed:
             self.stop()
         if None in codes:
             return False
         if not self.is_pruned:
             last = [list(curve.values())[-1] if curve else math.nan for curve in curves]
             value = sum(last) / len(last)
-            if any(codes) or math.isnan(value):
-                log = self.homes[0].with_suffix(".log").read_text(errors="replace")
+            if self.failed or math.isnan(value):
+                home = self.failed or self.homes[0]
+                log = home.with_suffix(".log").read_text(errors="replace")
                 self.trial.set_user_attr("error", (log.strip() or "no output").split("\n")[-1])
                 self.trial.study.tell(self.trial, state=TrialState.FAIL)
             else:
@@ -350,6 +370,7 @@ def run_trials(
     """
     from optuna.trial import Trial, TrialState
 
+    log_once(f"the {'greatest' if search.rises else 'least'} held-out {search.metric} is best")
     begun = [Trial(study, each._trial_id) for each in study.trials if each.state.name == "RUNNING"]
     running: list[RunningTrial] = []
     try:
@@ -371,7 +392,8 @@ def run_trials(
             time.sleep(POLL_SECONDS)
             for each in [each for each in running if each.follow()]:
                 running.remove(each)
-                log_once(" ".join(_row(search, study.trials[each.trial.number], home)))
+                name, _, steps, value, ended = _row(search, study.trials[each.trial.number], home)
+                log_once(f"{name}, {ended}: {search.metric} {value} after {steps} steps")
     finally:
         for each in running:
             each.stop()
@@ -423,7 +445,12 @@ def show_trials(
     for each in study.trials:
         for path in sorted((home / f"trial-{each.number:02d}").glob("*/metrics.jsonl")):
             seed = f", {path.parent.name}" if len(search.seeds) > 1 else ""
-            runs.append(replace(read_run(path.parent), label=_words(each.params) + seed))
+            run = replace(read_run(path.parent), label=_words(each.params) + seed)
+            if each.state.name == "PRUNED":  # nothing that looks wrong
+                run = replace(
+                    run, label=f"{run.label}, pruned", facts={**run.facts, "status": "unknown"}
+                )
+            runs.append(run)
     write_report(
         home / "report.html",
         render_report(f"{search.stage}: {len(rows)} trials", runs, {"Trials": (header, rows)}),
@@ -443,6 +470,8 @@ def show_trials(
         f"{cost:.2f} whole trials were made, {cost / grid:.0%} of {grid}"
     )
     options = {**search.options, **best.params}
+    if options.get("max_steps"):
+        options["max_steps"] = search.of_run(best.params)["max_steps"]
     log_once(f"next:\n  {shlex.join(typed_command(search.stage, launcher, options))}")
 
 

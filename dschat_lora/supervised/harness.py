@@ -121,13 +121,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             # A token is predicted at each position: one more than these fits.
             ids = [*context, *continuation][-(self._positions + 1) :]
             labels = np.array(ids)
-            labels[: -len(continuation)] = IGNORE_INDEX
+            labels[: max(0, len(ids) - len(continuation))] = IGNORE_INDEX
             samples.append(SequenceSample(np.array(ids), labels))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(samples)
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
         for first in range(0, len(order), self._size):
             chunk = order[first : first + self._size]
-            scores = self._meter.scores([samples[i] for i in chunk])
+            scores = self._meter.scores([samples[i] for i in chunk], positions=self._positions)
             for i, score in zip(chunk, scores, strict=True):
                 found[i] = score
         return found

@@ -134,13 +134,18 @@ class LossMeter:
         return list(zip((-sums).tolist(), counts.tolist(), strict=True))
 
     @torch.no_grad()
-    def scores(self, samples: Sequence[SequenceSample]) -> list[tuple[float, bool]]:
-        """Of each sample log p of its supervised tokens in nats, and if each is the likeliest."""
+    def scores(
+        self, samples: Sequence[SequenceSample], *, positions: int
+    ) -> list[tuple[float, bool]]:
+        """Of each sample log p of its supervised tokens in nats, and if each is the likeliest.
+
+        A sample may have one token more than the model has ``positions``.
+        """
         batch = self._collate([[sample] for sample in samples]).to(device())
         logits = self._network.logits(
             batch.logit_positions,
             batch.input_ids,
-            batch.position_ids,
+            batch.position_ids.clamp(max=positions - 1),  # nothing follows from a last token
             batch.segment_ids,
             torch.zeros_like(batch.segment_ids),
             batch.spans,

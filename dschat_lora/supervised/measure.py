@@ -96,9 +96,12 @@ def show_measures(found: Mapping[str, float], *, as_json: bool) -> None:
     if as_json:
         log_once(to_json(jsonable(found)))
         return
-    for name, value in found.items():
+    # Names of tasks have a space and stay as they are.
+    named = {n if " " in n else n.replace("_", " "): value for n, value in found.items()}
+    width = max([22, *map(len, named)])
+    for name, value in named.items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-        log_once(f"{name.replace('_', ' '):<24}{text}")
+        log_once(f"{name:<{width}}  {text}")
 
 
 def score_rows(config: EvalConfig) -> dict[str, float]:

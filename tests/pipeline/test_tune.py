@@ -57,7 +57,14 @@ def test_a_larger_batch_makes_fewer_steps_of_as_many_rows():
     large = found.of_run(found.candidates[1])
     assert (large["per_device_train_batch_size"], large["max_steps"]) == (32, round(54 / 4))
     assert found.of_run(found.candidates[0])["max_steps"] == 54
-    assert found.min_steps == 2
+    # Decisions are after as many rows of each: 4 steps of the small batch, 1 of the large one.
+    assert (found.min_steps, large["eval_interval"]) == (4, 1)
+
+
+def test_options_of_adapters_go_with_ranks_that_are_searched():
+    found = tune.make_search(TuneConfig(ranks=(8, 16, 8)), "sft", {"target_modules": ["q"]}, None)
+    assert found.values("lora_dim") == [8, 16]
+    assert len(found.candidates) == 14  # each once
 
 
 def test_all_weights_have_a_rate_of_their_own_name():
@@ -93,6 +100,7 @@ def test_measures_rise_or_fall(metric, rises):
     [
         ({"eval_interval": 3}, {}, "--eval_interval is the search's to set"),
         ({"max_steps": 4}, {"min_steps": 5}, "--min_steps 5 must be at most --max_steps, 4"),
+        ({}, {"min_steps": 3, "batches": (8, 32)}, "of batches of 8 are less than a step of .* 4$"),
         ({}, {"ranks": (4, -1)}, "--ranks must be > 0, got -1"),
         ({}, {"reduction_factor": 1}, "--reduction_factor must be >= 2, got 1"),
         ({}, {"resume": True}, "--resume needs --output_dir"),
@@ -152,6 +160,19 @@ def test_seeds_count_by_their_mean_and_run_at_a_time(searched):
     assert trials[0].intermediate_values[3] == pytest.approx(
         (loss(1e-3, 3, 3) + loss(1e-3, 4, 3)) / 2
     )
+
+
+def test_the_command_is_that_of_the_best_trial_with_its_steps(searched):
+    _, said = searched(rates=(1e-3,), batches=(4, 2), trials=1)
+    assert "--max_steps 14 --per_device_train_batch_size 4\n" in said
+    assert "the least held-out loss is best" in said
+
+
+def test_the_seed_that_fails_says_why(searched):
+    with pytest.raises(ValueError, match="no trial came to its end"):
+        searched({"seed": 665}, seeds=2, rates=(1e-2,))
+    page = Path("out/report.html").read_text(encoding="utf-8")
+    assert "failed: the loss is nan" in page
 
 
 def test_a_trial_that_fails_says_why_and_others_go_on(searched):

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
 import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.verbs import EvalConfig
+from dschat_lora.supervised.measure import show_measures
 from helpers.step1 import write_jsonl
 
 HEAD = """task: {name}
@@ -49,7 +51,7 @@ def tasks(tmp_path_factory):
 
 
 @pytest.mark.stage
-def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path):
+def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path, capsys):
     pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -73,9 +75,30 @@ def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path):
         assert metric == "bits_per_byte" or 0 < expected < 1  # else it would show nothing
     few = dl.evaluate(run, None, tasks=[str(tasks)], limit=2, num_fewshot=0)
     assert few["toy_choice acc"] in (0, 0.5, 1)
+    show_measures({"toy_choice acc_norm_stderr": 0.25, "too_long": 1}, as_json=False)
+    assert capsys.readouterr().out.endswith(
+        "toy_choice acc_norm_stderr  0.25\ntoo long                    1\n"
+    )
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"^--tasks \S*empty holds no task"):
         dl.evaluate(run, None, tasks=[str(tmp_path / "empty")])
+
+
+def test_as_many_tokens_are_scored_as_the_model_has_positions():
+    pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
+    from dschat_lora.supervised.harness import HarnessModel
+    from dschat_lora.supervised.inference import load_policy
+
+    config = EvalConfig(model_name_or_path=str(BUNDLED_MODEL), tasks=("t",))
+    policy = load_policy(config.model)
+    own = HarnessModel(policy, batch_size=2)
+    size = policy.model.config.max_position_embeddings
+    tokens = torch.randint(5, 200, (size + 4,), generator=torch.manual_seed(0)).tolist()
+    found = own._loglikelihood_tokens([(None, [3], tokens), (None, tokens[:2], [])])
+    kept = torch.tensor(tokens[-size - 1 :])
+    logits = policy.model(kept[None, :-1]).logits[0].float().log_softmax(-1)
+    assert found[0][0] == pytest.approx(float(logits[range(size), kept[1:]].sum()), rel=1e-5)
+    assert found[1] == (0.0, True)  # of no tokens
 
 
 @pytest.mark.parametrize(
