@@ -222,6 +222,7 @@ class Generator:
         update_bytes: int = 0,
         merged: bool = False,
         unpacked: bool | None = None,
+        num_drafts: int = 0,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
         episodes: Episodes | None = None,
         agents: "Agents | None" = None,
@@ -259,6 +260,7 @@ class Generator:
             merged=merged,
             unpacked=unpacked,
             retains=self._plays_episodes,
+            num_drafts=num_drafts,
         )
         if by_transformers:
             self._make_decoder = partial(

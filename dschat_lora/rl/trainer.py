@@ -455,6 +455,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         update_bytes=0 if plan is None else plan.update,
         merged=batch.merge_for_rollouts,
         unpacked=setup.unpacked,
+        num_drafts=batch.prompt_lookup_num_tokens,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
         episodes=setup.episodes,
         agents=setup.agents,
