@@ -152,7 +152,9 @@ class Decoder:
         fits = self._rows is None or self._rows.holds(len(flat), columns)
         fits = fits and all(each.capacity >= len(flat) for each in self._responses.values())
         if not (self._keeps and fits and known == self._weights):
+            slots = None if self._keeps else self._slots  # where nothing is recorded
             self.release()
+            self._slots = slots
         key = (sampling, keep_logprobs, limits is not None)
         if key not in self._responses:
             self._responses[key] = Responses(
@@ -185,7 +187,7 @@ class Decoder:
             self._slots = SlotRows(
                 self._model,
                 pad_id=self._pad_id,
-                prefix_cache=self._retains,
+                retains=self._retains,
                 num_drafts=self._num_drafts,
                 record=self._record,
             )
@@ -197,7 +199,7 @@ class Decoder:
             draw_in_slots(rows, prompts, responses, most_rows=self._largest[0] or len(prompts))
         self.drafted += rows.drafted - before[0]
         self.accepted += rows.accepted - before[1]
-        if not self._keeps:
+        if not (self._keeps or self._retains):
             self._slots = None
 
     def _rows_for(self, rows: int, columns: int) -> CachedRows | RecomputedRows:

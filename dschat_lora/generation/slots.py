@@ -124,8 +124,8 @@ class SlotCache(RecurrentStates):
             for store, entries in zip(self._layers[index], kept, strict=True):
                 store[row, :, :columns] = entries[:, :columns]
 
-    def move(self, source: int, target: int) -> None:
-        """Copy one row over another."""
+    def move(self, source: int | list[int], target: int | list[int]) -> None:
+        """Copy one row over another, or several."""
         for stores in self._layers.values():
             for store in stores:
                 store[target] = store[source]
@@ -147,8 +147,8 @@ class SlotRows:
         model: in evaluation mode; whole, with a kind of attention that takes our cache.
         adapters: of the model's mixed layers; None where it has none.
         pad_id: any token.
-        prefix_cache: keep keys and values of rows that have gone, for prompts that begin with
-            their tokens.
+        prefix_cache: take keys and values of other rows for prompts that begin with their tokens.
+        retains: also of rows that have gone, which are kept for it.
         num_drafts: most tokens of a row that :meth:`propose` guesses.
         record: see :class:`RecordedSteps`; by default CUDA graphs on a GPU.
 
@@ -167,6 +167,7 @@ class SlotRows:
         *,
         pad_id: int,
         prefix_cache: bool = True,
+        retains: bool = True,
         num_drafts: int = 0,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
@@ -180,8 +181,8 @@ class SlotRows:
         self._windows, self.device = windows, model.device
         self._recurrent = bool(recurrent_layers(model))
         self._cache = SlotCache()
-        self._shares = can_keep_prefixes(model)
-        self._prefixes = PrefixCache() if prefix_cache and self._shares else None
+        self._shares = prefix_cache and can_keep_prefixes(model)
+        self._prefixes = PrefixCache() if retains and self._shares else None
         self._num_drafts = usable_drafts(model, num_drafts)
         self.drafted = self.accepted = 0
         self._num_positions: int | None = getattr(model.config, "max_position_embeddings", None)
@@ -249,13 +250,16 @@ class SlotRows:
             ]
         )
         order = [i for batch in batches.values() for i in batch]
-        for i in numbers:
-            if alike[i] != i:
-                self._cache.move(len(self) + alike[i], len(self) + i)
+        copies = [i for i in numbers if alike[i] != i]
+        if copies:
+            self._cache.move(
+                [len(self) + alike[i] for i in copies], [len(self) + i for i in copies]
+            )
         self._tokens += map(list, prompts)
         self._numbers += adapters
         self._lookups += (PromptLookup(prompt, self._num_drafts) for prompt in prompts)
-        return logits[[order.index(i) for i in alike]], [known[i] for i in alike]
+        place = {i: n for n, i in enumerate(order)}
+        return logits[[place[i] for i in alike]], [known[i] for i in alike]
 
     def _take_prefix(self, row: int, prompt: Sequence[int], adapter: int) -> int:
         """Put what is known of a prompt into a row; how many tokens, of which the last is none."""

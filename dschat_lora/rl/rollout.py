@@ -22,6 +22,7 @@ from dschat_lora.engine.distributed import (
     gather_over_ranks,
     gather_texts,
     max_over_ranks,
+    sum_over_processes,
 )
 from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
@@ -246,6 +247,7 @@ class Generator:
         self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
         self._update_bytes = update_bytes
         self.released = False  # whether what was kept had to go
+        self._num_drafts, self._drafts = num_drafts, torch.zeros(2)  # drafted, and accepted
         self._sharded, self._decoders = sharded, dict[int, Any]()
         self._find_end, self._episodes, self._agents = find_end, episodes, agents
         self._plays_episodes = episodes is not None or agents is not None
@@ -297,6 +299,8 @@ class Generator:
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):
+            counted = self._num_drafts and self._own_batches
+            before = torch.tensor([decoder.drafted, decoder.accepted]) if counted else 0
             turns = _TurnDecoder(
                 partial(decoder, sampling=sampling, keep_going=keep_going),
                 ("rollout", *key),
@@ -328,6 +332,8 @@ class Generator:
                         places=places,
                     )
                 found |= dict(zip(places, responses, strict=True))
+            if counted:
+                self._drafts += torch.tensor([decoder.drafted, decoder.accepted]) - before
         blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
         blank = [each for each in blank for _ in range(num_generations)]
         responses = self._share(found, blank, width=sampling.max_new_tokens)
@@ -337,6 +343,18 @@ class Generator:
             if broken or all(each.undrawn for each in responses):
                 raise BrokenWeightsError(undrawn_reason(broken))
         return responses
+
+    def draft_metrics(self) -> dict[str, float | None]:
+        """Guessed tokens since the last call, and the share of them that was drawn; on every rank.
+
+        Nothing without prompt look-up.
+        """
+        if not self._num_drafts:
+            return {}
+        drafted, accepted = sum_over_processes(self._drafts.tolist())
+        self._drafts.zero_()
+        share = accepted / drafted if drafted else None
+        return {"draft_tokens": drafted, "draft_acceptance": share}
 
     @property
     def keeps(self) -> bool:

@@ -190,6 +190,7 @@ class RlhfTrainer:
             ),
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
+            **self.generator.draft_metrics(),
             "kl_coef": progress.kl_coef,
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),

@@ -190,7 +190,7 @@ def serve(shape, *, layers, card="h200", adapters=2, steps=40):
             rows.join([[5] * 20, [6] * 30, [7] * 100], [0, 1, adapters])
             watch.start()
             for number in range(steps):
-                rows.step([8] * len(rows))
+                rows.step([[8]] * len(rows))
                 if number == 9:
                     rows.leave(0)
         warned = [str(each.message) for each in told if "CUDA graphs" in str(each.message)]

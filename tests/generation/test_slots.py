@@ -210,3 +210,22 @@ def test_a_model_without_cached_attention_of_ours_is_refused():
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot decode several requests"):
         SlotRows(model, pad_id=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("prefix_cache", "known"), [(True, [21, 0, 18]), (False, [0, 0, 0])])
+def test_a_prompt_takes_what_it_has_in_common_with_a_running_row_of_its_adapter(
+    prefix_cache, known
+):
+    base = tiny_model("llama")
+    model, chosen = share_parameters(base), AdapterRows(CPU)
+    mix_adapters(model, [adapted(base, 0)], rows=chosen)
+    text, numbers = list(range(3, 25)), [1, 0, 1]
+    prompts = [text, text, [*text[:18], 50, 51]]
+    rows = SlotRows(model.eval(), chosen, pad_id=0, prefix_cache=prefix_cache)
+    with rows.kernels():
+        rows.join([[5, 6], text], [0, 1])
+        logits, found = rows.join(prompts, numbers)
+        anew, _ = SlotRows(model, chosen, pad_id=0).join(prompts, numbers)
+    assert found == known
+    torch.testing.assert_close(logits, anew, atol=1e-4, rtol=1e-4)
