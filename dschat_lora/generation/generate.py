@@ -103,6 +103,11 @@ class Decoder:
         self.drafted = self.accepted = 0
         self.release()
 
+    @property
+    def refills(self) -> bool:
+        """Whether a call may have more responses than ``largest`` says, unless ranks keep step."""
+        return bool(self._num_drafts)
+
     def release(self) -> None:
         """Free what is kept."""
         self._rows: CachedRows | None = None

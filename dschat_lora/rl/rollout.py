@@ -294,13 +294,16 @@ class Generator:
         if self._episodes is not None:
             begin = self._episodes.environment.begin
             prompts = begin(prompts, mine, num_generations, key)
-        batches = self._own_batches or self._agents is not None
-        at_a_time = max(1, self._batch_size // num_generations if batches else len(order))
-        chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):
             counted = self._num_drafts and self._own_batches
             before = torch.tensor([decoder.drafted, decoder.accepted]) if counted else 0
+            # A decoder that refills its rows takes all prompts, and so do other engines.
+            refills = counted and decoder.refills and keep_going is None
+            batches = self._own_batches and not (refills and self._episodes is None)
+            batches = batches or self._agents is not None
+            at_a_time = max(1, self._batch_size // num_generations if batches else len(order))
+            chunks = -(-len(order[:: data_world_size()]) // at_a_time)
             turns = _TurnDecoder(
                 partial(decoder, sampling=sampling, keep_going=keep_going),
                 ("rollout", *key),
