@@ -168,12 +168,17 @@ def test_steps_with_drafts_and_without_are_recorded_apart(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["opt", "gpt2"])
-def test_drafts_need_no_positions_that_the_model_lacks(kind):
-    model, prompts = tiny_model(kind), [[7, 8] * 15, [9, 10, 11] * 11]  # 64 positions
-    options = {"prompts": prompts, "seeds": [[0], [1]]}
-    _, plain = drawn(model, 0, **options)
-    _, found = drawn(model, 30, **options)
-    same(plain, found)
+def test_a_long_draft_beside_a_long_text_needs_no_positions_that_the_model_lacks(kind, monkeypatch):
+    monkeypatch.setattr(PromptLookup, "draft", lambda self, room: [7] * room)
+    model, prompts = tiny_model(kind), [[7] * 60, [8, 9]]  # 64 positions
+    options = {"seeds": [[0], [1]], "limits": [4, 30]}
+    found = [
+        Decoder(model, eos_ids=(), pad_id=0, device=CPU, num_drafts=count)(
+            prompts, Sampling(30), **options
+        ).tokens()
+        for count in (0, 30)
+    ]
+    assert found[0] == found[1]
 
 
 def test_models_whose_tokens_cannot_be_taken_back_say_so_and_decode_as_ever():
