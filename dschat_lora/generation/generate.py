@@ -38,14 +38,13 @@ def decode(
     pad_id: int,
     device: torch.device,
     keep_going: KeepGoing | None = None,
-    num_drafts: int = 0,
 ) -> list[list[list[int]]]:
     """Responses to each prompt, by a :class:`Decoder` of its own.
 
     Raises:
         ValueError: if a token cannot be drawn.
     """
-    decoder = Decoder(model, eos_ids=eos_ids, pad_id=pad_id, device=device, num_drafts=num_drafts)
+    decoder = Decoder(model, eos_ids=eos_ids, pad_id=pad_id, device=device)
     responses = decoder(prompts, sampling, seeds=seeds, keep_going=keep_going)
     if any(responses.undrawn()):
         raise ValueError(undrawn_reason(()))

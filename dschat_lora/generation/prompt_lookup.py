@@ -74,15 +74,18 @@ def proposed(lookups: Sequence[PromptLookup], rooms: Sequence[int]) -> list[list
 def usable_drafts(model: PreTrainedModel, most: int) -> int:
     """Tokens of a draft that a model can verify: ``most``, or 0 with a warning that says why."""
     reason = None
+    if not most:
+        return 0
     if in_shards(model):
         reason = "its weights are gathered layer by layer"
     elif not takes_cache(model):
         reason = "it is decoded without a cache"
     elif not can_keep_prefixes(model):
         reason = "what its layers keep depends on the whole text, and no token can be taken back"
-    if most and reason is not None:
-        name = type(model).__name__
-        warnings.warn(
-            f"--prompt_lookup_num_tokens {most} has no effect with {name}: {reason}", stacklevel=2
-        )
-    return 0 if reason is not None else most
+    if reason is None:
+        return most
+    name = type(model).__name__
+    warnings.warn(
+        f"--prompt_lookup_num_tokens {most} has no effect with {name}: {reason}", stacklevel=2
+    )
+    return 0

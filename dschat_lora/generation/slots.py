@@ -229,7 +229,7 @@ class SlotRows:
         numbers, first = range(len(prompts)), dict[tuple[int, ...], int]()
         keys = [(adapter, *prompt) for prompt, adapter in zip(prompts, adapters, strict=True)]
         alike = [first.setdefault(key, i) for i, key in enumerate(keys)]
-        self._reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
+        self.reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
         known = {
             i: self._take_prefix(len(self) + i, prompts[i], adapters[i]) for i in first.values()
         }
@@ -323,7 +323,7 @@ class SlotRows:
         width = max(lengths) + most
         if self._has_few_shapes:
             width += -width % COLUMN_BUCKET
-        self._reserve(rows, width)
+        self.reserve(rows, width)
         given = torch.zeros(rows, 2 + most, dtype=torch.int64)
         table = zip(lengths, self._numbers, tokens, strict=True)
         padded = ([length, n, *own, *own[-1:] * (most - len(own))] for length, n, own in table)
@@ -359,7 +359,7 @@ class SlotRows:
             self._logits = logits.new_zeros(size, logits.shape[1])
         self._logits[: len(logits)] = logits
 
-    def _reserve(self, rows: int, columns: int) -> None:
+    def reserve(self, rows: int, columns: int) -> None:
         """Make room; where something moves for it, nothing recorded is replayed."""
         try:
             moved = self._cache.reserve(rows, columns)
@@ -429,6 +429,8 @@ def draw_in_slots(
     only as far as it is what was drawn: so drafts change no text.
     """
     device, group, limits = rows.device, group_of(rows.model), responses.limits
+    lengths = (len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    rows.reserve(min(most_rows, len(prompts)), max(lengths))
     waiting, running = deque(range(len(prompts))), list[int]()
     drawn = [0] * len(prompts)  # tokens of each sequence
     last = [0] * len(prompts)
