@@ -247,7 +247,8 @@ class Generator:
         self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
         self._update_bytes = update_bytes
         self.released = False  # whether what was kept had to go
-        self._num_drafts, self._drafts = num_drafts, torch.zeros(2)  # drafted, and accepted
+        self._num_drafts = num_drafts
+        self._drafts = torch.zeros(2, dtype=torch.float64)  # drafted, and accepted
         self._sharded, self._decoders = sharded, dict[int, Any]()
         self._find_end, self._episodes, self._agents = find_end, episodes, agents
         self._plays_episodes = episodes is not None or agents is not None
@@ -296,8 +297,9 @@ class Generator:
             prompts = begin(prompts, mine, num_generations, key)
         found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):
-            counted = self._num_drafts and self._own_batches
-            before = torch.tensor([decoder.drafted, decoder.accepted]) if counted else 0
+            counted = self._num_drafts > 0 and self._own_batches
+            if counted:
+                self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
             # A decoder that refills its rows takes all prompts, and so do other engines.
             refills = counted and decoder.refills and keep_going is None
             batches = self._own_batches and not (refills and self._episodes is None)
@@ -336,7 +338,7 @@ class Generator:
                     )
                 found |= dict(zip(places, responses, strict=True))
             if counted:
-                self._drafts += torch.tensor([decoder.drafted, decoder.accepted]) - before
+                self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
         blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
         blank = [each for each in blank for _ in range(num_generations)]
         responses = self._share(found, blank, width=sampling.max_new_tokens)
