@@ -223,3 +223,17 @@ def test_rows_of_sequences_that_have_ended_are_refilled():
     assert [*map(len, found.tokens())] == limits
     plain = Decoder(model, eos_ids=(), pad_id=0, device=CPU)
     assert found.tokens() == plain(prompts, Sampling(9), **options).tokens()
+
+
+def test_a_sequence_that_ends_within_a_draft_leaves_at_once(monkeypatch):
+    model, options = tiny_model("llama"), {"pad_id": 0, "device": CPU}
+    sampling = Sampling(9, **GREEDY)
+    (text,) = Decoder(model, eos_ids=(), **options)([[5, 6]], sampling, seeds=[[0]]).tokens()
+    monkeypatch.setattr(PromptLookup, "draft", lambda self, room: text[1 : 1 + room])
+    passes, end = [], text[3]
+    model.register_forward_pre_hook(lambda module, args: passes.append(module))
+    decoder = Decoder(model, eos_ids=[end], num_drafts=9, **options)
+    found = decoder([[5, 6]], sampling, seeds=[[0]]).tokens()
+    assert found == [text[: 1 + text.index(end)]]
+    assert text.index(end) > 0
+    assert len(passes) == 2, "the prompt, and one step"
