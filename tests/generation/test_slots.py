@@ -223,9 +223,10 @@ def test_a_prompt_takes_what_it_has_in_common_with_a_running_row_of_its_adapter(
     text, numbers = list(range(3, 25)), [1, 0, 1]
     prompts = [text, text, [*text[:18], 50, 51]]
     rows = SlotRows(model.eval(), chosen, pad_id=0, prefix_cache=prefix_cache)
+    other = SlotRows(model, chosen, pad_id=0)
     with rows.kernels():
         rows.join([[5, 6], text], [0, 1])
         logits, found = rows.join(prompts, numbers)
-        anew, _ = SlotRows(model, chosen, pad_id=0).join(prompts, numbers)
+        anew, _ = other.join(prompts, numbers)
     assert found == known
     torch.testing.assert_close(logits, anew, atol=1e-4, rtol=1e-4)
