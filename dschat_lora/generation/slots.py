@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -326,7 +327,7 @@ class SlotRows:
         self.reserve(rows, width)
         given = torch.zeros(rows, 2 + most, dtype=torch.int64)
         table = zip(lengths, self._numbers, tokens, strict=True)
-        padded = ([length, n, *own, *own[-1:] * (most - len(own))] for length, n, own in table)
+        padded = ([length, n, *own, *[own[-1]] * (most - len(own))] for length, n, own in table)
         given[:count] = torch.tensor([*padded])
         self._inputs[:rows, : 2 + most].copy_(to_device(given, self.device))
         step = partial(self._advance, rows, most, width)
@@ -382,8 +383,9 @@ class SlotRows:
             )
         if row != last:
             self._cache.move(last, row)
-        for each in (self._tokens, self._numbers, self._lookups):
-            each[row] = each[last]  # type: ignore[index]
+        lists: tuple[list[Any], ...] = (self._tokens, self._numbers, self._lookups)
+        for each in lists:
+            each[row] = each[last]
             each.pop()
 
     def forget(self) -> None:
@@ -436,8 +438,8 @@ def draw_in_slots(
     last = [0] * len(prompts)
 
     def draw(logits: Tensor, sequences: Sequence[int], numbers: Sequence[int]) -> Iterator[int]:
-        place = to_device(torch.tensor([sequences, numbers]), device)
-        return iter(responses.advance(logits, *place, group).tolist())
+        own, at = to_device(torch.tensor([sequences, numbers]), device)
+        return iter(responses.advance(logits, own, at, group).tolist())
 
     def take(tokens: Sequence[Sequence[int]]) -> None:
         """Let the last rows go on with their tokens, and those that have ended leave."""

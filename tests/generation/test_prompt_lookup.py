@@ -227,13 +227,26 @@ def test_rows_of_sequences_that_have_ended_are_refilled():
 
 def test_a_sequence_that_ends_within_a_draft_leaves_at_once(monkeypatch):
     model, options = tiny_model("llama"), {"pad_id": 0, "device": CPU}
-    sampling = Sampling(9, **GREEDY)
+    sampling = Sampling(9)
     (text,) = Decoder(model, eos_ids=(), **options)([[5, 6]], sampling, seeds=[[0]]).tokens()
-    monkeypatch.setattr(PromptLookup, "draft", lambda self, room: text[1 : 1 + room])
+    monkeypatch.setattr(PromptLookup, "draft", lambda self, room: text[1:6][:room])
     passes, end = [], text[3]
     model.register_forward_pre_hook(lambda module, args: passes.append(module))
     decoder = Decoder(model, eos_ids=[end], num_drafts=9, **options)
     found = decoder([[5, 6]], sampling, seeds=[[0]]).tokens()
     assert found == [text[: 1 + text.index(end)]]
-    assert text.index(end) > 0
+    assert 0 < text.index(end) < 6
+    assert text[6] != end
     assert len(passes) == 2, "the prompt, and one step"
+
+
+def test_drafts_of_any_length_are_steps_of_one_shape(monkeypatch):
+    monkeypatch.setattr(PromptLookup, "draft", lambda self, room: [7][:room])
+    model, widths = tiny_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda module, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    options = {"eos_ids": (), "pad_id": 0, "device": CPU, "num_drafts": 4}
+    Decoder(model, record=lambda step: step, **options)([[5, 6]], Sampling(4), seeds=[[0]])
+    assert set(widths) <= {2, 1, 5}
+    assert widths[1] == 5, "one drafted token, in the shape of four"
