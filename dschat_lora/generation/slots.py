@@ -204,14 +204,18 @@ class SlotRows:
         """Rows in use."""
         return len(self._tokens)
 
-    @contextmanager
-    def kernels(self) -> Iterator[None]:
-        """Within, layers compute as is best for a few tokens; weights must not change."""
+    def prepare(self) -> FastLinears:
+        """Make the copies of weights that :meth:`kernels` needs, unless they are there."""
         if self._linears is None:
             # Not stacked: several adapters have the same weight, which can lie in one stack alone.
             self._linears = FastLinears(self.model, stacked=False)
+        return self._linears
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Within, layers compute as is best for a few tokens; weights must not change."""
         with ExitStack() as stack:
-            stack.enter_context(self._linears.in_use())
+            stack.enter_context(self.prepare().in_use())
             stack.enter_context(fp32_logits(self.model))
             stack.enter_context(fast_attention(self.model))
             yield
@@ -221,7 +225,7 @@ class SlotRows:
     ) -> tuple[Tensor, list[int]]:
         """Let prompts become the last rows, each with its adapter's number.
 
-        Equal ones are read once.
+        Equal ones are read once, unless prompts take nothing of other rows.
 
         Returns:
             (B, V) logits after them, and how many tokens of each were not computed, as another row
@@ -229,10 +233,11 @@ class SlotRows:
         """
         numbers, first = range(len(prompts)), dict[tuple[int, ...], int]()
         keys = [(adapter, *prompt) for prompt, adapter in zip(prompts, adapters, strict=True)]
-        alike = [first.setdefault(key, i) for i, key in enumerate(keys)]
+        alike = [first.setdefault(key, i) if self._shares else i for i, key in enumerate(keys)]
         self.reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
         known = {
-            i: self._take_prefix(len(self) + i, prompts[i], adapters[i]) for i in first.values()
+            i: self._take_prefix(len(self) + i, prompts[i], adapters[i])
+            for i in dict.fromkeys(alike)
         }
         # Recurrent layers would take padding for tokens. Beside a whole prompt, what follows a
         # prefix would be padded to its width.
@@ -275,8 +280,7 @@ class SlotRows:
             )
             length, running = max(alike, default=(0, 0))
             if length > max(found[1], MIN_PREFIX - 1):
-                self._cache.move(running, row)
-                return length
+                found = self._cache.copy_of(running, length), length
         self._cache.put(row, *found)
         return found[1]
 
@@ -355,8 +359,8 @@ class SlotRows:
         if not self._has_few_shapes:
             self._logits = logits
             return
-        if len(self._logits) < len(self._inputs) * most:
-            size = len(self._inputs) * (1 + self._num_drafts)
+        size = len(self._inputs) * (1 + self._num_drafts)  # of all shapes, as no graph is told
+        if len(self._logits) < size:
             self._logits = logits.new_zeros(size, logits.shape[1])
         self._logits[: len(logits)] = logits
 

@@ -22,7 +22,7 @@ from dschat_lora.engine.distributed import (
     gather_over_ranks,
     gather_texts,
     max_over_ranks,
-    sum_over_processes,
+    sum_over_ranks,
 )
 from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
@@ -356,7 +356,7 @@ class Generator:
         """
         if not self._num_drafts:
             return {}
-        drafted, accepted = sum_over_processes(self._drafts.tolist())
+        drafted, accepted = sum_over_ranks(self._drafts.tolist())
         self._drafts.zero_()
         share = accepted / drafted if drafted else None
         return {"draft_tokens": drafted, "draft_acceptance": share}

@@ -7,6 +7,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.prompt_lookup import PromptLookup, proposed
 from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.slots import SlotRows
 from generation.test_slots import SLIDING
 from generation.test_turns import MODELS, play
 from helpers.tape import Tape
@@ -250,3 +251,35 @@ def test_drafts_of_any_length_are_steps_of_one_shape(monkeypatch):
     Decoder(model, record=lambda step: step, **options)([[5, 6]], Sampling(4), seeds=[[0]])
     assert set(widths) <= {2, 1, 5}
     assert widths[1] == 5, "one drafted token, in the shape of four"
+
+
+@torch.inference_mode()
+def test_logits_of_recorded_steps_stay_in_place_once_longer_drafts_come():
+    found, tapes = [], []
+    for record in (None, lambda step: tapes.append(Tape(step)) or tapes[-1]):
+        rows = SlotRows(tiny_model("llama"), pad_id=0, num_drafts=4, record=record)
+        with rows.kernels():
+            rows.join([[5, 6], [7, 8]], [0, 0])
+            rows.step([[9], [10]])
+            rows.join([[5, 7], [7, 9]], [0, 0])  # which needs more rows
+            for own in ([7], [7], [7, 7]):  # run, recorded, and one with drafts
+                rows.step([own] * 4)
+            rows.keep([1] * 4)
+            found.append(rows.step([[8], [9], [10], [11]]).clone())
+    assert len(tapes) == 1
+    torch.testing.assert_close(*found)
+
+
+def test_a_sequence_that_can_draw_nothing_takes_none_of_its_prompt_along():
+    model, prompt, options = tiny_model("llama"), list(range(3, 25)), {"pad_id": 0, "device": CPU}
+    with torch.no_grad():
+        model.get_input_embeddings().weight[33] = torch.nan
+    plain, found = (
+        Decoder(model, eos_ids=(), num_drafts=count, largest=(2, 0), **options)(
+            [prompt], Sampling(20), seeds=[range(12)]
+        )
+        for count in (0, 4)
+    )
+    assert found.undrawn() == plain.undrawn()
+    assert found.tokens() == plain.tokens()
+    assert 0 < sum(plain.undrawn()) < 12

@@ -230,3 +230,17 @@ def test_a_prompt_takes_what_it_has_in_common_with_a_running_row_of_its_adapter(
         anew, _ = other.join(prompts, numbers)
     assert found == known
     torch.testing.assert_close(logits, anew, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_equal_prompts_are_read_once_unless_nothing_is_shared(prefix_cache):
+    model, read = tiny_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda module, args, given: read.append(len(given["input_ids"])), with_kwargs=True
+    )
+    rows = SlotRows(model, pad_id=0, prefix_cache=prefix_cache)
+    with rows.kernels():
+        logits, _ = rows.join([[5, 6, 7]] * 3, [0] * 3)
+    assert read == [1 if prefix_cache else 3]
+    torch.testing.assert_close(logits[1:], logits[:1].expand(2, -1))

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from importlib.util import find_spec
 from queue import Queue
 
@@ -11,6 +12,7 @@ import torch
 from dschat_lora.endpoint.answers import BusyError, StoppedError, TooLongError
 from dschat_lora.endpoint.grammars import Grammar
 from dschat_lora.endpoint.requests import AnswerOptions
+from dschat_lora.generation.prompt_lookup import PromptLookup
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import AnswerDecoder
 from dschat_lora.serving.models import open_models
@@ -241,7 +243,7 @@ def test_a_model_that_fails_ends_what_runs_and_not_the_server(slow, monkeypatch)
 
 
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="the extra [structured] is needed")
-def test_drafts_change_neither_texts_nor_what_comes_with_them(runs, models, decoder):
+def test_drafts_change_neither_texts_nor_what_comes_with_them(runs, models, decoder, monkeypatch):
     words = tuple(map(str, runs.values()))
     drafting = open_models(ServeConfig(models=words, prompt_lookup_num_tokens=4), with_base=True)
     other = AnswerDecoder({m.batch for m in drafting.values()}, max_batch_size=3, max_queue=100)
@@ -270,6 +272,12 @@ def test_drafts_change_neither_texts_nor_what_comes_with_them(runs, models, deco
         drafted, accepted = other.num_drafts
         assert drafted > accepted > 50
         assert decoder.num_drafts == (0, 0)
+        monkeypatch.setattr(PromptLookup, "draft", lambda self, room: [7] * min(4, room))
+        queue = Queue()
+        other.submit(drafting["base"], [5], replace(asked[0], max_new_tokens=4), queue.put)
+        assert pieces_of(queue)[-1].tokens == 4
+        # 2 tokens behind the second one, then perhaps 1 behind the third: none beyond the last.
+        assert 2 <= other.num_drafts[0] - drafted <= 3
     finally:
         other.close()
         other.join()
