@@ -272,12 +272,11 @@ def test_drafts_change_neither_texts_nor_what_comes_with_them(runs, models, deco
         drafted, accepted = other.num_drafts
         assert drafted > accepted > 50
         assert decoder.num_drafts == (0, 0)
-        monkeypatch.setattr(PromptLookup, "draft", lambda self, room: [7] * min(4, room))
-        queue = Queue()
+        queue, rooms = Queue(), []
+        monkeypatch.setattr(PromptLookup, "draft", lambda self, room: rooms.append(room) or [])
         other.submit(drafting["base"], [5], replace(asked[0], max_new_tokens=4), queue.put)
         assert pieces_of(queue)[-1].tokens == 4
-        # 2 tokens behind the second one, then perhaps 1 behind the third: none beyond the last.
-        assert 2 <= other.num_drafts[0] - drafted <= 3
+        assert rooms == [2, 1, 0]
     finally:
         other.close()
         other.join()
