@@ -18,6 +18,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs": ("pairs", {}),
     "sft": ("sft", {}),
     "decode": ("decode", {}),
+    "lookup": ("lookup", {}),
     "ppo": ("ppo", {}),
     "attention": ("attention", {}),
     "lora": ("lora", {}),

@@ -709,6 +709,7 @@ def rlhf(
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
     merge_for_rollouts: bool = False,
+    prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
     temperature: float = 1.0,
     rollout_temperature: float | None = None,
@@ -907,6 +908,7 @@ def rlhf(
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
         rollout_timeout (float): seconds that a server of --rollout_engine may take for a response
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
+        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         temperature (float): of sampling and of all log-probabilities
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
@@ -1092,6 +1094,7 @@ def distill(
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
     merge_for_rollouts: bool = False,
+    prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
     temperature: float = 1.0,
     rollout_temperature: float | None = None,
@@ -1283,6 +1286,7 @@ def distill(
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
         rollout_timeout (float): seconds that a server of --rollout_engine may take for a response
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
+        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         temperature (float): of sampling and of all log-probabilities
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
@@ -1413,6 +1417,7 @@ def generate(
     top_k: int = 0,
     num_return_sequences: int = 1,
     seed: int = 1234,
+    prompt_lookup_num_tokens: int = 0,
 ) -> list[str]:
     """Answers to prompts, greedily unless told otherwise.
 
@@ -1449,6 +1454,7 @@ def generate(
         top_k (int): draw from so many of the most probable tokens; 0: all
         num_return_sequences (int): answers to each prompt, with --do_sample
         seed (int): of the draws
+        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
     """
 
 def evaluate(

@@ -46,6 +46,7 @@ PARTS = (
     "pairs",
     "sft",
     "decode",
+    "lookup",
     "ppo",
     "attention",
     "lora",

@@ -152,7 +152,7 @@ def ours(
     device: torch.device,
 ) -> Call:
     """The package's loop."""
-    start = _now(device)
+    start = now(device)
     found = decode(
         model,
         prompts,
@@ -162,7 +162,7 @@ def ours(
         pad_id=pad_id,
         device=device,
     )
-    seconds = _now(device) - start
+    seconds = now(device) - start
     texts = [text for each in found for text in each]
     return Call(seconds, sum(map(len, texts)), texts)
 
@@ -181,7 +181,7 @@ def generate(
     """transformers' loop, given the same padded prompts."""
     torch.manual_seed(seed)
     model.generation_config.eos_token_id = None
-    start = _now(device)
+    start = now(device)
     width = max(map(len, prompts))
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -196,7 +196,7 @@ def generate(
         **chosen,
     )
     rows = output[:, width:].tolist()
-    seconds = _now(device) - start
+    seconds = now(device) - start
     texts = [_until(row, set(ends)) for row in rows]
     return Call(seconds, sum(map(len, texts)), texts)
 
@@ -206,7 +206,7 @@ def _until(row: list[int], ends: set[int]) -> list[int]:
     return row[: next(stops, len(row))]
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """Seconds: of the processor on a CPU, which other work on the machine moves less."""
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -124,7 +124,7 @@ class CachedRows:
                 new = self._take(source, prefixes, lengths)
             of_new = {kind: mask[:, :, -new:] for kind, mask in masks.items()}
             inputs = ids[:, -new:], positions[:, -new:], of_new
-            logits = next_logits(self._model, *inputs, self._cache)
+            logits = next_logits(self._model, *inputs, self._cache)[:, -1]
         logits = logits.repeat_interleave(copies, 0)
         self.sequences = list(range(count))
         self._order = [*self.sequences, *(-1 for _ in range(self._cache.capacity[0] - count))]
@@ -154,7 +154,7 @@ class CachedRows:
             self._cache.read(rows, first)
             of_own = {kind: mask[own, :, first:, first:] for kind, mask in masks.items()}
             inputs = ids[own, first:], positions[own, first:], of_own
-            found.append(next_logits(self._model, *inputs, self._cache))
+            found.append(next_logits(self._model, *inputs, self._cache)[:, -1])
         order = lengths.argsort(stable=True).argsort()
         return torch.cat(found)[to_device(order, ids.device)]
 
@@ -201,7 +201,8 @@ class CachedRows:
             if window is not None:
                 mask.index_fill_(3, cache.column, torch.finfo(mask.dtype).min)
             masks[kind] = mask[:rows, :, :, before:][..., : cache.columns]
-        logits = next_logits(self._model, self._ids[:rows], self._positions[:rows], masks, cache)
+        inputs = self._ids[:rows], self._positions[:rows], masks, cache
+        logits = next_logits(self._model, *inputs)[:, -1]
         place = self._sequence[:rows], self._chosen
         self._ids[:rows, 0] = self._responses.advance(logits, *place, self._group)
 
@@ -298,20 +299,25 @@ class RecomputedRows:
 
 
 def next_logits(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: object
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    masks: dict[str, Tensor],
+    cache: object,
+    last: int = 1,
 ) -> Tensor:
-    """(B, V) logits after the last column of ``ids``, whose keys and values ``cache`` takes.
+    """(B, last, V) logits after the last columns of ``ids``, whose keys and values ``cache`` takes.
 
     ``masks`` are by kind of attention layer, of which most models have one.
     """
-    inputs: dict[str, object] = {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+    inputs: dict[str, object] = {"input_ids": ids, "use_cache": True, "logits_to_keep": last}
     if not attends(model.config):
         inputs["cache_params"] = cache
     else:
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         inputs |= {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
     logits: Tensor = model(**inputs).logits
-    return logits[:, -1]
+    return logits[:, -last:]
 
 
 def padded_left(

@@ -14,7 +14,9 @@ from dschat_lora.generation.batch_state import CachedRows, RecomputedRows
 from dschat_lora.generation.cuda_graphs import DecodeStep, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import TRIED, fast_attention, in_shards, takes_cache
+from dschat_lora.generation.prompt_lookup import usable_drafts
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
+from dschat_lora.generation.slots import SlotRows, draw_in_slots
 from dschat_lora.lora.model import adapter_layers
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import fp32_logits
@@ -68,7 +70,12 @@ class Decoder:
             and the memory of the copies; 16-bit weights are rounded anew.
         unpacked: whether 4-bit weights are unpacked once, see :class:`FastLinears`.
         retains: keep what a call has computed, for the ``prefixes`` of the next one.
+        num_drafts: most tokens of each row that prompt look-up guesses and a step verifies. Texts
+            are those without. Rows are then refilled, as many at a time as ``largest`` says.
         record: see :class:`CachedRows`; by default CUDA graphs on a GPU.
+
+    Attributes:
+        drafted: tokens that were guessed in all calls, and ``accepted`` how many were right.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class Decoder:
         merged: bool = False,
         unpacked: bool | None = None,
         retains: bool = False,
+        num_drafts: int = 0,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
@@ -90,11 +98,19 @@ class Decoder:
         self._record, self._retains = record, retains
         self._keeps = device.type == "cuda" or record is not None
         self._weights: object = None
+        self._num_drafts = usable_drafts(model, num_drafts)
+        self.drafted = self.accepted = 0
         self.release()
+
+    @property
+    def refills(self) -> bool:
+        """Whether a call may have more responses than ``largest`` says, unless ranks keep step."""
+        return bool(self._num_drafts)
 
     def release(self) -> None:
         """Free what is kept."""
         self._rows: CachedRows | None = None
+        self._slots: SlotRows | None = None
         self._linears: FastLinears | None = None
         self._responses: dict[tuple[Sampling, bool, bool], Responses] = {}
 
@@ -140,7 +156,9 @@ class Decoder:
         fits = self._rows is None or self._rows.holds(len(flat), columns)
         fits = fits and all(each.capacity >= len(flat) for each in self._responses.values())
         if not (self._keeps and fits and known == self._weights):
+            slots = None if self._keeps else self._slots  # where nothing is recorded
             self.release()
+            self._slots = slots
         key = (sampling, keep_logprobs, limits is not None)
         if key not in self._responses:
             self._responses[key] = Responses(
@@ -155,12 +173,38 @@ class Decoder:
         responses.start(flat, [n for n in bounds for _ in range(copies)] or None)
         if not prompts and keep_going is None:
             return responses
+        if self._num_drafts and keep_going is None:
+            asked = [prompt for prompt in prompts for _ in range(copies)]
+            self._draw_in_slots(asked, responses, keeps_prefixes=prefixes is not None)
+            return responses
         rows = self._rows_for(len(flat), columns) if prompts else None
         with self._kernels():
             if rows is not None:
                 rows.start(prompts, responses, copies=copies, source=before, prefixes=prefixes)
             self._run(rows, responses, keep_going)
         return responses
+
+    def _draw_in_slots(
+        self, prompts: Sequence[Sequence[int]], responses: Responses, *, keeps_prefixes: bool
+    ) -> None:
+        if self._slots is None:
+            self._slots = SlotRows(
+                self._model,
+                pad_id=self._pad_id,
+                retains=self._retains,
+                num_drafts=self._num_drafts,
+                record=self._record,
+            )
+        rows = self._slots
+        if not keeps_prefixes:
+            rows.forget()  # weights may have changed
+        before = rows.drafted, rows.accepted
+        with self._kernels():
+            draw_in_slots(rows, prompts, responses, most_rows=self._largest[0] or len(prompts))
+        self.drafted += rows.drafted - before[0]
+        self.accepted += rows.accepted - before[1]
+        if not (self._keeps or self._retains):
+            self._slots = None
 
     def _rows_for(self, rows: int, columns: int) -> CachedRows | RecomputedRows:
         if not takes_cache(self._model):

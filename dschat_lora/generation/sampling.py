@@ -118,6 +118,7 @@ class Responses:
 
     Attributes:
         capacity: most sequences.
+        end_ids: tokens that end a sequence, with that of none.
         limits: most tokens of each sequence that :meth:`start` has announced.
         size: sequences that :meth:`start` has announced.
     """
@@ -135,8 +136,8 @@ class Responses:
         """Make room; ``ragged`` sequences have limits of their own."""
         self.capacity, self.size, self.ragged = capacity, 0, ragged
         self.limits: list[int] = []
-        self._sampling, self._end_ids = sampling, frozenset((NO_TOKEN, *eos_ids))
-        self._ends = to_device(torch.tensor(sorted(self._end_ids), dtype=torch.int64), device)
+        self._sampling, self.end_ids = sampling, frozenset((NO_TOKEN, *eos_ids))
+        self._ends = to_device(torch.tensor(sorted(self.end_ids), dtype=torch.int64), device)
         shape = (capacity + 1, sampling.max_new_tokens)
         self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._uniforms = torch.ones(shape, dtype=torch.float64, device=device)
@@ -165,7 +166,7 @@ class Responses:
         """(B,) next token of each row; those after the end of a sequence are ignored.
 
         ``logits`` are (B, V), after each row's last token; ``sequences`` says which sequence a row
-        holds, (B,) int64, and ``number`` how many tokens each of them has, (1,) int64. The ranks
+        holds, (B,) int64, and ``number`` how many tokens each has, (1,) or (B,) int64. The ranks
         of ``group``, among which the model is divided, take the first one's tokens: their logits
         may round to different ones on a GPU. A sequence whose token cannot be drawn ends, with
         any token in its place; see :meth:`undrawn`.
@@ -221,6 +222,6 @@ class Responses:
     def _until_ends(self) -> list[list[int]]:
         found = []
         for row, limit in zip(self._tokens[: self.size].tolist(), self.limits, strict=True):
-            ends = (i + 1 for i, token in enumerate(row[:limit]) if token in self._end_ids)
+            ends = (i + 1 for i, token in enumerate(row[:limit]) if token in self.end_ids)
             found.append(row[: next(ends, limit)])
         return found

@@ -1,8 +1,11 @@
 """Continuous batching: rows join and leave a running batch between any two tokens."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +16,17 @@ from dschat_lora.generation.batch_state import COLUMN_BUCKET, next_logits, padde
 from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import RecurrentStates, fast_attention, takes_cache
-from dschat_lora.generation.prefix_cache import Layers, PrefixCache, can_keep_prefixes
-from dschat_lora.generation.sampling import Sampling, sample_tokens
+from dschat_lora.generation.prefix_cache import (
+    MIN_PREFIX,
+    Layers,
+    PrefixCache,
+    can_keep_prefixes,
+    common_prefix,
+)
+from dschat_lora.generation.prompt_lookup import PromptLookup, proposed, usable_drafts
+from dschat_lora.generation.sampling import Responses, Sampling, sample_tokens
 from dschat_lora.lora.mixed import AdapterRows
+from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
 from dschat_lora.models.causal_lm import fp32_logits
 
@@ -74,7 +85,7 @@ class SlotCache(RecurrentStates):
         self._rows_in_use, self._places, self._width = rows, (rows[:, None], columns), width
 
     def read_tokens(self, columns: Tensor, width: int) -> None:
-        """What is stored next is one token of each of the first rows, in (B, 1) columns."""
+        """What is stored next are tokens of each of the first rows, in (B, T) columns."""
         rows = torch.arange(len(columns), device=columns.device)
         self._rows_in_use, self._places = slice(len(columns)), (rows[:, None], columns)
         self._width = width
@@ -114,8 +125,8 @@ class SlotCache(RecurrentStates):
             for store, entries in zip(self._layers[index], kept, strict=True):
                 store[row, :, :columns] = entries[:, :columns]
 
-    def move(self, source: int, target: int) -> None:
-        """Copy one row over another."""
+    def move(self, source: int | list[int], target: int | list[int]) -> None:
+        """Copy one row over another, or several."""
         for stores in self._layers.values():
             for store in stores:
                 store[target] = store[source]
@@ -137,9 +148,14 @@ class SlotRows:
         model: in evaluation mode; whole, with a kind of attention that takes our cache.
         adapters: of the model's mixed layers; None where it has none.
         pad_id: any token.
-        prefix_cache: keep keys and values of rows that have gone, for prompts that begin with
-            their tokens.
+        prefix_cache: take keys and values of other rows for prompts that begin with their tokens.
+        retains: also of rows that have gone, which are kept for it.
+        num_drafts: most tokens of a row that :meth:`propose` guesses.
         record: see :class:`RecordedSteps`; by default CUDA graphs on a GPU.
+
+    Attributes:
+        drafted: tokens that were guessed.
+        accepted: how many of them were drawn.
 
     Raises:
         ValueError: if the architecture cannot decode with our cache.
@@ -152,6 +168,8 @@ class SlotRows:
         *,
         pad_id: int,
         prefix_cache: bool = True,
+        retains: bool = True,
+        num_drafts: int = 0,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         windows = attention_windows(model.config)
@@ -160,35 +178,46 @@ class SlotRows:
                 f"{type(model).__name__} cannot decode several requests in one batch: it has "
                 "layers whose states our cache does not hold"
             )
-        self._model, self._adapters, self._pad_id = model, adapters, pad_id
-        self._windows, self._device = windows, model.device
+        self.model, self._adapters, self._pad_id = model, adapters, pad_id
+        self._windows, self.device = windows, model.device
         self._recurrent = bool(recurrent_layers(model))
         self._cache = SlotCache()
-        keeps = prefix_cache and can_keep_prefixes(model)
-        self._prefixes = PrefixCache() if keeps else None
-        if record is None and self._device.type == "cuda":
+        self._shares = prefix_cache and can_keep_prefixes(model)
+        self._prefixes = PrefixCache() if retains and self._shares else None
+        self._num_drafts = usable_drafts(model, num_drafts)
+        self.drafted = self.accepted = 0
+        self._num_positions: int | None = getattr(model.config, "max_position_embeddings", None)
+        if record is None and self.device.type == "cuda":
             record = graphs_for(model)
-        self._has_few_shapes = record is not None or self._device.type == "cuda"
+        self._has_few_shapes = record is not None or self.device.type == "cuda"
         self._steps = RecordedSteps(record)
-        # Of each row in a step: token, position and adapter; and the logits after it.
-        self._inputs = torch.zeros(3, 0, dtype=torch.int64, device=self._device)
+        # Of each row in a step: tokens in the cache, adapter and new tokens; logits after them.
+        self._inputs = torch.zeros(0, 3 + self._num_drafts, dtype=torch.int64, device=self.device)
         self._logits = torch.zeros(0)
         self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
-        # Not stacked: several adapters have the same weight, which can lie in one stack alone.
-        self._linears = FastLinears(model, stacked=False)
+        self._lookups: list[PromptLookup] = []
+        self._drafts: list[list[int]] = []  # of the last step
+        self._linears: FastLinears | None = None
 
     def __len__(self) -> int:
         """Rows in use."""
         return len(self._tokens)
 
+    def prepare(self) -> FastLinears:
+        """Make the copies of weights that :meth:`kernels` needs, unless they are there."""
+        if self._linears is None:
+            # Not stacked: several adapters have the same weight, which can lie in one stack alone.
+            self._linears = FastLinears(self.model, stacked=False)
+        return self._linears
+
     @contextmanager
     def kernels(self) -> Iterator[None]:
         """Within, layers compute as is best for a few tokens; weights must not change."""
         with ExitStack() as stack:
-            stack.enter_context(self._linears.in_use())
-            stack.enter_context(fp32_logits(self._model))
-            stack.enter_context(fast_attention(self._model))
+            stack.enter_context(self.prepare().in_use())
+            stack.enter_context(fp32_logits(self.model))
+            stack.enter_context(fast_attention(self.model))
             yield
 
     def join(
@@ -196,17 +225,24 @@ class SlotRows:
     ) -> tuple[Tensor, list[int]]:
         """Let prompts become the last rows, each with its adapter's number.
 
+        Equal ones are read once, unless prompts take nothing of other rows.
+
         Returns:
-            (B, V) logits after them, and how many tokens of each were not computed, as an earlier
-            row began with them.
+            (B, V) logits after them, and how many tokens of each were not computed, as another row
+            began with them.
         """
-        numbers = range(len(prompts))
-        self._reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
-        known = [self._take_prefix(len(self) + i, prompts[i], adapters[i]) for i in numbers]
+        numbers, first = range(len(prompts)), dict[tuple[int, ...], int]()
+        keys = [(adapter, *prompt) for prompt, adapter in zip(prompts, adapters, strict=True)]
+        alike = [first.setdefault(key, i) if self._shares else i for i, key in enumerate(keys)]
+        self.reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
+        known = {
+            i: self._take_prefix(len(self) + i, prompts[i], adapters[i])
+            for i in dict.fromkeys(alike)
+        }
         # Recurrent layers would take padding for tokens. Beside a whole prompt, what follows a
         # prefix would be padded to its width.
         batches: dict[int, list[int]] = {}
-        for i in numbers:
+        for i in known:
             batches.setdefault(len(prompts[i]) if self._recurrent else known[i] > 0, []).append(i)
         logits = torch.cat(
             [
@@ -220,15 +256,31 @@ class SlotRows:
             ]
         )
         order = [i for batch in batches.values() for i in batch]
+        copies = [i for i in numbers if alike[i] != i]
+        if copies:
+            self._cache.move(
+                [len(self) + alike[i] for i in copies], [len(self) + i for i in copies]
+            )
         self._tokens += map(list, prompts)
         self._numbers += adapters
-        return logits[sorted(numbers, key=order.__getitem__)], known
+        self._lookups += (PromptLookup(prompt, self._num_drafts) for prompt in prompts)
+        place = {i: n for n, i in enumerate(order)}
+        return logits[[place[i] for i in alike]], [known[i] for i in alike]
 
     def _take_prefix(self, row: int, prompt: Sequence[int], adapter: int) -> int:
         """Put what is known of a prompt into a row; how many tokens, of which the last is none."""
         found: tuple[Layers, int] = ({}, 0)
         if self._prefixes is not None:
             found = self._prefixes.find(adapter, prompt[:-1])
+        if self._shares:
+            alike = (
+                (common_prefix(tokens, prompt[:-1]), running)
+                for running, tokens in enumerate(self._tokens)
+                if self._numbers[running] == adapter
+            )
+            length, running = max(alike, default=(0, 0))
+            if length > max(found[1], MIN_PREFIX - 1):
+                found = self._cache.copy_of(running, length), length
         self._cache.put(row, *found)
         return found[1]
 
@@ -242,9 +294,9 @@ class SlotRows:
     ) -> Tensor:
         """(B, V) logits after prompts, of whose tokens the first ``known`` are in their rows."""
         rests = [prompt[first:] for prompt, first in zip(prompts, known, strict=True)]
-        ids, real = padded_left(rests, self._pad_id, self._device)
+        ids, real = padded_left(rests, self._pad_id, self.device)
         lengths, firsts, row = (
-            to_device(torch.tensor(each), self._device)
+            to_device(torch.tensor(each), self.device)
             for each in ([*map(len, prompts)], known, rows)
         )
         positions = (real.cumsum(-1) - 1).clamp(min=0) + firsts[:, None]
@@ -254,37 +306,65 @@ class SlotRows:
         if self._has_few_shapes:
             width += -width % COLUMN_BUCKET
         self._cache.read_prompts(row, columns, width)
-        return self._forward(ids, positions, width, adapters)
+        return self._forward(ids, positions, width, adapters)[:, -1]
 
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        """(B, V) logits after one more token of every row; recorded ones hold until the next."""
-        lengths = [*map(len, self._tokens)]
-        count, rows, width = len(lengths), len(lengths), max(lengths) + 1
+    def propose(self, tokens: Sequence[int], rooms: Sequence[int]) -> list[list[int]]:
+        """What :meth:`step` takes: each row's next token, and a draft of up to so many after it."""
+        for lookup, token in zip(self._lookups, tokens, strict=True):
+            lookup.add([token])
+        drafts = proposed(self._lookups, rooms)
+        return [[token, *draft] for token, draft in zip(tokens, drafts, strict=True)]
+
+    def step(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """(B, T, V) logits after each of the next tokens of every row, T of the one with most.
+
+        What follows a row's last token is to be ignored. Where a row has several tokens, call
+        :meth:`keep` before the next step. Recorded logits hold until then.
+        """
+        lengths, most = [*map(len, self._tokens)], max(map(len, tokens))
+        count, rows = len(lengths), len(lengths)
         if self._has_few_shapes:
-            rows = 1 << (rows - 1).bit_length()
+            rows, most = 1 << (rows - 1).bit_length(), most if most == 1 else 1 + self._num_drafts
+        width = max(lengths) + most
+        if self._has_few_shapes:
             width += -width % COLUMN_BUCKET
-        self._reserve(rows, width)
-        given = torch.zeros(3, rows, dtype=torch.int64)
-        given[:, :count] = torch.tensor([tokens, lengths, self._numbers])
-        self._inputs[:, :rows].copy_(to_device(given, self._device))
-        self._steps.run((rows, width), partial(self._advance, rows, width), self._device)
-        for row, token in zip(self._tokens, tokens, strict=True):
-            row.append(token)
-        return self._logits[:count]
+        self.reserve(rows, width)
+        given = torch.zeros(rows, 2 + most, dtype=torch.int64)
+        table = zip(lengths, self._numbers, tokens, strict=True)
+        padded = ([length, n, *own, *[own[-1]] * (most - len(own))] for length, n, own in table)
+        given[:count] = torch.tensor([*padded])
+        self._inputs[:rows, : 2 + most].copy_(to_device(given, self.device))
+        step = partial(self._advance, rows, most, width)
+        self._steps.run((rows, most, width), step, self.device)
+        for row, own in zip(self._tokens, tokens, strict=True):
+            row += own
+        self._drafts = [list(own[1:]) for own in tokens]
+        return self._logits[: rows * most].view(rows, most, -1)[:count]
 
-    def _advance(self, rows: int, width: int) -> None:
-        """One token of each of the first rows, whose inputs and logits stay where they are."""
-        ids, positions, numbers = self._inputs[:, :rows]
-        self._cache.read_tokens(positions[:, None], width)
-        logits = self._forward(ids[:, None], positions[:, None], width, numbers)
+    def keep(self, accepted: Sequence[int]) -> None:
+        """Take back all but the first so many tokens of each row's draft."""
+        for row, (draft, count) in enumerate(zip(self._drafts, accepted, strict=True)):
+            if draft:
+                del self._tokens[row][len(self._tokens[row]) - len(draft) + count :]
+                self._lookups[row].add(draft[:count])
+                self._lookups[row].learn(count)
+                self.drafted, self.accepted = self.drafted + len(draft), self.accepted + count
+
+    def _advance(self, rows: int, most: int, width: int) -> None:
+        """Tokens of each of the first rows, whose inputs and logits stay where they are."""
+        inputs = self._inputs[:rows, : 2 + most]
+        columns = inputs[:, :1] + torch.arange(most, device=self.device)
+        self._cache.read_tokens(columns, width)
+        logits = self._forward(inputs[:, 2:], columns, width, inputs[:, 1], most).flatten(0, 1)
         if not self._has_few_shapes:
             self._logits = logits
             return
-        if len(self._logits) < self._inputs.shape[1]:
-            self._logits = logits.new_zeros(self._inputs.shape[1], logits.shape[1])
-        self._logits[:rows] = logits
+        size = len(self._inputs) * (1 + self._num_drafts)  # of all shapes, as no graph is told
+        if len(self._logits) < size:
+            self._logits = logits.new_zeros(size, logits.shape[1])
+        self._logits[: len(logits)] = logits
 
-    def _reserve(self, rows: int, columns: int) -> None:
+    def reserve(self, rows: int, columns: int) -> None:
         """Make room; where something moves for it, nothing recorded is replayed."""
         try:
             moved = self._cache.reserve(rows, columns)
@@ -292,7 +372,7 @@ class SlotRows:
             self._steps.forget()
             raise
         if moved:
-            self._inputs = self._inputs.new_zeros(3, self._cache.rows)
+            self._inputs = self._inputs.new_zeros(self._cache.rows, self._inputs.shape[1])
             self._steps.forget()
 
     def leave(self, row: int) -> None:
@@ -307,30 +387,96 @@ class SlotRows:
             )
         if row != last:
             self._cache.move(last, row)
-            self._tokens[row], self._numbers[row] = self._tokens[last], self._numbers[last]
-        self._tokens.pop()
-        self._numbers.pop()
+        lists: tuple[list[Any], ...] = (self._tokens, self._numbers, self._lookups)
+        for each in lists:
+            each[row] = each[last]
+            each.pop()
 
-    def clear(self) -> None:
-        """Drop all rows, and free the cache and what is kept of earlier rows."""
-        self._tokens, self._numbers, self._cache = [], [], SlotCache()
-        self._steps.forget()
+    def forget(self) -> None:
+        """Drop all rows, and what is kept of earlier ones."""
+        self._tokens, self._numbers, self._lookups = [], [], []
         self._prefixes = None if self._prefixes is None else PrefixCache()
 
+    def clear(self) -> None:
+        """Drop all rows, what is kept of earlier ones, and free the cache."""
+        self.forget()
+        self._cache = SlotCache()
+        self._steps.forget()
+
     def _forward(
-        self, ids: Tensor, positions: Tensor, width: int, adapters: Sequence[int] | Tensor
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        width: int,
+        adapters: Sequence[int] | Tensor,
+        last: int = 1,
     ) -> Tensor:
-        """(B, V) logits after (B, T) tokens, each of which attends to its row up to itself."""
+        """(B, last, V) logits after the last of (B, T) tokens, which attend to their row so far."""
         if self._adapters is not None:
             self._adapters.choose(adapters, ids.shape[1])
-        columns, masks = torch.arange(width, device=self._device), {}
+        columns, masks = torch.arange(width, device=self.device), {}
         for kind, window in self._windows.items():
             hidden = columns > positions[..., None]
             if window is not None:
                 hidden |= columns <= positions[..., None] - window
-            mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
+            mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
             masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
-        return next_logits(self._model, ids, positions, masks, self._cache)
+        if last > 1 and self._num_positions is not None:
+            positions = positions.clamp(max=self._num_positions - 1)  # of padding behind a draft
+        return next_logits(self.model, ids, positions, masks, self._cache, last)
+
+
+def draw_in_slots(
+    rows: SlotRows, prompts: Sequence[Sequence[int]], responses: Responses, *, most_rows: int
+) -> None:
+    """Draw all sequences of ``responses``, one to each prompt; a row that has ended is refilled.
+
+    Every position is drawn by its own random number, whatever stands in a draft, which goes on
+    only as far as it is what was drawn: so drafts change no text.
+    """
+    device, group, limits = rows.device, group_of(rows.model), responses.limits
+    lengths = (len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    rows.reserve(min(most_rows, len(prompts)), max(lengths))
+    waiting, running = deque(range(len(prompts))), list[int]()
+    drawn = [0] * len(prompts)  # tokens of each sequence
+    last = [0] * len(prompts)
+
+    def draw(logits: Tensor, sequences: Sequence[int], numbers: Sequence[int]) -> Iterator[int]:
+        own, at = to_device(torch.tensor([sequences, numbers]), device)
+        return iter(responses.advance(logits, own, at, group).tolist())
+
+    def take(tokens: Sequence[Sequence[int]]) -> None:
+        """Let the last rows go on with their tokens, and those that have ended leave."""
+        first = len(running) - len(tokens)
+        for row, own in reversed([*enumerate(tokens, first)]):
+            sequence = running[row]
+            drawn[sequence], last[sequence] = drawn[sequence] + len(own), own[-1]
+            if own[-1] in responses.end_ids or drawn[sequence] == limits[sequence]:
+                rows.leave(row)
+                running[row] = running[-1]
+                running.pop()
+
+    while waiting or running:
+        if waiting and len(running) < most_rows:
+            new = [waiting.popleft() for _ in range(min(most_rows - len(running), len(waiting)))]
+            logits, _ = rows.join([prompts[sequence] for sequence in new], [0] * len(new))
+            running += new
+            take([[token] for token in draw(logits, new, [0] * len(new))])
+            continue
+        rooms = [limits[sequence] - drawn[sequence] - 1 for sequence in running]
+        given = rows.propose([last[sequence] for sequence in running], rooms)
+        places = [(row, at) for row, own in enumerate(given) for at in range(len(own))]
+        row_of, at = to_device(torch.tensor(places).T, device)
+        sequences = [running[row] for row, _ in places]
+        numbers = [drawn[running[row]] + at for row, at in places]
+        found = draw(rows.step(given)[row_of, at], sequences, numbers)
+        tokens = [list(islice(found, len(own))) for own in given]
+        kept = []
+        for own, (_, *draft) in zip(tokens, given, strict=True):
+            end = next((n for n, t in enumerate(own) if t in responses.end_ids), len(draft))
+            kept.append(min(end, common_prefix(own, draft)))
+        rows.keep(kept)
+        take([own[: count + 1] for own, count in zip(tokens, kept, strict=True)])
 
 
 def sample_each(

@@ -8,7 +8,13 @@ from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from dschat_lora.config.data import DataConfig, SourceConfig
-from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
+from dschat_lora.config.groups import (
+    PROMPT_LOOKUP,
+    LoadConfig,
+    ScheduleConfig,
+    require,
+    require_numbers,
+)
 from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig
@@ -129,6 +135,7 @@ class RolloutConfig:
         "in exchange for their memory; sampler_error shows how far rounding moves the policy",
         section="rollouts",
     )
+    prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP, section="rollouts")
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
     rollout_temperature: float | None = option(
@@ -176,7 +183,7 @@ class RolloutConfig:
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require_numbers(self, ">= 0", "top_k")
+        require_numbers(self, ">= 0", "top_k", "prompt_lookup_num_tokens")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         for name in ("environment", "agent"):

@@ -225,8 +225,11 @@ def _of_sampling(config: RlhfConfig) -> list[str]:
     if not batch.rollout_servers:
         unused = sorted({"rollout_adapter_dir", "rollout_timeout"} & given)
         notes += [f"--{name} has no effect without servers of --rollout_engine" for name in unused]
-    if batch.rollout_engine != "own" and batch.merge_for_rollouts:
-        notes.append("--merge_for_rollouts has no effect without --rollout_engine own")
+    if batch.rollout_engine != "own":
+        unused = sorted(
+            n for n in ("merge_for_rollouts", "prompt_lookup_num_tokens") if getattr(batch, n)
+        )
+        notes += [f"--{name} has no effect without --rollout_engine own" for name in unused]
     if batch.environment is None and "max_turns" in given:
         notes.append("--max_turns has no effect without --environment")
     if not batch.has_agent:

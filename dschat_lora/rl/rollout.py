@@ -22,6 +22,7 @@ from dschat_lora.engine.distributed import (
     gather_over_ranks,
     gather_texts,
     max_over_ranks,
+    sum_over_ranks,
 )
 from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
@@ -222,6 +223,7 @@ class Generator:
         update_bytes: int = 0,
         merged: bool = False,
         unpacked: bool | None = None,
+        num_drafts: int = 0,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
         episodes: Episodes | None = None,
         agents: "Agents | None" = None,
@@ -245,6 +247,8 @@ class Generator:
         self._eos_ids, self._keeps_memory = frozenset(eos_ids), keeps_memory
         self._update_bytes = update_bytes
         self.released = False  # whether what was kept had to go
+        self._num_drafts = num_drafts
+        self._drafts = torch.zeros(2, dtype=torch.float64)  # drafted, and accepted
         self._sharded, self._decoders = sharded, dict[int, Any]()
         self._find_end, self._episodes, self._agents = find_end, episodes, agents
         self._plays_episodes = episodes is not None or agents is not None
@@ -259,6 +263,7 @@ class Generator:
             merged=merged,
             unpacked=unpacked,
             retains=self._plays_episodes,
+            num_drafts=num_drafts,
         )
         if by_transformers:
             self._make_decoder = partial(
@@ -290,11 +295,17 @@ class Generator:
         if self._episodes is not None:
             begin = self._episodes.environment.begin
             prompts = begin(prompts, mine, num_generations, key)
-        batches = self._own_batches or self._agents is not None
-        at_a_time = max(1, self._batch_size // num_generations if batches else len(order))
-        chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):
+            counted = self._num_drafts > 0 and self._own_batches
+            if counted:
+                self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
+            # A decoder that refills its rows takes all prompts, and so do other engines.
+            refills = counted and decoder.refills and keep_going is None
+            batches = self._own_batches and not (refills and self._episodes is None)
+            batches = batches or self._agents is not None
+            at_a_time = max(1, self._batch_size // num_generations if batches else len(order))
+            chunks = -(-len(order[:: data_world_size()]) // at_a_time)
             turns = _TurnDecoder(
                 partial(decoder, sampling=sampling, keep_going=keep_going),
                 ("rollout", *key),
@@ -326,6 +337,8 @@ class Generator:
                         places=places,
                     )
                 found |= dict(zip(places, responses, strict=True))
+            if counted:
+                self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
         blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
         blank = [each for each in blank for _ in range(num_generations)]
         responses = self._share(found, blank, width=sampling.max_new_tokens)
@@ -335,6 +348,18 @@ class Generator:
             if broken or all(each.undrawn for each in responses):
                 raise BrokenWeightsError(undrawn_reason(broken))
         return responses
+
+    def draft_metrics(self) -> dict[str, float | None]:
+        """Guessed tokens since the last call, and the share of them that was drawn; on every rank.
+
+        Nothing without prompt look-up.
+        """
+        if not self._num_drafts:
+            return {}
+        drafted, accepted = sum_over_ranks(self._drafts.tolist())
+        self._drafts.zero_()
+        share = accepted / drafted if drafted else None
+        return {"draft_tokens": drafted, "draft_acceptance": share}
 
     @property
     def keeps(self) -> bool:

@@ -23,7 +23,7 @@ from dschat_lora.endpoint.answers import (
 from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.endpoint.text import TextStream
 from dschat_lora.generation.sampling import NO_TOKEN, Sampling, keep_top, undrawn_reason
-from dschat_lora.generation.slots import sample_each
+from dschat_lora.generation.slots import SlotRows, sample_each
 from dschat_lora.serving.grammars import GrammarError
 from dschat_lora.serving.models import BaseBatch, ServedModel
 
@@ -65,6 +65,11 @@ class RunningAnswer:
         self.cached = 0  # tokens of the prompt that were not computed again
         self._new_ids: list[int] = []  # since the last piece
         self._new_logprobs: list[TokenLogprobs] = []
+
+    @property
+    def room(self) -> int:
+        """Tokens that may follow the next one."""
+        return self.options.max_new_tokens - self._count - 1
 
     def uniform(self) -> float:
         """The next number in (0, 1] to draw a token by."""
@@ -192,6 +197,12 @@ class AnswerDecoder:
         """Number of answers that run, and that wait."""
         return sum(map(len, self._running.values())), len(self._waiting)
 
+    @property
+    def num_drafts(self) -> tuple[int, int]:
+        """Tokens that prompt look-up guessed, and how many of them were right."""
+        rows = [batch.rows for batch in list(self._running)]
+        return sum(each.drafted for each in rows), sum(each.accepted for each in rows)
+
     def leave(self, answer: RunningAnswer) -> None:
         """Stop decoding an answer that nobody reads; nothing more of it is emitted."""
         answer.left = True
@@ -283,8 +294,7 @@ class AnswerDecoder:
             ended = [False] * first + _push(joining, logits)
             self._drop(batch, running, ended)
         if running:
-            logits = batch.rows.step([answer.last_token for answer in running])
-            self._drop(batch, running, _push(running, logits))
+            self._drop(batch, running, _go_on(batch.rows, running))
 
     def _joining(self, batch: BaseBatch, running: int) -> list[RunningAnswer]:
         """Take the answers from the queue that can join a batch."""
@@ -318,6 +328,31 @@ def sampling_of(options: AnswerOptions) -> Sampling:
     if options.temperature == 0:
         return Sampling(1, do_sample=False)
     return Sampling(1, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
+
+
+def _go_on(rows: SlotRows, running: Sequence[RunningAnswer]) -> list[bool]:
+    """One token for each answer, and as many more as its draft has that are drawn too.
+
+    Returns which have ended.
+    """
+    given = rows.propose([a.last_token for a in running], [a.room for a in running])
+    logits = rows.step(given)
+    ended, accepted = [False] * len(running), [0] * len(running)
+    going = [*range(len(running))]
+    for at in range(logits.shape[1]):
+        here = logits[:, at] if len(going) == len(running) else logits[going, at]
+        found = _push([running[row] for row in going], here)
+        for row, has_ended in zip(going, found, strict=True):
+            ended[row], accepted[row] = has_ended, at
+        going = [
+            row
+            for row in going
+            if not ended[row] and given[row][at + 1 : at + 2] == [running[row].last_token]
+        ]
+        if not going:
+            break
+    rows.keep(accepted)
+    return ended
 
 
 def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:

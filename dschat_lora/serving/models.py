@@ -152,7 +152,7 @@ def _open_base(
             f"--max_seq_len {asked} is more than the {positions} positions of the model"
         )
     pad_id = int(tokenizers[named[0].name].pad_token_id)
-    slots = SlotRows(mixed.eval(), rows, pad_id=pad_id, prefix_cache=config.prefix_cache)
+    slots = _slots(mixed, rows, pad_id, config)
     batch = BaseBatch(model, slots, asked or positions)
     served = {}
     for name, tokenizer in tokenizers.items():
@@ -189,8 +189,22 @@ def open_adapter(
     TRIED[mixed] = TRIED.get(model, False)
     mix_adapters(mixed, [tree], rows=rows)
     pad_id = int(base.tokenizer.pad_token_id)
-    slots = SlotRows(mixed.eval(), rows, pad_id=pad_id, prefix_cache=config.prefix_cache)
+    slots = _slots(mixed, rows, pad_id, config)
     return replace(base, name=name, batch=BaseBatch(model, slots, base.batch.limit), adapter=1)
+
+
+def _slots(
+    model: PreTrainedModel, adapters: AdapterRows | None, pad_id: int, config: AnswerConfig
+) -> SlotRows:
+    slots = SlotRows(
+        model.eval(),
+        adapters,
+        pad_id=pad_id,
+        prefix_cache=config.prefix_cache,
+        num_drafts=config.prompt_lookup_num_tokens,
+    )
+    slots.prepare()  # here, where a lack of memory keeps this model alone from being served
+    return slots
 
 
 def _adapted(

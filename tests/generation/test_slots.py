@@ -54,7 +54,7 @@ def continuous(rows, samplings, numbers=NUMBERS, *, draws=None):
                 push(new, rows.join([PROMPTS[r] for r in new], [numbers[r] for r in new])[0])
                 running += new
             if running:
-                push(running, rows.step([said[r][-1] for r in running]))
+                push(running, rows.step([[said[r][-1]] for r in running])[:, -1])
             for row in reversed(range(len(running))):
                 if len(said[running[row]]) >= WANTS[running[row]]:
                     rows.leave(row)
@@ -148,7 +148,7 @@ def test_rows_read_nothing_of_one_that_is_not_finite_and_has_gone():
             rows.leave(1)
             logits, _ = rows.join([[6, 7], [8] * 40], [0] * 2)
             assert logits.isfinite().all()
-            assert rows.step([5, 6, 7]).isfinite().all()
+            assert rows.step([[5], [6], [7]]).isfinite().all()
 
 
 @torch.inference_mode()
@@ -164,11 +164,11 @@ def test_nothing_recorded_is_replayed_once_the_cache_has_grown(monkeypatch):
         rows, found = SlotRows(tiny_model("llama"), pad_id=0, record=each), []
         with rows.kernels():
             rows.join([[5, 6]], [0])
-            found += [rows.step([7]).clone() for _ in range(3)]  # recorded, and replayed
+            found += [rows.step([[7]]).clone() for _ in range(3)]  # recorded, and replayed
             rows.join([list(range(3, 23))], [0])  # which needs more rows and columns
-            found += [rows.step([8, 9])[:1].clone()]
+            found += [rows.step([[8], [9]])[:1].clone()]
             rows.leave(1)
-            found += [rows.step([10]).clone()]  # of the shape of before
+            found += [rows.step([[10]]).clone()]  # of the shape of before
         logits.append(torch.cat(found))
     assert len(tapes) == 1
     torch.testing.assert_close(*logits)
@@ -186,9 +186,9 @@ def test_another_request_takes_a_row_of_the_shape_that_is_recorded():
         rows = SlotRows(tiny_model("llama"), pad_id=0, record=each)
         with rows.kernels():
             rows.join([[5, 6], [7], [8, 9, 10]], [0] * 3)
-            found = [rows.step([11] * 3).clone() for _ in range(2)]
+            found = [rows.step([[11]] * 3).clone() for _ in range(2)]
             rows.join([[12, 13]], [0])
-            found += [rows.step([14] * 4).clone() for _ in range(2)]
+            found += [rows.step([[14]] * 4).clone() for _ in range(2)]
         logits.append(torch.cat(found))
     assert len(tapes) == 1, "three rows in four"
     torch.testing.assert_close(*logits)
@@ -210,3 +210,37 @@ def test_a_model_without_cached_attention_of_ours_is_refused():
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot decode several requests"):
         SlotRows(model, pad_id=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("prefix_cache", "known"), [(True, [21, 0, 18]), (False, [0, 0, 0])])
+def test_a_prompt_takes_what_it_has_in_common_with_a_running_row_of_its_adapter(
+    prefix_cache, known
+):
+    base = tiny_model("llama")
+    model, chosen = share_parameters(base), AdapterRows(CPU)
+    mix_adapters(model, [adapted(base, 0)], rows=chosen)
+    text, numbers = list(range(3, 25)), [1, 0, 1]
+    prompts = [text, text, [*text[:18], 50, 51]]
+    rows = SlotRows(model.eval(), chosen, pad_id=0, prefix_cache=prefix_cache)
+    other = SlotRows(model, chosen, pad_id=0)
+    with rows.kernels():
+        rows.join([[5, 6], text], [0, 1])
+        logits, found = rows.join(prompts, numbers)
+        anew, _ = other.join(prompts, numbers)
+    assert found == known
+    torch.testing.assert_close(logits, anew, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_equal_prompts_are_read_once_unless_nothing_is_shared(prefix_cache):
+    model, read = tiny_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda module, args, given: read.append(len(given["input_ids"])), with_kwargs=True
+    )
+    rows = SlotRows(model, pad_id=0, prefix_cache=prefix_cache)
+    with rows.kernels():
+        logits, _ = rows.join([[5, 6, 7]] * 3, [0] * 3)
+    assert read == [1 if prefix_cache else 3]
+    torch.testing.assert_close(logits[1:], logits[:1].expand(2, -1))
