@@ -15,7 +15,9 @@ from dschat_lora.perf.throughput import BlockShape, LinearShape, step_flops
 # Share of a card's dense peak that training is taken to reach: measured 0.38 to 0.45 with OPT-1.3B
 # on an H200, in training and scoring.
 EFFICIENCY = 0.4
-LAUNCH_SECONDS = 7e-6  # of the host for a kernel, by torch without graphs
+LAUNCH_SECONDS = 7e-6  # of the host for a kernel of training, at best
+# The same of decoding without graphs, Python included: a step of OPT-1.3B on an H100 took 49 ms.
+EAGER_SECONDS = 1.2e-4
 # What a kernel of a CUDA graph takes beside its reading, on an H200 and an H100 2 to 8 us.
 REPLAY_SECONDS = 4e-6
 _OUTSIDE, _OUTSIDE_DECODING = 80, 20  # embedding, last norm, head, optimizer; and sampling

@@ -20,18 +20,25 @@ from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import Card, tabled_peak
-from dschat_lora.perf.launches import EFFICIENCY, LAUNCH_SECONDS, REPLAY_SECONDS, count_launches
+from dschat_lora.perf.launches import (
+    EAGER_SECONDS,
+    EFFICIENCY,
+    LAUNCH_SECONDS,
+    REPLAY_SECONDS,
+    count_launches,
+)
 from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops
 from dschat_lora.pipeline.stages import as_planned
-from dschat_lora.rl.batch import Response
+from dschat_lora.rl.batch import Minibatch, Response
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.inputs import Sources, find_sources
 from dschat_lora.rl.memory import memory_plan, trained_models
 from dschat_lora.rl.roles import Roles, build_roles
 from dschat_lora.rl.setup import role_settings
 from dschat_lora.rl.throughput import FlopCounter
+from dschat_lora.rl.update import count_deferred
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
 from dschat_lora.runtime.setup import engine_settings, trained_elements
 
@@ -97,7 +104,7 @@ class StepTime:
         return Seconds(
             work=self.flops / (EFFICIENCY * peak * 1e12),
             launching=self.launches[fused] * LAUNCH_SECONDS,
-            decoding=decoding if graphs else max(decoding, kernels * LAUNCH_SECONDS),
+            decoding=decoding if graphs else max(decoding, kernels * EAGER_SECONDS),
         )
 
 
@@ -324,6 +331,16 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
         num_generations=batch.num_generations,
         batch_size=batch.per_device_generation_batch_size,
     )
+    at_once = batch.per_device_training_batch_size
+    rows = min(count, at_once * batch.gradient_accumulation_steps)  # of a step
+    if batch.tokens_per_device:
+        at_once = max(1, batch.tokens_per_device // data.max_seq_len)
+    num_steps, per_step = -(-count // rows), -(-rows // at_once)
+    step = Minibatch([], [[]] * per_step)
+    deferred = bool(count_deferred(config.ppo, [step] * num_steps * config.ppo.ppo_epochs))
+    from_sampler = config.ppo.use_rollout_logprobs and not deferred
+    left = 1 - deferred / num_steps
+    before = {"actor": left * (not from_sampler), "critic": left}
     counts = StepCounts(
         num_tokens=sum(map(len, responses)),
         num_targets=sum(each.num_actor_tokens for each in responses),
@@ -332,27 +349,22 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
     work = counter(
         responses,
         passes=config.ppo.ppo_epochs,
-        shares_before={"actor": 1.0, "critic": 1.0},
+        shares_before=before,
         counts=counts,
         skips_padding=True,
     )
-    ranks = config.parallel.tensor_parallel_size
-    at_once = batch.per_device_training_batch_size
-    if batch.tokens_per_device:
-        at_once = max(1, batch.tokens_per_device // data.max_seq_len)
-    batches, steps = -(-count // at_once), data.max_answer_seq_len * batch.generation_batches
+    ranks, both, actor = config.parallel.tensor_parallel_size, (True, False), roles.actor.model
+    decode_steps = data.max_answer_seq_len * batch.generation_batches
 
     def launches(fused: bool) -> int:
-        total = 0
+        total = 0.0
         for name, role in roles.models.items():
-            counted = count_launches(
-                role.model, fused=fused, recomputes=checkpointed.get(name, False)
-            )
+            recomputes = checkpointed.get(name, False)
+            counted = count_launches(role.model, fused=fused, recomputes=recomputes)
             trains = (name in roles.trained) * config.ppo.ppo_epochs
-            total += batches * (counted.forward + trains * counted.training)
-        return total
+            total += before.get(name, 1.0) * counted.forward + trains * counted.training
+        return round(num_steps * per_step * total)
 
-    both, actor = (True, False), roles.actor.model
     return StepTime(
         sum(map(len, responses)) * data_world_size(),
         sum(work.flops.values(), Flops()).hardware / ranks,
@@ -360,7 +372,7 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
         fused=config.load.fused_kernels != "off",
         generated=count * data.max_answer_seq_len * data_world_size(),
         decode_bytes=work.decode_bytes / ranks,
-        decode_launches={f: steps * count_launches(actor, fused=f).decoding for f in both},
+        decode_launches={f: decode_steps * count_launches(actor, fused=f).decoding for f in both},
     )
 
 
