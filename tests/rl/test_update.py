@@ -259,6 +259,26 @@ def test_old_logprobs_that_are_not_known_are_those_of_the_first_steps_passes():
     assert roles.passes == [(0, 1), (2,), (3,), (5, 4)]
 
 
+def test_old_logprobs_of_a_steps_own_passes_have_no_gradient():
+    class Learning(Roles):
+        def policy(self, batch, width, role="actor"):
+            self.leaf, entropy = super().policy(batch, width, role)
+            return self.leaf, entropy
+
+    roles, gradients = Learning(critic=False), []
+
+    def backward(loss, *, last):
+        loss.backward()
+        gradients.append(roles.leaf.grad)
+
+    roles.actor.backward = backward
+    known = replace(half_known(), ref_logprobs=-1.0 * MASK)  # where the divergence is flat
+    updated(roles, known, TWO_HALVES[:1], config=GRPO, deferred=True)
+    for rows, found in zip(([0, 1], [2]), gradients, strict=True):
+        expected = -1.0 * MASK[rows] / tokens_of(0, 1, 2)  # of -exp(logprob - old) at ratio 1
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_first_step_that_is_passed_over_gives_its_old_logprobs_all_the_same():
     roles, known = Roles(critic=False, logprob=-0.7), half_known()
     known = replace(known, responses=[replace(r, ended=n > 2) for n, r in enumerate(RESPONSES)])
