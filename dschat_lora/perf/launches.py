@@ -1,7 +1,7 @@
 """How many kernels a pass launches on a GPU, and how long launching them takes.
 
-Counts are by rule from the modules, to within a tenth of what runs on a simulated GPU for OPT,
-Llama and Qwen3. Experts count as one layer of each size; a recurrence counts like attention.
+Counts are by rule from the modules: of blocks of OPT, Llama and Qwen3 what a simulated GPU counts.
+Experts count as one layer of each size, a recurrence like attention.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,6 @@ EAGER_SECONDS = 1.2e-4
 # What a kernel of a CUDA graph takes beside its reading, on an H200 and an H100 2 to 8 us.
 REPLAY_SECONDS = 4e-6
 _OUTSIDE, _OUTSIDE_DECODING = 80, 20  # embedding, last norm, head, optimizer; and sampling
-
-
 # Forward, forward and backward, and decoding: of an RMSNorm by one kernel, of a LayerNorm, of an
 # RMSNorm by parts; of attention, activation and residuals, without rotation, with it, by parts.
 _NORM, _LAYER_NORM, _NORM_BY_PARTS = (1, 3, 1), (1, 2, 1), (8, 22, 8)

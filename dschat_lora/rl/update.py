@@ -170,7 +170,7 @@ class Updater:
             batches = [batch.to(self._engines.actor.device) for batch in own]
             lengths = [sizes[number] for number in minibatch.numbers]
             if sum(lengths) == 0:
-                if self._deferred and self._looks:
+                if self._deferred and self._looks and self.experience.logprobs is not None:
                     self._look_without_step(batches)
                 continue
             divisors = {

@@ -9,6 +9,8 @@ from benchmarks.common import shapes
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.perf.launches import count_launches, launch_advice, micro_batch_advice
+from dschat_lora.runtime.memory import TrainedModel
+from helpers.runs import engine_settings
 
 
 def model_of(name, *, layers, lora_dim=16):
@@ -74,3 +76,17 @@ def test_a_micro_batch_of_few_tokens_waits_for_launches_and_a_large_one_does_not
     assert words.startswith("launching kernels takes about 12 ms and their work 7 ms")
     assert micro_batch_advice(model, rows=2, peak_tflops=1000.0, **options) is None
     assert micro_batch_advice(model, rows=1, peak_tflops=500.0, **options) is None
+
+
+def test_a_run_is_advised_on_a_gpu_alone_by_all_sequences_of_its_rows(monkeypatch):
+    model = model_of("opt-1.3b", layers=24)
+
+    def advice(**grid):
+        trained = TrainedModel(model, engine_settings(), length=256, recomputes=False, **grid)
+        return trained.launch_advice(fused_kernels="auto", compiled=False)
+
+    assert advice(rows=1, sequences=2) is None  # on a CPU
+    monkeypatch.setattr("dschat_lora.runtime.memory.device_peak", lambda *of: 1000.0)
+    assert "launching kernels takes about 12 ms and their work 7 ms" in advice(rows=1, sequences=2)
+    assert advice(rows=1, tokens=512) == advice(rows=1, sequences=2)
+    assert advice(rows=4) is None
