@@ -24,7 +24,8 @@ _OUTSIDE, _OUTSIDE_DECODING = 80, 20  # embedding, last norm, head, optimizer; a
 # Forward, forward and backward, and decoding: of an RMSNorm by one kernel, of a LayerNorm, of an
 # RMSNorm by parts; of attention, activation and residuals, without rotation, with it, by parts.
 _NORM, _LAYER_NORM, _NORM_BY_PARTS = (1, 3, 1), (1, 2, 1), (8, 22, 8)
-_REST, _REST_ROTATED, _REST_BY_PARTS = (6, 14, 6), (10, 34, 7), (14, 48, 17)
+_REST, _REST_ROTATED, _REST_BY_PARTS = (6, 14, 6), (10, 34, 10), (14, 48, 17)
+_APART = 3  # of decoding, where norms make queries and keys two tensors, each to be rotated
 _TRAINED = 18  # of the optimizer, for a weight that trains without an adapter
 
 
@@ -54,9 +55,12 @@ def count_launches(model: nn.Module, *, fused: bool = True, recomputes: bool = F
     totals = [0, 0, 0]
     blocks = text_blocks(model).values()
     for block, shape in zip(blocks, describe(model).blocks, strict=True):
-        norms = [type(each).__name__ for each in block.modules() if "Norm" in type(each).__name__]
-        parts = [rest, *(rms if "RMS" in name else _LAYER_NORM for name in norms), _linears(shape)]
-        totals = [sum(column) for column in zip(totals, *parts, strict=True)]
+        norms = {name: type(each).__name__ for name, each in block.named_modules()}
+        norms = {name: kind for name, kind in norms.items() if "Norm" in kind}
+        parts = [rms if "RMS" in kind else _LAYER_NORM for kind in norms.values()]
+        totals = [sum(column) for column in zip(totals, rest, *parts, _linears(shape), strict=True)]
+        apart = rest is _REST_ROTATED and any(name.endswith("q_norm") for name in norms)
+        totals[2] += _APART * apart
     forward, training, decoding = totals
     training += forward * recomputes + _OUTSIDE
     return Launches(forward + _OUTSIDE // 2, training, decoding + _OUTSIDE_DECODING)

@@ -293,7 +293,7 @@ class Updater:
         config, targets = self._config, self.targets
         assert targets is not None
         if self._deferred and self._looks:
-            old = logprobs.detach()
+            old = logprobs
         else:
             assert self.experience.logprobs is not None
             old = self.experience.logprobs[rows]
