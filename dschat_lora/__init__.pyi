@@ -755,6 +755,7 @@ def rlhf(
     rollout_is: Literal['token', 'sequence'] = 'token',
     rollout_is_threshold: float = 2.0,
     rollout_is_threshold_lower: float = 0.0,
+    use_rollout_logprobs: bool = False,
     entropy_coef: float = 0.0,
     target_kl: float = 0.0,
     unsupervised_dataset_name: str | None = None,
@@ -954,6 +955,7 @@ def rlhf(
         rollout_is (Literal['token', 'sequence']): whether each token has a weight, or each response the product of its tokens'
         rollout_is_threshold (float): largest weight of --rollout_correction
         rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
+        use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass: faster; they differ by rounding, which sampler_error shows
         entropy_coef (float): weight of the entropy bonus
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
@@ -1141,6 +1143,7 @@ def distill(
     rollout_is: Literal['token', 'sequence'] = 'token',
     rollout_is_threshold: float = 2.0,
     rollout_is_threshold_lower: float = 0.0,
+    use_rollout_logprobs: bool = False,
     entropy_coef: float = 0.0,
     target_kl: float = 0.0,
     unsupervised_dataset_name: str | None = None,
@@ -1333,6 +1336,7 @@ def distill(
         rollout_is (Literal['token', 'sequence']): whether each token has a weight, or each response the product of its tokens'
         rollout_is_threshold (float): largest weight of --rollout_correction
         rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
+        use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass: faster; they differ by rounding, which sampler_error shows
         entropy_coef (float): weight of the entropy bonus
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)

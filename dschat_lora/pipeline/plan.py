@@ -20,24 +20,31 @@ from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import Card, tabled_peak
+from dschat_lora.perf.launches import (
+    EAGER_SECONDS,
+    EFFICIENCY,
+    LAUNCH_SECONDS,
+    REPLAY_SECONDS,
+    count_launches,
+)
 from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops
 from dschat_lora.pipeline.stages import as_planned
-from dschat_lora.rl.batch import Response
+from dschat_lora.rl.batch import Minibatch, Response
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.inputs import Sources, find_sources
 from dschat_lora.rl.memory import memory_plan, trained_models
 from dschat_lora.rl.roles import Roles, build_roles
 from dschat_lora.rl.setup import role_settings
 from dschat_lora.rl.throughput import FlopCounter
+from dschat_lora.rl.update import count_deferred
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
 from dschat_lora.runtime.setup import engine_settings, trained_elements
 
-# Share of a card's dense peak that training is taken to reach, and of its memory bandwidth that
-# decoding is: round figures, which long rows of large models exceed.
-EFFICIENCY = 0.4
-BANDWIDTH_SHARE = 0.5
+# Of a card's bandwidth, that decoding reaches beside what its kernels take for themselves: what was
+# measured on an H200 and an H100 lies about it on both sides.
+BANDWIDTH_SHARE = 0.6
 TRAINING, GENERATION = "training", "generation"
 _ADAPTER_PARTS = ("lora_", ".trained.", "trained_bias")
 
@@ -76,15 +83,48 @@ class StepTime:
 
     tokens: int  # over all processes
     flops: float  # of one process
-    decode_bytes: float  # that one process reads while it decodes
+    launches: Mapping[bool, int]  # of one process but for decoding, by whether they are fused
+    fused: bool = True  # --fused_kernels
+    generated: int = 0  # tokens, over all processes
+    decode_bytes: float = 0.0  # that one process reads while it decodes
+    decode_launches: Mapping[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
-    def seconds(self, card: Card) -> float | None:
-        """Its time on a card; None where the card's peak is not known."""
+    def on(self, card: Card, *, fused: bool | None = None, graphs: bool = True) -> "Seconds | None":
+        """Its time on a card, by estimate; None where the card's peak is not known.
+
+        ``fused`` norms and rotations are as the options say, unless it is given. Without ``graphs``
+        each kernel of decoding is launched by the host.
+        """
         peak = tabled_peak(card.name, torch.bfloat16) or tabled_peak(card.name, torch.float16)
         if peak is None or card.bandwidth is None:
             return None
-        decoding = self.decode_bytes / (BANDWIDTH_SHARE * card.bandwidth)
-        return self.flops / (EFFICIENCY * peak * 1e12) + decoding
+        fused = self.fused if fused is None else fused
+        kernels = self.decode_launches[fused]
+        decoding = self.decode_bytes / (BANDWIDTH_SHARE * card.bandwidth) + kernels * REPLAY_SECONDS
+        return Seconds(
+            work=self.flops / (EFFICIENCY * peak * 1e12),
+            launching=self.launches[fused] * LAUNCH_SECONDS,
+            decoding=decoding if graphs else max(decoding, kernels * EAGER_SECONDS),
+        )
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of a step or iteration; the host launches kernels while those before them run."""
+
+    work: float  # of kernels, but for decoding
+    launching: float
+    decoding: float
+
+    @property
+    def training(self) -> float:
+        """Of everything but decoding."""
+        return max(self.work, self.launching)
+
+    @property
+    def total(self) -> float:
+        """Of all phases."""
+        return self.training + self.decoding
 
 
 class NoTokenizer:
@@ -262,10 +302,21 @@ def _step_time(config: SupervisedConfig, trained: TrainedModel) -> StepTime:
     shape, pairs = describe(trained.model), sequences * causal_pairs(trained.length)
     sizes = {"num_tokens": tokens, "num_attended": pairs, "num_targets": tokens}
     flops = step_flops(shape, gradient_checkpointing=trained.recomputes, **sizes)
-    if isinstance(config, DpoStageConfig) and config.dpo.has_reference:
+    compares = isinstance(config, DpoStageConfig) and config.dpo.has_reference
+    if compares:
         flops += forward_flops(shape, **sizes)
-    shares = data_world_size()
-    return StepTime(tokens * shares, flops.hardware / config.parallel.tensor_parallel_size, 0.0)
+
+    def launches(fused: bool) -> int:
+        counted = count_launches(trained.model, fused=fused, recomputes=trained.recomputes)
+        passes = counted.training + compares * counted.forward
+        return passes * config.batch.gradient_accumulation_steps
+
+    return StepTime(
+        tokens * data_world_size(),
+        flops.hardware / config.parallel.tensor_parallel_size,
+        {fused: launches(fused) for fused in (True, False)},
+        fused=config.model.fused_kernels != "off",
+    )
 
 
 def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
@@ -273,12 +324,23 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
     count = batch.per_device_generation_batch_size * batch.generation_batches
     prompt, answer = (0,) * data.max_prompt_seq_len, (0,) * data.max_answer_seq_len
     responses = [Response(prompt, answer, ended=True, group=0)] * count
+    checkpointed = {n: is_on(getattr(config, n).gradient_checkpointing) for n in roles.trained}
     counter = FlopCounter(
         roles,
-        checkpointed={n: is_on(getattr(config, n).gradient_checkpointing) for n in roles.trained},
+        checkpointed=checkpointed,
         num_generations=batch.num_generations,
         batch_size=batch.per_device_generation_batch_size,
     )
+    at_once = batch.per_device_training_batch_size
+    rows = min(count, at_once * batch.gradient_accumulation_steps)  # of a step
+    if batch.tokens_per_device:
+        at_once = max(1, batch.tokens_per_device // data.max_seq_len)
+    num_steps, per_step = -(-count // rows), -(-rows // at_once)
+    step = Minibatch([], [[]] * per_step)
+    deferred = bool(count_deferred(config.ppo, [step] * num_steps * config.ppo.ppo_epochs))
+    from_sampler = config.ppo.use_rollout_logprobs and not deferred
+    left = 1 - deferred / num_steps
+    before = {"actor": left * (not from_sampler), "critic": left}
     counts = StepCounts(
         num_tokens=sum(map(len, responses)),
         num_targets=sum(each.num_actor_tokens for each in responses),
@@ -287,15 +349,30 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
     work = counter(
         responses,
         passes=config.ppo.ppo_epochs,
-        extra_forward=True,
+        shares_before=before,
         counts=counts,
         skips_padding=True,
     )
-    ranks = config.parallel.tensor_parallel_size
+    ranks, both, actor = config.parallel.tensor_parallel_size, (True, False), roles.actor.model
+    decode_steps = data.max_answer_seq_len * batch.generation_batches
+
+    def launches(fused: bool) -> int:
+        total = 0.0
+        for name, role in roles.models.items():
+            recomputes = checkpointed.get(name, False)
+            counted = count_launches(role.model, fused=fused, recomputes=recomputes)
+            trains = (name in roles.trained) * config.ppo.ppo_epochs
+            total += before.get(name, 1.0) * counted.forward + trains * counted.training
+        return round(num_steps * per_step * total)
+
     return StepTime(
         sum(map(len, responses)) * data_world_size(),
         sum(work.flops.values(), Flops()).hardware / ranks,
-        work.decode_bytes / ranks,
+        {fused: launches(fused) for fused in both},
+        fused=config.load.fused_kernels != "off",
+        generated=count * data.max_answer_seq_len * data_world_size(),
+        decode_bytes=work.decode_bytes / ranks,
+        decode_launches={f: decode_steps * count_launches(actor, fused=f).decoding for f in both},
     )
 
 

@@ -1,18 +1,19 @@
 """What ``dschat-lora plan`` prints of the plans of stages, in words or as JSON."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dschat_lora.config.options import flatten
 from dschat_lora.data.audit import DataAudit
 from dschat_lora.models.published import published_name
-from dschat_lora.perf.cards import Card
+from dschat_lora.perf.cards import Card, find_card
+from dschat_lora.perf.launches import EFFICIENCY, launch_advice
 from dschat_lora.pipeline.plan import (
-    EFFICIENCY,
     GENERATION,
     RoleMemory,
     StagePlan,
+    StepTime,
     recomputation,
     recomputing_options,
     with_recomputation,
@@ -29,6 +30,7 @@ from dschat_lora.report.markup import duration, operations
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
 
 GIB = 2**30
+COMMON_CARDS = ("H200", "A100", "RTX 4090", "T4")
 _COLUMNS = ("weights", "adapters", "gradients", "moments", "activations", "logits", "gathered")
 
 
@@ -78,6 +80,7 @@ def to_dict(planned: Planned) -> dict[str, Any]:
     total, trained = plan.parameters
     shown = planned.better or plan
     time = shown.time
+    seconds = None if card is None else time.on(card)
     return {
         "stage": planned.name,
         "processes": planned.processes,
@@ -98,7 +101,9 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "command": planned.command,
         "tokens_per_step": time.tokens,
         "flops_per_step": time.flops,
-        "seconds_per_step": card and time.seconds(card),
+        "seconds_per_step": seconds and seconds.total,
+        "kernels_per_step": time.launches[time.fused],
+        "expected": [asdict(each) for each in expected_speeds(time, card)],
         "data": planned.data.to_dict() if isinstance(planned.data, DataAudit) else planned.data,
     }
 
@@ -143,6 +148,10 @@ def lines(planned: Planned) -> Iterator[str]:
         most = ", ".join(f"--{name} {rows}" for name, rows in planned.largest.items())
         yield wrapped(f"  largest      {most}")
     yield wrapped(f"  time         {_time_words(planned)}")
+    time = (planned.better or plan).time
+    if bound := launch_words(planned, time):
+        yield wrapped(f"  launches     {bound}")
+    yield from _speed_lines(expected_speeds(time, card))
     if planned.data is not None:
         yield ""
         yield from _data_lines(planned.data)
@@ -214,19 +223,76 @@ def _time_words(planned: Planned) -> str:
     time, config = shown.time, shown.config
     unit = "an iteration" if time.decode_bytes else "a step"
     work = f"{operations(time.flops)} per device for {unit} of up to {time.tokens:,} tokens"
-    seconds = None if planned.card is None else time.seconds(planned.card)
-    if seconds is None:
+    found = None if planned.card is None else time.on(planned.card)
+    if found is None:
         return f"{work}; --for with a card's name, such as RTX 4090 or H100, says how long"
-    steps = config.optim.max_steps
+    steps, seconds = config.optim.max_steps, found.total
     whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
     if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:
         tokens = planned.data.tokens * config.optim.num_train_epochs
         whole = f"; {duration(tokens / time.tokens * seconds)} for the data's {tokens:,} tokens"
+    how = f"at {EFFICIENCY:.0%} of the card's peak"
+    if found.launching > found.work:
+        how = "as fast as kernels are launched"
     per_million = duration(1e6 / time.tokens * seconds)
     return (
         f"{work}: {duration(seconds)}, {time.tokens / seconds:,.0f} tokens/s, {per_million} for a "
-        f"million tokens{whole}, at {EFFICIENCY:.0%} of the card's peak"
+        f"million tokens{whole}, {how}"
     )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second that are expected on a card, over all processes."""
+
+    device: str
+    training: float  # of a step or iteration but for decoding, in all of its tokens
+    training_unfused: float  # with --fused_kernels off
+    decoding: float | None  # of responses; None where a stage has none
+    decoding_without_graphs: float | None
+
+
+def expected_speeds(time: StepTime, card: Card | None) -> list[Speed]:
+    """Of the card that is asked for, where its peak is known, and of some common ones."""
+    cards = {each.name: each for each in ([card] if card else []) + [*map(find_card, COMMON_CARDS)]}
+    found = []
+    for each in cards.values():
+        as_is, unfused = time.on(each), time.on(each, fused=False)
+        eager = time.on(each, graphs=False)
+        if as_is is None or unfused is None or eager is None:
+            continue
+        decodes = time.generated > 0
+        found.append(
+            Speed(
+                each.name,
+                time.tokens / as_is.training,
+                time.tokens / unfused.training,
+                time.generated / as_is.decoding if decodes else None,
+                time.generated / eager.decoding if decodes else None,
+            )
+        )
+    return found
+
+
+def launch_words(planned: Planned, time: StepTime) -> str | None:
+    """What helps where launching takes longer than the work on the card; None where it does not."""
+    found = None if planned.card is None else time.on(planned.card)
+    if found is None:
+        return None
+    return launch_advice(
+        found.launching, found.work, compiled=flatten(planned.plan.config)["compile"]
+    )
+
+
+def _speed_lines(speeds: Sequence[Speed]) -> Iterator[str]:
+    decodes = any(each.decoding is not None for each in speeds)
+    columns = ["tokens/s, estimated", "training", "not fused"]
+    rows = [[s.device, f"{s.training:,.0f}", f"{s.training_unfused:,.0f}"] for s in speeds]
+    if decodes:
+        columns += ["decoding", "no graphs"]
+        for row, each in zip(rows, speeds, strict=True):
+            row += [f"{each.decoding:,.0f}", f"{each.decoding_without_graphs:,.0f}"]
+    yield from table(columns, rows)
 
 
 def _gib(size: int) -> str:

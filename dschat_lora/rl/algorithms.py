@@ -173,6 +173,11 @@ class PpoConfig:
     rollout_is_threshold_lower: float = option(
         0.0, help="smallest weight: below it tis gives this one, mis 0"
     )
+    use_rollout_logprobs: bool = option(
+        False,
+        help="take old log-probabilities from the decode loop instead of a forward pass: faster; "
+        "they differ by rounding, which sampler_error shows",
+    )
     entropy_coef: float = option(0.0, help="weight of the entropy bonus")
     target_kl: float = option(
         0.0,
@@ -228,6 +233,12 @@ class PpoConfig:
     def rules(self) -> Algorithm:
         """What the algorithm is by its paper."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def weighs_by_policy(self) -> bool:
+        """Whether old log-probabilities of all responses are in advantages or weights."""
+        compares_scores = self.rules.compares and self.kl_in == "loss"
+        return not compares_scores or self.correction is not None
 
     @property
     def correction(self) -> RolloutCorrection | None:

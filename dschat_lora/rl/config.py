@@ -433,6 +433,17 @@ class RlhfConfig(StageConfig):
                 f"{given} weighs by the probability that a token was drawn with, and "
                 "--no-do_sample draws none: leave one of them out"
             )
+        if self.ppo.use_rollout_logprobs and self.batch.rollout_engine != "own":
+            raise ValueError(
+                "--use_rollout_logprobs is of --rollout_engine own; those of "
+                f"{self.batch.rollout_engine} are of other kernels, for which there is "
+                "--rollout_correction"
+            )
+        if self.ppo.use_rollout_logprobs and self.teacher.on_policy_share < 1:
+            raise ValueError(
+                "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
+                f"{self.teacher.on_policy_share:g} takes some from the data: leave one of them out"
+            )
 
     @property
     def fixed(self) -> frozenset[str]:

@@ -110,7 +110,6 @@ class RlhfEvaluator:
             responses,
             [collate(responses, mine[start : start + size], int(pad_id)) for start in starts],
             scorer=setup.scorer,
-            with_old=True,
             state=self.state_of_run(),
         )
         check_scores(experience, setup.tokenizer.decode)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Experience:
     """An iteration's N responses of up to R tokens; every rank holds all of it.
 
     Tensors are fp32 on the engines' device, 0 where the mask is False. "Old" log-probabilities
-    and values are those before the first optimizer step.
+    and values are those before the first optimizer step; NaN where they are not computed yet.
     """
 
     responses: Sequence[Response]
@@ -77,11 +78,7 @@ class Experience:
 
     def table(self, rows: Iterable[Sequence[float]]) -> Tensor:
         """(N, R) of a number for each token of the responses, 0 in the padding."""
-        assert self.logprobs is not None
-        found = torch.zeros(self.mask.shape, dtype=self.logprobs.dtype)
-        for row, values in enumerate(rows):
-            found[row, : len(values)] = torch.tensor(values, dtype=found.dtype)
-        return to_device(found, self.logprobs.device)
+        return padded(rows, self.mask)
 
     def importance(self, correction: RolloutCorrection) -> Tensor:
         """(N, R) :func:`importance_weights` of the old policy to what tokens were drawn from."""
@@ -100,6 +97,14 @@ class Experience:
         table = self.table(response.sampler_logprobs for response in self.responses)
         drawn = torch.tensor([response.is_drawn for response in self.responses])
         return torch.where(to_device(drawn, table.device)[:, None], table, self.logprobs)
+
+
+def padded(rows: Iterable[Sequence[float]], mask: Tensor) -> Tensor:
+    """fp32 rows in a table of the mask's shape and device, 0 in the padding."""
+    found = torch.zeros(mask.shape)
+    for row, values in enumerate(rows):
+        found[row, : len(values)] = torch.tensor(values)
+    return to_device(found, mask.device)
 
 
 @dataclass(frozen=True)
@@ -126,28 +131,42 @@ def score_responses(
     batches: Sequence[ResponseBatch],
     *,
     scorer: RewardFunctions | None,
-    with_old: bool,
+    deferred: int = 0,
+    from_sampler: bool = False,
     known: Scores | None = None,
     state: TrainerState | None = None,
 ) -> Experience:
     """The experience of all ranks' responses; call on every rank, with as many batches on each.
 
     The scores of ``scorer`` are added to those of the reward model, unless they are ``known``.
-    ``with_old`` computes old log-probabilities and values too.
+    Old log-probabilities and values of the first ``deferred`` batches are left to the update.
+    ``from_sampler`` takes those log-probabilities from the decode loop, without a forward pass.
     """
     engines.eval()
     device = engines.actor.device
     mask = response_mask(responses, device)
-    table = _outputs(engines, batches, mask.shape[1], with_old=with_old, with_scores=known is None)
+    with_old = deferred < len(batches)
+    table = _outputs(
+        engines,
+        batches,
+        mask.shape[1],
+        deferred=deferred,
+        from_sampler=from_sampler,
+        with_scores=known is None,
+    )
     scores, tables = table[:, 0], list(torch.split(table[:, 1:], mask.shape[1], dim=1))
     if known is None:
         known = _added(engines, responses, scorer, scores, state)
+    ref_logprobs, logprobs = tables.pop(0), None
+    if with_old:
+        drawn = (response.logprobs for response in responses)
+        logprobs = padded(drawn, mask) if from_sampler else tables.pop(0)
     return Experience(
         responses,
         mask & ~known.total.isnan()[:, None],
-        ref_logprobs=tables.pop(0),
+        ref_logprobs=ref_logprobs,
         scores=known.total,
-        logprobs=tables.pop(0) if with_old else None,
+        logprobs=logprobs,
         values=tables.pop(0) if tables else None,
         rewards=known.by_name,
         logged_metrics=known.metrics,
@@ -240,18 +259,20 @@ def _outputs(
     batches: Sequence[ResponseBatch],
     width: int,
     *,
-    with_old: bool,
+    deferred: int,
+    from_sampler: bool,
     with_scores: bool,
 ) -> Tensor:
-    """(N, 1 + k R) score, reference log-probabilities and, with_old, the actor's and critic's."""
-    rows = []
-    for batch in batches:
+    """(N, 1 + k R) score, reference log-probabilities, and the actor's and critic's where asked."""
+    rows, with_old = [], deferred < len(batches)
+    for number, batch in enumerate(batches):
         batch = batch.to(engines.actor.device)
         parts = [engines.policy(batch, width, "reference")[0]]
-        if with_old:
-            parts.append(engines.policy(batch, width)[0])
-            if engines.critic is not None:
-                parts.append(engines.values(batch, width))
+        if with_old and not from_sampler:
+            unknown = torch.full_like(parts[0], torch.nan)
+            parts.append(unknown if number < deferred else engines.policy(batch, width)[0])
+        if with_old and engines.critic is not None:
+            parts.append(engines.values(batch, width))
         scores = parts[0].new_zeros(len(batch.numbers))
         if with_scores and engines.reward is not None:
             scores = engines.scores(batch)
@@ -262,9 +283,14 @@ def _outputs(
 def _gather_rows(numbers: Sequence[int], rows: Tensor) -> Tensor:
     """(N, C) fp32 rows of all ranks in the order of their numbers; call on every rank."""
     # Numbers of responses are exact in fp64, fp32 values too.
-    own = to_device(torch.tensor(numbers, dtype=torch.float64), rows.device)
-    table = gather_over_ranks(torch.cat([own[:, None], rows.detach().double()], dim=1))
+    table = _gather_numbered(numbers, rows)
     return table[table[:, 0].argsort()][:, 1:].float()
+
+
+def _gather_numbered(numbers: Sequence[int], rows: Tensor) -> Tensor:
+    """(n, 1 + C) fp64 of all ranks: numbers of responses, and their rows; call on every rank."""
+    own = to_device(torch.tensor(numbers, dtype=torch.float64), rows.device)
+    return gather_over_ranks(torch.cat([own[:, None], rows.detach().double()], dim=1))
 
 
 def add_old_outputs(
@@ -275,8 +301,17 @@ def add_old_outputs(
     ``logprobs`` and ``values``, (n, R), are of this rank's n responses with these ``numbers``.
     """
     rows = logprobs if values is None else torch.cat([logprobs, values], dim=1)
-    tables = torch.split(_gather_rows(numbers, rows), experience.mask.shape[1], dim=1)
-    return replace(experience, logprobs=tables[0], values=None if values is None else tables[1])
+    found = _gather_numbered(numbers, rows)
+    places = found[:, 0].long()
+    tables = torch.split(found[:, 1:].float(), experience.mask.shape[1], dim=1)
+    known = experience.logprobs
+    if known is None:
+        known = torch.full(experience.mask.shape, torch.nan, device=places.device)
+    return replace(
+        experience,
+        logprobs=known.index_copy(0, places, tables[0]),
+        values=None if values is None else torch.empty_like(known).index_copy(0, places, tables[1]),
+    )
 
 
 def advantages_and_returns(
@@ -285,24 +320,25 @@ def advantages_and_returns(
     """Advantages and returns of an iteration, without gradient.
 
     The KL penalty, unless the loss has it, is taken from each token's reward, or from the
-    response's where responses are compared. The experience has old log-probabilities, and values
-    for PPO. ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
+    response's where responses are compared. The experience has old log-probabilities where
+    :attr:`~dschat_lora.rl.algorithms.PpoConfig.weighs_by_policy` says so, and values for PPO.
+    ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
     """
     mask, rules = experience.mask, config.rules
     if rules.distills:
         # The sampled reverse KL at each token, and nothing of later ones: a discount of 0.
         return AdvantagesAndReturns(-experience.kl(), None)
-    kl = experience.kl(KL_ESTIMATORS[config.kl_estimator])
+    kl = partial(experience.kl, KL_ESTIMATORS[config.kl_estimator])
     if config.kl_in == "loss":
         kl_coef = 0.0
     if rules.compares:
         if config.kl_in == "reward":
-            rewards = rewards - kl_coef * response_sums(kl, mask)
+            rewards = rewards - kl_coef * response_sums(kl(), mask)
         advantages = to_tokens(_COMPARED[rules.advantage](rewards, experience.groups), mask)
         if rules.advantage == "reinforce_pp_baseline":
             advantages = whiten(advantages, mask)
         return AdvantagesAndReturns(advantages, None)
-    per_token = token_rewards(rewards, kl, mask, kl_coef=kl_coef)
+    per_token = token_rewards(rewards, kl(), mask, kl_coef=kl_coef)
     if rules.advantage == "returns":
         returns = discounted_returns(per_token, mask, gamma=config.gamma)
         return AdvantagesAndReturns(whiten(returns, mask), None)

@@ -70,13 +70,8 @@ def response_metrics(
     experience: Experience,
     rewards: Tensor,
     targets: AdvantagesAndReturns | None,
-    *,
-    only_filtered: bool = False,
 ) -> dict[str, float | int | None]:
-    """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns.
-
-    ``only_filtered``: they are drawn from the policy but for top-p and top-k.
-    """
+    """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
     responses, mask = experience.responses, experience.mask
     assert experience.logprobs is not None
     k3 = kl_k3(experience.logprobs, experience.ref_logprobs)
@@ -91,7 +86,6 @@ def response_metrics(
     if targets is not None and targets.returns is not None and experience.values is not None:
         explained = float(explained_variance(experience.values, targets.returns, mask))
     return {
-        **sampler_errors(experience, bounds=only_filtered),
         "reward": float(scores.mean()),
         "reward_std": float(scores.std(correction=0)),
         **rewards_by_name(experience),
@@ -370,6 +364,7 @@ class Diagnostics:
     # no greedy choice.
     samples_tokens: bool
     own_engine: bool = True
+    samplers_logprobs: bool = False  # old log-probabilities are the decode loop's
     learns_from_rewards: bool = True
     first: list[dict[str, float]] = field(default_factory=list)
     latest: list[dict[str, float]] = field(default_factory=list)
@@ -385,7 +380,7 @@ class Diagnostics:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
         found = {
-            "ratio": self._ratio(row),
+            "ratio": None if self.samplers_logprobs else self._ratio(row),
             "sampler": self._sampler(row),
             "mismatch": self._mismatch(row),
             "masked": self._masked(row),

@@ -38,6 +38,7 @@ from dschat_lora.rl.inputs import (
 from dschat_lora.rl.memory import (
     keeping_cache,
     memory_plan,
+    trained_models,
     unpacking_for_rollouts,
     unpacking_note,
 )
@@ -554,6 +555,10 @@ def _describe(
     if plan is not None:
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})
+    load = run.config.load
+    for role, each in trained_models(run.config, roles, settings).items():
+        if words := each.launch_advice(fused_kernels=load.fused_kernels, compiled=load.compile):
+            run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     check_room_for(run, parameters["trainable"])
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)

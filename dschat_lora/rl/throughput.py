@@ -97,7 +97,7 @@ class FlopCounter:
         responses: Sequence[Response],
         *,
         passes: float,
-        extra_forward: bool,
+        shares_before: Mapping[str, float],
         counts: StepCounts,
         skips_padding: bool,
         text: StepCounts | None = None,
@@ -106,15 +106,16 @@ class FlopCounter:
         """Work of one iteration over all processes, whose update made ``passes`` over responses.
 
         Roles that are not ``learning`` had forward passes alone.
-        With ``extra_forward``, actor and critic had a forward pass before the update too.
+        Actor and critic had a forward pass before the update over these shares of the responses.
         ``counts`` are of all ranks' batches of one pass, in which ``skips_padding`` says that
         padding is not computed, and ``text`` of the pretraining text that the actor trained on.
         """
         forward = _sizes(counts, skips_padding)
         scoring = training = Flops()
         for name, shape in self._shapes.items():
-            if extra_forward or name not in self._checkpointed:
-                scoring += forward_flops(shape, **forward)
+            share = shares_before[name] if name in self._checkpointed else 1.0
+            one = forward_flops(shape, **forward)
+            scoring += Flops(one.model * share, one.hardware * share)
         for name, checkpointed in self._checkpointed.items():
             shape = self._shapes[name]
             if name in learning:

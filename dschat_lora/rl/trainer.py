@@ -1,7 +1,7 @@
 """Iterations of PPO, RLOO, GRPO and their kin: generate responses, score them, update, report."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from dschat_lora.rl.metrics import (
     importance_metrics,
     response_metrics,
     rollout_rows,
+    sampler_errors,
     update_metrics,
 )
 from dschat_lora.rl.pretraining import make_pretraining
@@ -60,7 +61,7 @@ from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.rl.teacher import answer_of
 from dschat_lora.rl.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
-from dschat_lora.rl.update import StepResult, Updater
+from dschat_lora.rl.update import StepResult, Updater, count_deferred
 from dschat_lora.runtime.loop import Progress, standard_schedule
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
@@ -88,6 +89,7 @@ class RlhfTrainer:
             setup.settings["actor"].dtype,
             samples_tokens=config.batch.draws_from_policy and setup.answers is None,
             own_engine=config.batch.rollout_engine == "own",
+            samplers_logprobs=config.ppo.use_rollout_logprobs,
             learns_from_rewards=not config.ppo.rules.distills,
         )
         self.pretraining = self.average = None
@@ -139,14 +141,16 @@ class RlhfTrainer:
             first_pass = minibatches[: len(minibatches) // passes]
             make_batch = self._collator(responses)
             batches = [make_batch(rows) for each in first_pass for rows in each.micro_batches]
-            # The old outputs of a single batch are those of the update's own forward pass.
-            extra_forward = not (len(minibatches) == 1 and len(batches) == 1)
+            deferred = count_deferred(config.ppo, minibatches)
+            from_sampler = config.ppo.use_rollout_logprobs and not deferred
+            left = 1 - bool(deferred) * len(first_pass[0].numbers) / len(responses)
             experience = score_responses(
                 self.engines,
                 responses,
                 batches,
                 scorer=self.setup.scorer,
-                with_old=extra_forward,
+                deferred=deferred,
+                from_sampler=from_sampler,
                 known=None if resampled is None else resampled.scores,
                 state=self.state(),
             )
@@ -154,7 +158,9 @@ class RlhfTrainer:
             rewards, clip_fraction = self._shape_rewards(experience)
         learning = self.learning  # before the iteration is counted
         with self.timer.phase("training"):
-            updater = self._updater(experience, rewards)
+            updater = self._updater(
+                experience, rewards, deferred=deferred > 0, from_sampler=from_sampler
+            )
             results = self._update(updater, minibatches, make_batch, batches)
         experience = updater.experience  # with the old outputs
         if self.setup.teacher_scores and results:
@@ -185,9 +191,8 @@ class RlhfTrainer:
             "epoch": progress.iteration / self.schedule.iterations_per_epoch,
             "iteration": progress.iteration,
             **update_metrics(results),
-            **response_metrics(
-                experience, rewards, updater.targets, only_filtered=config.batch.only_filters
-            ),
+            **sampler_errors(updater.looked, bounds=config.batch.only_filters),
+            **response_metrics(experience, rewards, updater.targets),
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
             **self.generator.draft_metrics(),
@@ -198,7 +203,7 @@ class RlhfTrainer:
                 responses,
                 batches,
                 passes=len(results) / len(first_pass),  # the last one may have been cut short
-                extra_forward=extra_forward,
+                shares_before={"actor": left * (not from_sampler), "critic": left},
                 learning=learning,
             ),
         }
@@ -313,7 +318,9 @@ class RlhfTrainer:
             return values
         return rescale_values(RunningMoments(**self.progress.moments), values)
 
-    def _updater(self, experience: Experience, rewards: Tensor) -> Updater:
+    def _updater(
+        self, experience: Experience, rewards: Tensor, *, deferred: bool, from_sampler: bool
+    ) -> Updater:
         ppo, kl_coef = self.config.ppo, self.progress.kl_coef
         if experience.values is not None:
             experience = replace(experience, values=self._rescale(experience.values))
@@ -329,6 +336,8 @@ class RlhfTrainer:
             rescale_values=self._rescale,
             max_length=self.config.data.max_answer_seq_len,
             learning=self.learning,
+            deferred=deferred,
+            from_sampler=from_sampler,
         )
 
     def _update(
@@ -382,7 +391,7 @@ class RlhfTrainer:
         batches: Sequence[ResponseBatch],
         *,
         passes: float,
-        extra_forward: bool,
+        shares_before: Mapping[str, float],
         learning: Collection[str],
     ) -> dict[str, float | None]:
         progress, seconds, work = self.progress, self.timer.take(), None
@@ -391,7 +400,7 @@ class RlhfTrainer:
             work = self.setup.counter(
                 responses,
                 passes=passes,
-                extra_forward=extra_forward,
+                shares_before=shares_before,
                 counts=counts_over_ranks(batches),
                 skips_padding=backbone.skips_padding(device()),
                 text=None if self.pretraining is None else self.pretraining.take_counts(),

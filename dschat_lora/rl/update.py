@@ -1,7 +1,7 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -81,11 +81,23 @@ class _Sums:
         return _Sums(*sum_tensor_(torch.stack([getattr(self, f.name) for f in fields(self)])))
 
 
+def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
+    """How many batches, from the first on, have old outputs of the update's own forward passes.
+
+    Those of the first minibatch are made before the policy has changed. Where the first loss needs
+    old outputs of all responses, that takes a single batch.
+    """
+    first = minibatches[0].micro_batches
+    if config.weighs_by_policy or config.use_rollout_logprobs:
+        return int(len(minibatches) == len(first) == 1)
+    return len(first)
+
+
 class Updater:
     """Makes the optimizer steps of one iteration. Call on every rank.
 
-    Where no batch was run before the update, the first forward pass, made before the policy has
-    taken a step, gives the old log-probabilities and values.
+    Old log-probabilities and values that are not known before the update are those of the first
+    step's own forward passes, which the policy makes before it has changed.
     """
 
     def __init__(
@@ -100,14 +112,19 @@ class Updater:
         rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
         max_length: int = 1,
         learning: Collection[str] = ("actor", "critic"),
+        deferred: bool = False,
+        from_sampler: bool = False,
     ) -> None:
         """Prepare an iteration.
 
         ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
         the loss has it; ``rescale_values`` brings the critic's values to the units of rewards.
         ``max_length`` is the most tokens of a response, which a constant normalisation divides by.
-        Roles that are not ``learning`` stay as they are.
+        Roles that are not ``learning`` stay as they are. ``deferred``: old outputs of the first
+        minibatch are not known. ``from_sampler``: they are the decode loop's.
         """
+        self._deferred, self._from_sampler = deferred or experience.logprobs is None, from_sampler
+        self._looks = self._deferred or from_sampler
         self._learning = learning
         self._engines, self._config = engines, config
         self._actor_outputs: Callable[..., tuple[Tensor, ...]] = engines.policy
@@ -129,6 +146,7 @@ class Updater:
         )
         self.importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
         self.experience = experience  # complete from the first step on
+        self.looked = experience  # with old log-probabilities of forward passes alone
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
         self._totals: _Sums | None = None  # of the step, of all ranks; None before they are
 
@@ -152,6 +170,8 @@ class Updater:
             batches = [batch.to(self._engines.actor.device) for batch in own]
             lengths = [sizes[number] for number in minibatch.numbers]
             if sum(lengths) == 0:
+                if self._deferred and self._looks and self.experience.logprobs is not None:
+                    self._look_without_step(batches)
                 continue
             divisors = {
                 "actor": loss_divisor(lengths, self._config.loss_normalization),
@@ -185,7 +205,7 @@ class Updater:
         engines, width = self._engines, self.experience.mask.shape[1]
         sums = _Sums.zero(engines.actor.device)
         actor_learns = "actor" in self._learning
-        largest = torch.zeros((), device=engines.actor.device)
+        largest, own = torch.zeros((), device=engines.actor.device), list[Tensor]()
         for batch in batches:
             last = batch is batches[-1]
             with torch.set_grad_enabled(actor_learns):
@@ -193,11 +213,10 @@ class Updater:
             values = None
             if engines.critic is not None:
                 values = self._rescale_values(engines.values(batch, width))
-            if self.experience.logprobs is None:
-                assert len(batches) == 1, "responses of other batches have to be known"
+            own.append(logprobs.detach())
+            if last and self._looks:
                 with engines.retry.collective():
-                    old = logprobs, values
-                    self.experience = add_old_outputs(self.experience, batch.numbers, *old)
+                    self._look(batches, own, values)
             if self.targets is None:
                 self._find_targets()
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
@@ -217,6 +236,28 @@ class Updater:
         if texts is not None:
             sums.text = self._backward_texts(texts)
         return sums, largest
+
+    def _look(
+        self, batches: Sequence[ResponseBatch], logprobs: Sequence[Tensor], values: Tensor | None
+    ) -> None:
+        """Keep what the first step's forward passes give; call on every rank."""
+        self._looks = False
+        numbers = [number for batch in batches for number in batch.numbers]
+        if not self._from_sampler:
+            found = add_old_outputs(self.experience, numbers, torch.cat(list(logprobs)), values)
+            self.experience = self.looked = found
+            return
+        blank = replace(self.experience, logprobs=None)
+        found = add_old_outputs(blank, numbers, torch.cat(list(logprobs)), None)
+        assert found.logprobs is not None
+        self.looked = replace(found, mask=found.mask & ~found.logprobs.isnan())
+
+    @torch.no_grad()
+    def _look_without_step(self, batches: Sequence[ResponseBatch]) -> None:
+        """Old log-probabilities of a first minibatch that is passed over; call on every rank."""
+        self._engines.eval()
+        width = self.experience.mask.shape[1]
+        self._look(batches, [self._engines.policy(each, width)[0] for each in batches], None)
 
     def _find_targets(self) -> None:
         """Advantages, returns and importance weights of a complete experience."""
@@ -249,9 +290,13 @@ class Updater:
         return loss, parts.ratio_error
 
     def _surrogate(self, rows: Tensor, logprobs: Tensor) -> PolicyLoss:
-        config, old, targets = self._config, self.experience.logprobs, self.targets
-        assert old is not None
+        config, targets = self._config, self.targets
         assert targets is not None
+        if self._deferred and self._looks:
+            old = logprobs
+        else:
+            assert self.experience.logprobs is not None
+            old = self.experience.logprobs[rows]
         # The losses are linear in the size of advantages: there stand the weights of tokens.
         advantages = targets.advantages[rows] * self._weights[rows]
         if self.importance is not None:
@@ -262,7 +307,7 @@ class Updater:
             loss = partial(loss, dual_clip=config.dual_clip)
         return loss(
             logprobs,
-            old[rows],
+            old,
             advantages,
             self._mask[rows],
             cliprange=config.cliprange_low,

@@ -26,6 +26,7 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.cards import USABLE
+from dschat_lora.perf.launches import micro_batch_advice
 from dschat_lora.perf.memory import (
     MemoryEstimate,
     estimate_memory,
@@ -33,6 +34,7 @@ from dschat_lora.perf.memory import (
     parameter_bytes,
     rows_of,
 )
+from dschat_lora.perf.throughput import device_peak
 from dschat_lora.report.directory import read_object
 
 GIB = 2**30
@@ -100,6 +102,22 @@ class TrainedModel:
         rows, length = self._grid(self.rows, self.length)
         return offloaded_bytes(
             self.model, positions=rows * length, compute_dtype=self.settings.torch_dtype
+        )
+
+    def launch_advice(self, *, fused_kernels: str, compiled: bool) -> str | None:
+        """What helps where launching kernels takes longer than their work; None elsewhere."""
+        peak = device_peak(device(), self.settings.torch_dtype)
+        if peak is None:
+            return None
+        rows, length = self._grid(self.rows, self.length)
+        return micro_batch_advice(
+            self.model,
+            rows=rows * length // self.length,
+            length=self.length,
+            peak_tflops=peak,
+            recomputes=self.recomputes,
+            fused=fused_kernels != "off",
+            compiled=compiled,
         )
 
     def _grid(self, rows: int, length: int) -> tuple[int, int]:

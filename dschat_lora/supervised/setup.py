@@ -39,7 +39,12 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.advice import explaining_memory
-from dschat_lora.runtime.memory import estimate_memory_of, free_memory, memory_plan_of
+from dschat_lora.runtime.memory import (
+    estimate_memory_of,
+    free_memory,
+    memory_plan_of,
+    trained_model,
+)
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -220,6 +225,11 @@ def _describe(
             f"rows{plan.host_words}"
         )
         run.record.update({"memory": plan.to_dict()})
+    model = config.model
+    if words := trained_model(adapted, config, settings).launch_advice(
+        fused_kernels=model.fused_kernels, compiled=model.compile
+    ):
+        run.log.say(f"  note         {words}")
     parameters = {"total": total, "trainable": trained}
     check_room_for(run, parameters["trainable"])
     record_models(run, settings, parameters=parameters, layers=adapted.targets)

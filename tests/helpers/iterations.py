@@ -22,7 +22,7 @@ from dschat_lora.rl.engines import Engines
 from dschat_lora.rl.experience import advantages_and_returns, score_responses
 from dschat_lora.rl.pretraining import Pretraining
 from dschat_lora.rl.rewards import RewardFunction
-from dschat_lora.rl.update import Updater
+from dschat_lora.rl.update import Updater, count_deferred
 from dschat_lora.runtime.setup import shard_model
 from helpers.plain_ppo import LONGEST
 from helpers.roles import Words, config_of, networks_of, roles_of
@@ -112,7 +112,7 @@ def iterate(
     ptx=0.0,
     decay=None,
     pad=0,
-    looks=None,
+    defers=True,
     steps=None,
 ):
     """Iterations on given responses; what each step did, as numbers and CPU tensors.
@@ -132,7 +132,7 @@ def iterate(
         ptx: weight of them.
         decay: of the moving average.
         pad: the padding token.
-        looks: ask actor and critic before the update; None as a run does.
+        defers: take old outputs from the update where a run does, instead of a pass before.
         steps: lists of responses' numbers of each step, instead of those dealt.
     """
     options = dict(options)
@@ -187,7 +187,7 @@ def iterate(
             pretraining=pretraining,
             average=average,
             pad=pad,
-            looks=looks,
+            defers=defers,
             given=steps,
         )
         for number, each in enumerate(iterations)
@@ -231,7 +231,7 @@ def _iteration(
     pretraining,
     average,
     pad,
-    looks,
+    defers,
     given,
 ):
     responses = [Response(tuple(p), tuple(t), True, g) for p, t, g in given_responses]
@@ -250,10 +250,11 @@ def _iteration(
     make = partial(collate, responses, pad_id=pad)
     first = steps[: len(steps) // ppo.ppo_epochs]
     batches = [make(rows) for step in first for rows in step.micro_batches]
-    if looks is None:
-        looks = not (len(steps) == 1 and len(batches) == 1)
+    deferred = count_deferred(ppo, steps) if defers else 0
     bonus = torch.tensor([math.nan if b is None else b for b in bonus])
-    experience = score_responses(engines, responses, batches, scorer=Bonus(bonus), with_old=looks)
+    experience = score_responses(
+        engines, responses, batches, scorer=Bonus(bonus), deferred=deferred
+    )
     scores = experience.scores
     updater = Updater(
         engines,
@@ -268,6 +269,7 @@ def _iteration(
         kl_coef=ppo.kl_coef,
         pretraining=pretraining,
         max_length=LONGEST,
+        deferred=deferred > 0,
     )
     results = []
     for result in updater.steps(steps, make, factor_of, first_batches=batches):

@@ -13,8 +13,8 @@ from dschat_lora.api import command_lines
 from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.perf.cards import Card, find_card
-from dschat_lora.pipeline.plan import GENERATION, TRAINING
-from dschat_lora.pipeline.plan_report import to_dict
+from dschat_lora.pipeline.plan import GENERATION, TRAINING, StepTime
+from dschat_lora.pipeline.plan_report import expected_speeds, to_dict
 from dschat_lora.pipeline.plan_search import plan_stage, planning
 from dschat_lora.pipeline.stages import STAGES
 from helpers.spread import ALL
@@ -252,6 +252,103 @@ def test_a_plan_is_one_screen_or_one_json_object(tiny, capsys):
     assert found["fits"] is True
     assert found["peak"] == max(found["phases"].values())
     assert found["recomputation"]["peak_with"] < found["recomputation"]["peak_without"]
+
+
+def test_time_is_work_or_launching_and_that_of_each_kernel_of_decoding():
+    time = StepTime(
+        tokens=1000,
+        flops=0.4 * 989.4e12,
+        launches={True: 100_000, False: 200_000},
+        generated=500,
+        decode_bytes=2 * 0.6 * 3350e9,
+        decode_launches={True: 250_000, False: 1_000_000},
+    )
+    h100 = find_card("H100")
+    assert time.on(card(10**9)) is None  # of which the peak is not known
+    found, slow = time.on(h100), time.on(h100, fused=False)
+    assert vars(found) == pytest.approx({"work": 1.0, "launching": 0.7, "decoding": 2.0 + 1.0})
+    assert (found.training, found.total) == pytest.approx((1.0, 4.0))
+    assert vars(slow) == pytest.approx({"work": 1.0, "launching": 1.4, "decoding": 2.0 + 4.0})
+    assert slow.training == pytest.approx(1.4)
+    eager = time.on(h100, fused=False, graphs=False)
+    assert eager.decoding == pytest.approx(120.0)
+    assert replace(time, fused=False).on(h100) == slow
+    (first, *others) = expected_speeds(time, h100)
+    assert [each.device for each in others] == ["H200", "A100", "RTX 4090", "T4"]
+    assert first.training == pytest.approx(1000)
+    assert first.training_unfused == pytest.approx(1000 / 1.4)
+    assert first.decoding == pytest.approx(500 / 3)
+    assert first.decoding_without_graphs == pytest.approx(500 / 30)
+    assert len(expected_speeds(time, find_card("t4"))) == 4
+
+
+def test_expected_speeds_lie_about_what_an_h200_measured(home):
+    results = json.loads((ROOT / "benchmarks/results/nvidia-h200.json").read_text())
+    options = {"model_name_or_path": "facebook/opt-1.3b", "max_seq_len": 512}
+    options |= {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
+    h200, found = find_card("H200"), {}
+    for each in results["throughput-1.3b"]["cases"]:
+        if each["case"] == "ours" and each["workload"] == "full":
+            plan = plan_stage("sft", {**options, "lora_dim": each["lora_dim"]}, home, card=h200)
+            (speed, *_) = expected_speeds(plan.plan.time, h200)
+            found[each["lora_dim"]] = speed.training / each["tokens_per_second"]
+    assert found == {16: pytest.approx(1, abs=0.1), 128: pytest.approx(1, abs=0.1)}
+    step = {True: 24 * 16 + 20, False: 24 * 16 + 20}
+    for each in results["decode"]["cases"]:
+        if "step_milliseconds" in each:
+            time = StepTime(0, 0.0, step, decode_bytes=each["gigabytes_per_step"] * 1e9)
+            expected = replace(time, decode_launches=step).on(h200).decoding
+            assert 0.6 < 1e3 * expected / each["step_milliseconds"] < 1.6
+
+
+def test_launches_are_of_every_micro_batch_and_role(tiny, home):
+    def launches(stage, **options):
+        options = {"lora_dim": RANK, "max_seq_len": 64, **options}
+        if stage == "rlhf":
+            options = {
+                "actor_model_name_or_path": tiny,
+                "actor_lora_dim": RANK,
+                "reward_function": "builtin:length=12",
+                "algorithm": "grpo",
+                "num_generations": 4,
+                "generation_batches": 1,
+                "per_device_generation_batch_size": 16,
+                "per_device_training_batch_size": 8,
+                **{n: v for n, v in options.items() if n not in ("lora_dim", "max_seq_len")},
+            }
+        else:
+            options["model_name_or_path"] = tiny
+        time = plan_stage(stage, options, home, card=None).plan.time
+        return time.launches[True], time.decode_launches[True]
+
+    one, _ = launches("sft", gradient_accumulation_steps=1)
+    assert launches("sft", gradient_accumulation_steps=3) == (3 * one, 0)
+    # Three blocks of OPT: 6 adapted layers of 3 and 8 kernels, 2 norms, and the rest.
+    forward, reference = 3 * (6 * 3 + 2 + 6) + 40, 3 * (6 + 2 + 6) + 40
+    assert one == 3 * (6 * 8 + 2 * 2 + 14) + 80
+    # Two steps of a micro-batch; of the first the old log-probabilities are the update's.
+    once, decoding = launches("rlhf")
+    assert once == 2 * (one + reference) + forward
+    assert launches("rlhf", ppo_epochs=2)[0] - once == 2 * one
+    assert launches("rlhf", use_rollout_logprobs=True)[0] == 2 * (one + reference)
+    assert launches("rlhf", gradient_accumulation_steps=2)[0] == 2 * (one + reference)
+    assert launches("rlhf", kl_in="reward")[0] == 2 * (one + reference + forward)
+    # A response is as long as it may be.
+    assert launches("rlhf", max_answer_seq_len=512)[1] == 2 * decoding
+    assert decoding % 256 == 0
+
+
+def test_a_step_that_waits_for_launches_is_said_to(capsys):
+    line = "sft --model_name_or_path opt-125m --lora_dim 16 --max_seq_len 64 --for H100"
+    _, text = run(capsys, f"{line} --per_device_train_batch_size 1")
+    words = " ".join(text.split())
+    assert "launches launching kernels takes about 6 ms and their work 0 ms" in words
+    assert "as fast as kernels are launched" in words
+    _, text = run(capsys, f"{line} --per_device_train_batch_size 512 --compile")
+    assert "launching" not in text
+    rows = [line.split() for line in text.splitlines()]
+    names = [row[0] for row in rows if row and row[0] in ("H100", "H200", "A100", "RTX", "T4")]
+    assert names == ["H100", "H200", "A100", "RTX", "T4"]
 
 
 def test_rows_that_would_be_dropped_are_counted_where_data_is_named(tmp_path, capsys):

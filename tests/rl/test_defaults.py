@@ -116,6 +116,10 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             ["--rollout_correction", "mis", "--rollout_is_threshold_lower", "3"],
             r"--rollout_is_threshold_lower must be in \[0, 2\), below --rollout_is_threshold",
         ),
+        (
+            ["--use_rollout_logprobs", "--rollout_engine", "transformers"],
+            "--use_rollout_logprobs is of --rollout_engine own; those of transformers are of other",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_used_is_refused_with_what_would_do(batches, argv, words):

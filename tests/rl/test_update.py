@@ -20,7 +20,7 @@ from dschat_lora.rl.experience import (
 )
 from dschat_lora.rl.metrics import update_metrics
 from dschat_lora.rl.pretraining import Pretraining
-from dschat_lora.rl.update import StepResult, Updater
+from dschat_lora.rl.update import StepResult, Updater, count_deferred
 from helpers.iterations import ragged_responses, ragged_texts, text_loader
 
 CPU = torch.device("cpu")
@@ -239,6 +239,87 @@ def test_what_is_not_known_is_what_the_first_pass_says():
     assert roles.passes == [(4, 2, 0, 1, 3, 5)]
 
 
+GRPO = PpoConfig(algorithm="grpo", kl_coef=0.0)
+
+
+def half_known():
+    known = experience(critic=False)
+    known.logprobs[:3] = math.nan
+    return known
+
+
+def test_old_logprobs_that_are_not_known_are_those_of_the_first_steps_passes():
+    roles = Roles(critic=False, logprob=-0.7)
+    found, updater = updated(roles, half_known(), TWO_HALVES, config=GRPO, deferred=True)
+    logprobs = torch.tensor([-0.7] * 3 + [-1.0] * 3)[:, None] * MASK
+    torch.testing.assert_close(updater.experience.logprobs, logprobs)
+    assert not updater.experience.logprobs.requires_grad
+    assert [result.ratio_error for _, result in found] == [0.0, None]
+    assert found[1][1].approx_kl == pytest.approx(math.exp(0.3) - 1.3)
+    assert roles.passes == [(0, 1), (2,), (3,), (5, 4)]
+
+
+def test_old_logprobs_of_a_steps_own_passes_have_no_gradient():
+    class Learning(Roles):
+        def policy(self, batch, width, role="actor"):
+            self.leaf, entropy = super().policy(batch, width, role)
+            return self.leaf, entropy
+
+    roles, gradients = Learning(critic=False), []
+
+    def backward(loss, *, last):
+        loss.backward()
+        gradients.append(roles.leaf.grad)
+
+    roles.actor.backward = backward
+    known = replace(half_known(), ref_logprobs=-1.0 * MASK)  # where the divergence is flat
+    updated(roles, known, TWO_HALVES[:1], config=GRPO, deferred=True)
+    for rows, found in zip(([0, 1], [2]), gradients, strict=True):
+        expected = -1.0 * MASK[rows] / tokens_of(0, 1, 2)  # of -exp(logprob - old) at ratio 1
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_first_step_that_is_passed_over_gives_its_old_logprobs_all_the_same():
+    roles, known = Roles(critic=False, logprob=-0.7), half_known()
+    known = replace(known, responses=[replace(r, ended=n > 2) for n, r in enumerate(RESPONSES)])
+    config = replace(GRPO, mask_truncated_completions=True)
+    ((_, result),), updater = updated(roles, known, TWO_HALVES, config=config, deferred=True)
+    torch.testing.assert_close(updater.experience.logprobs[:3], -0.7 * MASK[:3])
+    assert result.ratio_error == pytest.approx(math.exp(0.3) - 1)
+    assert roles.modes == ["eval", "train actor"]
+
+
+def test_the_decode_loops_logprobs_are_compared_with_the_first_steps_passes():
+    roles, known = Roles(logprob=-0.7), experience()
+    found, updater = updated(roles, known, TWO_HALVES, from_sampler=True)
+    assert torch.equal(updater.experience.logprobs, known.logprobs)
+    torch.testing.assert_close(updater.looked.logprobs[:3], -0.7 * MASK[:3])
+    assert torch.equal(updater.looked.mask, MASK & (torch.arange(6) < 3)[:, None])
+    assert found[0][1].ratio_error == pytest.approx(math.exp(0.3) - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "batches"),
+    [
+        ({"algorithm": "grpo"}, TWO_HALVES, 2),
+        ({"algorithm": "grpo"}, TWO_HALVES[:1], 2),
+        ({"algorithm": "grpo", "kl_in": "reward"}, TWO_HALVES, 0),
+        ({"algorithm": "grpo", "importance_cap": 2.0}, TWO_HALVES, 0),
+        ({"algorithm": "grpo", "use_rollout_logprobs": True}, TWO_HALVES, 0),
+        ({"algorithm": "rloo"}, TWO_HALVES, 0),
+        ({"algorithm": "ppo"}, TWO_HALVES, 0),
+        ({"algorithm": "reinforce_pp"}, TWO_HALVES, 0),
+        ({"algorithm": "ppo"}, [Minibatch([0, 1], [[0, 1]])], 1),
+        ({"algorithm": "ppo"}, [Minibatch([0, 1], [[0, 1]])] * 2, 0),
+        ({"algorithm": "grpo", "use_rollout_logprobs": True}, [Minibatch([0], [[0]])], 1),
+    ],
+)
+def test_old_outputs_are_left_to_the_update_where_its_first_loss_does_not_need_them(
+    options, steps, batches
+):
+    assert count_deferred(PpoConfig(**options), steps) == batches
+
+
 def test_targets_are_found_once_an_iteration():
     calls = []
 
@@ -386,7 +467,8 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
 def test_a_look_has_every_response_at_its_number(asks, critic):
     roles = Roles(critic=critic, logprob=-0.7, value=0.2)
     batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3], [])]
-    found = score_responses(roles, RESPONSES, batches, scorer=None, with_old=asks)
+    deferred = 0 if asks else len(batches)
+    found = score_responses(roles, RESPONSES, batches, scorer=None, deferred=deferred)
     logprobs, values = found.logprobs, found.values
     assert roles.modes == ["eval"]
     steps = torch.arange(MASK.shape[1]) + 1.0
@@ -402,6 +484,31 @@ def test_a_look_has_every_response_at_its_number(asks, critic):
         assert not logprobs.requires_grad
     if asks and critic:
         torch.testing.assert_close(values, 0.2 * MASK)
+
+
+def test_a_look_leaves_out_what_the_update_will_say():
+    roles = Roles(critic=False, logprob=-0.7)
+    batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3])]
+    found = score_responses(roles, RESPONSES, batches, scorer=None, deferred=1)
+    assert found.logprobs.isnan().all(1).tolist() == [n in (2, 4) for n in range(6)]
+    torch.testing.assert_close(found.logprobs[[0, 1, 3, 5]], -0.7 * MASK[[0, 1, 3, 5]])
+    assert roles.passes == [(0, 5, 1), (3,)]
+
+
+def test_a_look_may_take_the_decode_loops_logprobs():
+    roles = Roles(logprob=-0.7, value=0.2)
+    drawn = [
+        replace(each, logprobs=tuple(-n - k / 8 for k in range(len(each.tokens))))
+        for n, each in enumerate(RESPONSES)
+    ]
+    batches = [collate(drawn, rows, 0) for rows in ([4, 2], [0, 5, 1, 3])]
+    found = score_responses(roles, drawn, batches, scorer=None, from_sampler=True)
+    for row, each in zip(found.logprobs.tolist(), drawn, strict=True):
+        assert row[: len(each.logprobs)] == list(each.logprobs)
+        assert not any(row[len(each.logprobs) :])
+    assert roles.passes == []
+    torch.testing.assert_close(found.values, 0.2 * MASK)
+    torch.testing.assert_close(found.ref_logprobs, -2.0 * (torch.arange(MASK.shape[1]) + 1) * MASK)
 
 
 # ---------------------------------------------------------------------------- targets
