@@ -123,6 +123,12 @@ class RolloutConfig:
     rollout_timeout: float = option(
         600.0, help="seconds that a server of --rollout_engine may take for a response"
     )
+    rollouts_ahead: int = option(
+        0,
+        help="have the servers of --rollout_engine draw the responses of so many further "
+        "iterations while one trains, by adapters that are at most so many iterations old; "
+        "--rollout_correction weighs for that; 0: they wait for each other",
+    )
     merge_for_rollouts: bool = option(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
@@ -183,6 +189,7 @@ class RolloutConfig:
             if getattr(self, name) is not None:
                 _check_name(name, getattr(self, name))
         require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
+        require_numbers(self, ">= 0", "rollouts_ahead")
         if self.rollout_engine not in ("own", "transformers"):
             addresses = self.rollout_servers
             require(

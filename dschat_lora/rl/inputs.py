@@ -164,6 +164,12 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     if config.data.num_prompts:
         data = f"{config.data.num_prompts:,} episodes without data"
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
+    if ahead := config.batch.rollouts_ahead:
+        kind = config.ppo.rollout_correction or "tis"
+        say_once(
+            f"  rollouts     up to {ahead} iterations ahead, by adapters as old, weighed by "
+            f"--rollout_correction {kind}"
+        )
 
 
 def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:

@@ -90,7 +90,7 @@ class PromptOrder:
 class _TurnDecoder:
     """Decodes turns of the actor, each with random numbers of its own."""
 
-    decode: Callable[..., Responses]
+    decode: Callable[..., Any]
     key: tuple[int | str, ...]
     max_tokens: int  # of a response
     keep_logprobs: bool
@@ -101,13 +101,26 @@ class _TurnDecoder:
         self, prompts: Sequence[tuple[int, PromptSample]], num_generations: int
     ) -> list[Response]:
         """Responses to prompts, with their numbers, prompt after prompt."""
+        return self.answers(prompts, num_generations, self.ask(prompts, num_generations))
+
+    def ask(self, prompts: Sequence[tuple[int, PromptSample]], num_generations: int) -> Any:
+        """What the decoder makes of prompts, with their numbers."""
         copies = range(num_generations)
-        found = self.decode(
+        return self.decode(
             [prompt.input_ids.tolist() for _, prompt in prompts],
             seeds=[[stream_seed(*self.key, n, k) for k in copies] for n, _ in prompts],
             keep_logprobs=self.keep_logprobs,
         )
-        return self._continued([_unanswered(*each) for each in prompts for _ in copies], found)
+
+    def answers(
+        self,
+        prompts: Sequence[tuple[int, PromptSample]],
+        num_generations: int,
+        found: Responses,
+    ) -> list[Response]:
+        """The responses to prompts that were decoded, prompt after prompt."""
+        blank = [_unanswered(*each) for each in prompts for _ in range(num_generations)]
+        return self._continued(blank, found)
 
     def next(
         self,
@@ -183,15 +196,15 @@ def _table(own: Mapping[int, Response], width: int) -> Tensor:
     return table
 
 
-def _as_json(responses: Mapping[int, Response]) -> str:
+def responses_as_json(responses: Mapping[int, Response]) -> str:
     """Responses of episodes by number, without their prompts' columns."""
     known = {n: replace(each, columns=b"") for n, each in responses.items()}
     fields = {n: asdict(each) for n, each in known.items()}
     return json.dumps(fields, default=bytes.decode)
 
 
-def _from_json(fields: dict[str, Any], columns: bytes) -> Response:
-    """A response of :func:`_as_json`."""
+def response_from_json(fields: dict[str, Any], columns: bytes) -> Response:
+    """A response of :func:`responses_as_json`."""
 
     def fixed(found: dict[str, Any]) -> dict[str, Any]:
         return {n: tuple(v) if isinstance(v, list) else v for n, v in found.items()}
@@ -285,7 +298,7 @@ class Generator:
                 no response could be.
         """
         # Prompts of like length are decoded together, and ranks have equal work.
-        order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
+        order = _by_length(prompts)
         mine = order[data_rank() :: data_world_size()]
         if self._episodes is not None:
             begin = self._episodes.environment.begin
@@ -295,14 +308,8 @@ class Generator:
         chunks = -(-len(order[:: data_world_size()]) // at_a_time)
         found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):
-            turns = _TurnDecoder(
-                partial(decoder, sampling=sampling, keep_going=keep_going),
-                ("rollout", *key),
-                sampling.max_new_tokens,
-                keep_logprobs=keep_logprobs,
-                is_end=self._eos_ids.__contains__,
-                find_end=self._find_end,
-            )
+            decode = partial(decoder, sampling=sampling, keep_going=keep_going)
+            turns = self._turns(decode, sampling, key, keep_logprobs=keep_logprobs)
             for chunk in range(chunks):
                 numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
                 copies = [(n, k) for n in numbers for k in range(num_generations)]
@@ -310,7 +317,7 @@ class Generator:
                 if self._agents is not None:
                     played = self._agents.play(
                         [(_unanswered(n, prompts[n]), (n, k)) for n, k in copies],
-                        partial(decoder, sampling=sampling, keep_going=keep_going),
+                        decode,
                         key=("rollout", *key),
                         max_calls_at_a_time=self._batch_size,
                         is_end=self._eos_ids.__contains__,
@@ -326,9 +333,7 @@ class Generator:
                         places=places,
                     )
                 found |= dict(zip(places, responses, strict=True))
-        blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
-        blank = [each for each in blank for _ in range(num_generations)]
-        responses = self._share(found, blank, width=sampling.max_new_tokens)
+        responses = self._share(found, prompts, num_generations, sampling)
         if any(each.undrawn for each in responses):
             own = broken_parameters(dict(self._rollout.named_parameters()))
             broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]
@@ -355,14 +360,67 @@ class Generator:
         if self.keeps and on_gpu and free_bytes(self._engine.device) < self._update_bytes:
             self.release()
 
+    def begin(
+        self,
+        prompts: Sequence[PromptSample],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        key: tuple[int | str, ...],
+    ) -> Callable[[], list[Response]]:
+        """Have servers begin on what a call gives, with log-probabilities; it waits for that.
+
+        They go on with the adapter as it is when this is called, while it is trained.
+        """
+        assert self._servers is not None, "what decodes here holds up training"
+        assert not self._plays_episodes, "turns are asked for one after another"
+        mine = _by_length(prompts)[data_rank() :: data_world_size()]
+        own = [(n, prompts[n]) for n in mine]
+        with self._servers.decoding():
+            begin = partial(self._servers.begin, sampling=sampling)
+            turns = self._turns(begin, sampling, key, keep_logprobs=True)
+            wait = turns.ask(own, num_generations)
+
+        def responses() -> list[Response]:
+            found = turns.answers(own, num_generations, wait())
+            places = [n * num_generations + k for n in mine for k in range(num_generations)]
+            drawn = dict(zip(places, found, strict=True))
+            return self._share(drawn, prompts, num_generations, sampling)
+
+        return responses
+
+    def _turns(
+        self,
+        decode: Callable[..., Any],
+        sampling: Sampling,
+        key: tuple[int | str, ...],
+        *,
+        keep_logprobs: bool,
+    ) -> _TurnDecoder:
+        return _TurnDecoder(
+            decode,
+            ("rollout", *key),
+            sampling.max_new_tokens,
+            keep_logprobs=keep_logprobs,
+            is_end=self._eos_ids.__contains__,
+            find_end=self._find_end,
+        )
+
     def _share(
-        self, own: Mapping[int, Response], blank: Sequence[Response], *, width: int
+        self,
+        own: Mapping[int, Response],
+        prompts: Sequence[PromptSample],
+        num_generations: int,
+        sampling: Sampling,
     ) -> list[Response]:
         """All ranks' responses by number, from those of this rank; call on every rank."""
+        width = sampling.max_new_tokens
+        blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
+        blank = [each for each in blank for _ in range(num_generations)]
         if self._plays_episodes:
-            shares = map(json.loads, gather_texts(_as_json(own)))
+            shares = map(json.loads, gather_texts(responses_as_json(own)))
             found = {int(n): fields for share in shares for n, fields in share.items()}
-            return [_from_json(found[n], each.columns) for n, each in enumerate(blank)]
+            return [response_from_json(found[n], each.columns) for n, each in enumerate(blank)]
         whole = gather_over_ranks(_table(own, width).to(self._engine.device)).cpu()
         rows = whole[whole[:, 0].argsort()]
         return [_from_row(row, each, width) for row, each in zip(rows, blank, strict=True)]
@@ -401,6 +459,11 @@ class Generator:
 
     def _fits(self, parameters: list[Any]) -> bool:
         return whole_weights_fit(parameters, self._engine.device)
+
+
+def _by_length(prompts: Sequence[PromptSample]) -> list[int]:
+    """Numbers of the prompts, the longest first."""
+    return sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
 
 
 def stop_ids(tokenizer: Tokenizer, model: PreTrainedModel, stop_tokens: Sequence[str]) -> list[int]:

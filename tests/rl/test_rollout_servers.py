@@ -108,7 +108,7 @@ def servers(*fakes, timeout=5.0, patience=0.3):
             vocabulary_size=64,
         )
         stack.enter_context(mock.patch.object(rollout_servers, "PATIENCE", patience))
-        found.load("adapter", "/somewhere")
+        found.load({"adapter": "/somewhere"})
         yield found, said
 
 
@@ -201,13 +201,13 @@ def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
 
     good, bad = Fake(slow), Fake(fault)
     with servers(good, bad, timeout=timeout, patience=0.0) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert bad.asked > 0
         lines = [line for line in said if line.startswith(f"{bad.address} is lost: ")]
         assert len(lines) == len(said) == 1
         assert words in lines[0]
         asked = bad.asked
-        check(found.answers(BODIES))  # and is not asked again
+        check(found.begin(BODIES)())  # and is not asked again
         assert bad.asked == asked
 
 
@@ -216,13 +216,13 @@ def test_single_failures_are_tried_again():
         return number % 3 == 0 and (drop if number % 2 else replying(b"{"))(handler, body, number)
 
     with servers(Fake(often)) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert said == []
 
 
 def test_replies_that_python_cannot_read_are_failures_like_others():
     with servers(Fake(garbage)) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert said == []
 
 
@@ -236,17 +236,17 @@ def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
 
     with servers(Fake()) as (found, said):
         with mock.patch.object(rollout_servers, "read_answer", fail_twice):
-            check(found.answers(BODIES))
+            check(found.begin(BODIES)())
         assert said == []
 
 
 def test_the_key_is_that_for_rollouts_alone(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "of another service")
     with servers(fake := Fake()) as (found, _):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert fake.keys == {None}
         monkeypatch.setenv("ROLLOUT_API_KEY", "secret")
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert fake.keys == {None, "Bearer secret"}
 
 
@@ -255,7 +255,7 @@ def test_two_failures_are_too_few_to_give_a_server_up():
         return number <= 2 and drop(handler, body, number)
 
     with servers(Fake(at_first), patience=0.0) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert said == []
 
 
@@ -263,7 +263,7 @@ def test_where_no_server_is_left_the_error_names_each_and_why():
     fakes = Fake(drop), Fake(replying({"error": "full"}, 500))
     with servers(*fakes, patience=0.0) as (found, said):
         with pytest.raises(EngineError, match="no server is left") as error:
-            found.answers(BODIES)
+            found.begin(BODIES)()
         assert all(fake.address in str(error.value) for fake in fakes)
         assert "500" in str(error.value)
         assert len(said) == 2
@@ -273,7 +273,83 @@ def test_a_request_that_is_refused_ends_all_at_once():
     refusal = replying({"error": {"message": "the prompt is too long"}}, 400)
     words = "refuses what is asked, 400: .*too long"
     with servers(Fake(), Fake(refusal)) as (found, _), pytest.raises(EngineError, match=words):
-        found.answers(BODIES)
+        found.begin(BODIES)()
+
+
+def test_a_server_that_does_not_take_the_key_any_more_is_lost_at_once():
+    def strict(handler, body, number):
+        return number > 3 and replying({"error": "who are you?"}, 401)(handler, body, number)
+
+    with servers(Fake(), strange := Fake(strict)) as (found, said):
+        check(found.begin(BODIES)())
+        assert found.lost.keys() == {strange.address}
+        assert "refuses the key of ROLLOUT_API_KEY, 401" in said[0]
+        assert strange.asked < 10
+
+
+def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
+    def slow_for_one(handler, body, number):
+        if body["prompt"][0] in (2, 3):  # of one group
+            time.sleep(1.5)
+        return False
+
+    with servers(fake := Fake(slow_for_one)) as (found, said):
+        start = time.monotonic()
+        wait = found.begin(BODIES, group_size=2, needed=9)
+        answers = wait()
+        assert time.monotonic() - start < 1.2
+        assert [n for n, answer in enumerate(answers) if answer is None] == [2, 3]
+        assert said == []
+        assert fake.asked <= len(BODIES)
+        check(found.begin(BODIES)())
+
+
+def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():
+    def slow(handler, body, number):
+        time.sleep(0.1)
+        return False
+
+    with servers(fake := Fake(slow)) as (found, said):
+        wait = found.begin(BODIES)
+        found.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        check(found.begin([{**body, "model": "next"} for body in BODIES])())
+        check(wait())
+        assert sorted(fake.loaded) == ["adapter", "next"]
+        found.load({"next": "/elsewhere"})
+        assert fake.loaded == ["next"]
+        assert said == []
+
+
+def test_what_a_lost_server_left_is_drawn_when_it_is_back():
+    state = {"down": True}
+
+    def down(handler, body, number):
+        return state["down"] and drop(handler, body, number)
+
+    with servers(Fake(down), patience=0.0) as (found, said):
+        wait = found.begin(BODIES)
+        while not found.lost:
+            time.sleep(0.01)
+        state["down"] = False
+        found.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        check(wait())
+        assert [line.split(" is ")[1][:4] for line in said] == ["lost", "back"]
+
+
+def test_closing_ends_what_is_being_drawn_without_a_word():
+    def hang_long(handler, body, number):
+        time.sleep(1.5)
+        return False
+
+    with servers(Fake(hang_long), patience=0.0) as (found, said):
+        found.begin(BODIES)
+        start = time.monotonic()
+        found.close()
+        for thread in threading.enumerate():
+            if thread.name.endswith("(_ask_all)"):
+                thread.join()
+        assert time.monotonic() - start < 1.2
+        assert said == []
 
 
 def test_a_full_server_is_waited_for():
@@ -281,7 +357,7 @@ def test_a_full_server_is_waited_for():
         return number < 9 and replying({"error": "queue"}, 429)(handler, body, number)
 
     with servers(Fake(full), patience=0.0) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert said == []
 
 
@@ -294,7 +370,7 @@ def test_a_server_that_was_started_again_gets_the_adapter_again():
 
     fake = Fake(forgetful)
     with servers(fake) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert fake.loaded == ["adapter"]
         assert said == []
 
@@ -311,17 +387,17 @@ def test_adapters_follow_each_other_and_a_lost_server_is_back_with_the_next():
 
     good, bad = Fake(slow), Fake(down)
     with servers(good, bad, patience=0.0) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert found.lost.keys() == {bad.address}
         state["down"] = False
-        found.load("next", "/elsewhere")
+        found.load({"next": "/elsewhere"})
         assert found.lost == {}
         assert said[-1] == f"{bad.address} is back"
         assert good.loaded == bad.loaded == ["next"]
         before = bad.asked
-        check(found.answers([{**body, "model": "next"} for body in BODIES]))
+        check(found.begin([{**body, "model": "next"} for body in BODIES])())
         assert bad.asked > before
-        found.unload()
+        found.close()
         assert good.loaded == bad.loaded == []
 
 
@@ -336,7 +412,7 @@ def test_a_server_that_takes_no_adapters_is_lost_where_others_do():
         assert found.lost.keys() == {bad.address}
         assert len(said) == 1
         assert "--enable-lora" in said[0]
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert bad.asked == 0
 
 
@@ -358,14 +434,14 @@ def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_b
         assert found.lost.keys() == {bad.address}
         assert "processed_logprobs" in said[0]
         state["raw"] = False
-        found.load("adapter", "/somewhere")
+        found.load({"adapter": "/somewhere"})
         found.check_logprobs(BODIES[0])
         found.check_logprobs(BODIES[0])
         assert found.lost == {}
         assert (good.asked, bad.asked) == (1, 2)
         state["raw"] = True  # as one that was started again without the option
-        found.adopt("adapter", "/somewhere", {bad.address: "gone"})
-        found.load("adapter", "/somewhere")
+        found.adopt({"adapter": "/somewhere"}, {bad.address: "gone"})
+        found.load({"adapter": "/somewhere"})
         found.check_logprobs(BODIES[0])
         assert found.lost.keys() == {bad.address}
 
@@ -376,12 +452,12 @@ def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
     with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (found, said):
         silent.server.shutdown()  # it listens, and answers no new connection
         start = time.monotonic()
-        found.load("next", "/elsewhere")
+        found.load({"next": "/elsewhere"})
         assert found.lost.keys() == {silent.address}
         assert "no answer came within 0.3 seconds" in said[0]
-        found.load("third", "/elsewhere")
+        found.load({"third": "/elsewhere"})
         found.servers[1].lost = None
-        found.unload()
+        found.close()
         assert time.monotonic() - start < 3.0
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.rl import rollout_servers
 from helpers.served import running_server
 
@@ -107,3 +108,48 @@ def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes
         )
     check_beside_own(run, own)
     assert [line["step"] for line in of_kind(run, "train")] == [1, 2, 3, 4]
+
+
+AHEAD = {**OPTIONS, "rollouts_ahead": 1, "actor_lora_learning_rate": 5e-3, "log_rollouts": 128}
+
+
+def drawn(home):
+    """Responses by iteration, and by what they were drawn."""
+    found = {}
+    for row in read_rollouts(Path(home)):
+        found.setdefault(row["iteration"], []).append((row["response"], row["policy_version"]))
+    return found
+
+
+def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_from_the_same(
+    tmp_path,
+):
+    def stop(event, step, metrics):
+        return "stop" if (event, step) == ("train", 2) else None
+
+    with server() as address:
+        options = {"data": ROWS, "rewards": brevity, "rollout_engine": address, **AHEAD}
+        whole = dl.rlhf(max_steps=4, output_dir=tmp_path / "whole", **options)
+        home = tmp_path / "stopped"
+        dl.rlhf(max_steps=4, output_dir=home, callbacks=[stop], **options)
+        assert len(drawn(home)) == 2
+        dl.rlhf(data=ROWS, rewards=brevity, output_dir=home, resume="latest", quiet=True)
+    lags = [line["rollout_version_lag"] for line in of_kind(whole, "train")]
+    assert lags == [0, 1, 1, 1]
+    found = drawn(whole.path)
+    assert [{version for _, version in found[n]} for n in sorted(found)] == [{0}, {0}, {1}, {2}]
+    assert drawn(home) == found
+    # What an adapter that learnt nothing draws with the same seeds, by our own decoder.
+    still = {**AHEAD, "rollouts_ahead": 0, "actor_lora_learning_rate": 1e-12}
+    untrained = dl.rlhf(
+        data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "own", **still
+    )
+    texts = {}
+    for row in read_rollouts(Path(untrained.path)):
+        texts.setdefault(row["iteration"], []).append(row["response"])
+    same = [[text for text, _ in found[n]] == texts[n] for n in (1, 2, 3)]
+    assert same == [True, True, False]
+    # Weights mend what the older adapter bends.
+    line = of_kind(whole, "train")[-1]
+    assert line["rollout_kl"] > 1e-6
+    assert line["importance_weight"] != 1
