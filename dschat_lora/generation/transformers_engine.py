@@ -48,6 +48,11 @@ class DrawnResponses:
         """Every sequence's tokens, up to and including its end."""
         return [list(tokens) for tokens, _ in self.sequences]
 
+    @property
+    def cut(self) -> list[bool]:
+        """Whether each sequence was given up before its end: it has no tokens."""
+        return [not tokens for tokens, _ in self.sequences]
+
     def undrawn(self) -> list[bool]:
         """False for each: a token that cannot be drawn is an error of the engine."""
         return [False] * len(self.sequences)

@@ -129,6 +129,11 @@ class RolloutConfig:
         "iterations while one trains, by adapters that are at most so many iterations old; "
         "--rollout_correction weighs for that; 0: they wait for each other",
     )
+    oversample: float = option(
+        1.0,
+        help="begin the responses to so many times the prompts of an iteration, and end when those "
+        "to enough of them are whole: the longest are given up, with all responses to their prompt",
+    )
     merge_for_rollouts: bool = option(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
@@ -190,6 +195,7 @@ class RolloutConfig:
                 _check_name(name, getattr(self, name))
         require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
         require_numbers(self, ">= 0", "rollouts_ahead")
+        require_numbers(self, ">= 1", "oversample")
         if self.rollout_engine not in ("own", "transformers"):
             addresses = self.rollout_servers
             require(

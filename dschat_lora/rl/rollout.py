@@ -98,18 +98,32 @@ class _TurnDecoder:
     find_end: Callable[[Sequence[int]], int | None]
 
     def first(
-        self, prompts: Sequence[tuple[int, PromptSample]], num_generations: int
+        self,
+        prompts: Sequence[tuple[int, PromptSample]],
+        num_generations: int,
+        needed: int | None = None,
     ) -> list[Response]:
-        """Responses to prompts, with their numbers, prompt after prompt."""
-        return self.answers(prompts, num_generations, self.ask(prompts, num_generations))
+        """Responses to prompts, with their numbers, prompt after prompt.
 
-    def ask(self, prompts: Sequence[tuple[int, PromptSample]], num_generations: int) -> Any:
+        Of those that are not to the ``needed`` prompts whose responses are the shortest, none.
+        """
+        found = self.ask(prompts, num_generations, needed)
+        return self.answers(prompts, num_generations, found, needed)
+
+    def ask(
+        self,
+        prompts: Sequence[tuple[int, PromptSample]],
+        num_generations: int,
+        needed: int | None = None,
+    ) -> Any:
         """What the decoder makes of prompts, with their numbers."""
         copies = range(num_generations)
+        more = {} if needed is None else {"needed": needed}
         return self.decode(
             [prompt.input_ids.tolist() for _, prompt in prompts],
             seeds=[[stream_seed(*self.key, n, k) for k in copies] for n, _ in prompts],
             keep_logprobs=self.keep_logprobs,
+            **more,
         )
 
     def answers(
@@ -117,10 +131,20 @@ class _TurnDecoder:
         prompts: Sequence[tuple[int, PromptSample]],
         num_generations: int,
         found: Responses,
+        needed: int | None = None,
     ) -> list[Response]:
-        """The responses to prompts that were decoded, prompt after prompt."""
+        """The responses to prompts that were decoded, prompt after prompt; see :meth:`first`."""
         blank = [_unanswered(*each) for each in prompts for _ in range(num_generations)]
-        return self._continued(blank, found)
+        responses = self._continued(blank, found)
+        if needed is None:
+            return responses
+        longest: dict[int, int] = {}
+        for group in range(len(prompts)):
+            own = slice(group * num_generations, (group + 1) * num_generations)
+            if not any(found.cut[own]):
+                longest[group] = max(map(len, found.tokens()[own]))
+        kept = {n * num_generations for n in sorted(longest, key=longest.__getitem__)[:needed]}
+        return [r for n, r in enumerate(responses) if n - n % num_generations in kept]
 
     def next(
         self,
@@ -286,12 +310,15 @@ class Generator:
         num_generations: int,
         key: tuple[int | str, ...],
         keep_logprobs: bool = False,
+        needed: int | None = None,
     ) -> list[Response]:
         """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
 
         The prompts are the same on every rank; each data rank answers a share of them. ``key`` is
         that of the random numbers, of which each response has its own. ``keep_logprobs`` keeps the
         decode loop's log-probabilities, of the policy and of what was drawn from.
+        Where ``needed`` of the prompts are enough, the others, whose responses end last, get none:
+        each batch has its share of them.
 
         Raises:
             BrokenWeightsError: if a token could not be drawn, as a weight is not finite, or one of
@@ -324,7 +351,8 @@ class Generator:
                     )
                     found |= dict(zip(places, played, strict=False))
                     continue
-                responses = turns.first([(n, prompts[n]) for n in numbers], num_generations)
+                pairs = [(n, prompts[n]) for n in numbers]
+                responses = turns.first(pairs, num_generations, _share_of(needed, numbers, mine))
                 if self._episodes is not None:
                     responses = self._episodes.play(
                         responses,
@@ -332,7 +360,7 @@ class Generator:
                         max_tokens=sampling.max_new_tokens,
                         places=places,
                     )
-                found |= dict(zip(places, responses, strict=True))
+                found |= _by_place(responses, num_generations)
         responses = self._share(found, prompts, num_generations, sampling)
         if any(each.undrawn for each in responses):
             own = broken_parameters(dict(self._rollout.named_parameters()))
@@ -367,6 +395,7 @@ class Generator:
         *,
         num_generations: int,
         key: tuple[int | str, ...],
+        needed: int | None = None,
     ) -> Callable[[], list[Response]]:
         """Have servers begin on what a call gives, with log-probabilities; it waits for that.
 
@@ -379,12 +408,12 @@ class Generator:
         with self._servers.decoding():
             begin = partial(self._servers.begin, sampling=sampling)
             turns = self._turns(begin, sampling, key, keep_logprobs=True)
-            wait = turns.ask(own, num_generations)
+            share = _share_of(needed, mine, mine)
+            wait = turns.ask(own, num_generations, share)
 
         def responses() -> list[Response]:
-            found = turns.answers(own, num_generations, wait())
-            places = [n * num_generations + k for n in mine for k in range(num_generations)]
-            drawn = dict(zip(places, found, strict=True))
+            found = turns.answers(own, num_generations, wait(), share)
+            drawn = _by_place(found, num_generations)
             return self._share(drawn, prompts, num_generations, sampling)
 
         return responses
@@ -423,7 +452,7 @@ class Generator:
             return [response_from_json(found[n], each.columns) for n, each in enumerate(blank)]
         whole = gather_over_ranks(_table(own, width).to(self._engine.device)).cpu()
         rows = whole[whole[:, 0].argsort()]
-        return [_from_row(row, each, width) for row, each in zip(rows, blank, strict=True)]
+        return [_from_row(row, blank[int(row[0])], width) for row in rows]
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[Callable[..., Any], KeepGoing | None]]:
@@ -464,6 +493,22 @@ class Generator:
 def _by_length(prompts: Sequence[PromptSample]) -> list[int]:
     """Numbers of the prompts, the longest first."""
     return sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
+
+
+def _share_of(needed: int | None, batch: Sequence[int], mine: Sequence[int]) -> int | None:
+    """How many prompts of a batch are needed, of this rank's and of all that are, in order."""
+    if needed is None or not batch:
+        return needed
+    own = len(range(needed)[data_rank() :: data_world_size()])
+    first = mine.index(batch[0])
+    return own * (first + len(batch)) // len(mine) - own * first // len(mine)
+
+
+def _by_place(responses: Sequence[Response], num_generations: int) -> dict[int, Response]:
+    """Responses to whole groups by their place among those to all prompts."""
+    return {
+        each.group * num_generations + n % num_generations: each for n, each in enumerate(responses)
+    }
 
 
 def stop_ids(tokenizer: Tokenizer, model: PreTrainedModel, stop_tokens: Sequence[str]) -> list[int]:

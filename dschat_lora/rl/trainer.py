@@ -84,6 +84,11 @@ class RlhfTrainer:
         self.setup, self.config = setup, setup.config
         config, self._pad_id = self.config, int(setup.tokenizer.pad_token_id)
         self.schedule = make_rlhf_schedule(config, len(setup.prompts.train))
+        if config.batch.oversample > 1 and not self._further(0):
+            raise ValueError(
+                f"--oversample {config.batch.oversample:g} begins further prompts than the "
+                f"{self.schedule.order.size(0)} of an iteration, and the data has no others"
+            )
         self.generator = make_generator(setup, engines)
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
         self.progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
@@ -109,9 +114,9 @@ class RlhfTrainer:
                 config.batch.rollouts_ahead,
                 self.schedule.num_iterations,
                 iteration=lambda: self.progress.iteration,
-                prompts_of=lambda iteration: self._prompts(self._numbers(iteration)),
+                prompts_of=lambda iteration: self._prompts(self._begun(iteration)),
                 begin=lambda prompts, iteration: self.generator.begin(
-                    prompts, **self._drawing(iteration)
+                    prompts, **self._drawing(iteration), needed=self._needed(iteration)
                 ),
             )
         self.timer = PhaseTimer(device())
@@ -205,6 +210,7 @@ class RlhfTrainer:
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
             **version_metrics(responses, progress.iteration - 1),
+            **self._cut(progress.iteration - 1),
             "kl_coef": progress.kl_coef,
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),
@@ -231,7 +237,12 @@ class RlhfTrainer:
             count *= self.schedule.num_generations
             chosen = [samples[int(order[n % len(order)])] for n in range(count)]
             given = [answer_of(each, group=len(numbers) + n) for n, each in enumerate(chosen)]
-        responses = [*(self._generate(numbers) if self.ahead is None else self.ahead()), *given]
+        if self.ahead is not None:
+            drawn = self.ahead()
+        else:
+            drawn = self._generate(self._begun(iteration), needed=self._needed(iteration))
+        places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
+        responses = [*(replace(each, group=places[each.group]) for each in drawn), *given]
         prompts = self.setup.teacher_prompts
         return responses if prompts is None else prompts(responses)
 
@@ -245,15 +256,39 @@ class RlhfTrainer:
         chance = stream_seed("on-policy share", self.config.run.seed, iteration) / 2**63
         return numbers[: int(wanted + chance)]
 
+    def _begun(self, iteration: int) -> list[int]:
+        """The same and, by ``--oversample``, further ones."""
+        numbers = self._numbers(iteration)
+        if self.config.batch.oversample == 1:
+            return numbers
+        count = math.ceil(self.config.batch.oversample * len(numbers) - 1e-9)
+        return [*numbers, *self._further(iteration)[: count - len(numbers)]]
+
+    def _needed(self, iteration: int) -> int | None:
+        return len(self._numbers(iteration)) if self.config.batch.oversample > 1 else None
+
+    def _further(self, iteration: int) -> list[int]:
+        """Numbers of the prompts that are not of an iteration, in a random order."""
+        first = set(self.schedule.order(iteration))
+        key = ("further prompts", self.config.run.seed, iteration)
+        order = permutation(self.schedule.order.num_prompts, *key)
+        return [int(number) for number in order if int(number) not in first]
+
     def _prompts(self, numbers: Sequence[int]) -> list[PromptSample]:
         return [self.setup.prompts.train[number] for number in numbers]
 
-    def _generate(self, numbers: Sequence[int], *more: int | str) -> list[Response]:
-        """Responses to the prompts of these numbers; ``more`` is of the key of random numbers."""
+    def _generate(
+        self, numbers: Sequence[int], *more: int | str, needed: int | None = None
+    ) -> list[Response]:
+        """Responses to the prompts of these numbers; ``more`` is of the key of random numbers.
+
+        Of those that are not to the ``needed`` prompts whose responses end first, none.
+        """
         if not numbers:
             return []
         drawing = self._drawing(self.progress.iteration, *more)
-        found = self.generator(self._prompts(numbers), **drawing, keep_logprobs=True)
+        prompts = self._prompts(numbers)
+        found = self.generator(prompts, **drawing, keep_logprobs=True, needed=needed)
         if self.ahead is None:
             return found
         return [replace(each, policy_version=self.progress.iteration) for each in found]
@@ -290,10 +325,8 @@ class RlhfTrainer:
                     self.engines, found, batches, scorer=self.setup.scorer, state=self.state()
                 )
 
-        first = set(self.schedule.order(iteration))
-        key = ("further prompts", self.config.run.seed, iteration)
-        order = permutation(self.schedule.order.num_prompts, *key)
-        further = [int(number) for number in order if int(number) not in first]
+        begun = set(self._begun(iteration))
+        further = [number for number in self._further(iteration) if number not in begun]
         return resample(responses, further=further, tries=tries, generate=generate, score=score)
 
     def _minibatches(
@@ -440,6 +473,11 @@ class RlhfTrainer:
             peak_tflops=device_peak(device(), self.setup.settings["actor"].torch_dtype),
             device=device(),
         )
+
+    def _cut(self, iteration: int) -> dict[str, int]:
+        """Prompts of an iteration whose responses were given up, where some may be."""
+        needed = self._needed(iteration)
+        return {} if needed is None else {"cut_prompts": len(self._begun(iteration)) - needed}
 
     def _mismatch(self, updater: Updater) -> dict[str, float]:
         """Metrics of the sampler beside the policy, where they may differ by more than rounding."""

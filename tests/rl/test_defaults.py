@@ -133,6 +133,11 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             ["--rollouts_ahead", "1", *SERVED, "--no-do_sample"],
             "--rollouts_ahead 1 .*, and --no-do_sample leaves no weights",
         ),
+        (
+            ["--oversample", "1.5", "--rollout_engine", "transformers"],
+            "--oversample 1.5 gives up responses .*--rollout_engine transformers do not",
+        ),
+        (["--oversample", "0.9"], "--oversample must be >= 1, got 0.9"),
         (["--rollouts_ahead", "-1"], "--rollouts_ahead must be >= 0, got -1"),
         (
             ["--rollout_correction", "mis", "--rollout_is_threshold_lower", "3"],
