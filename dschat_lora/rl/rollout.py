@@ -32,7 +32,7 @@ from dschat_lora.rl.advice import FullWhileDecodingError
 from dschat_lora.rl.batch import DecodedTurn, Response, TokenSequence, decoded_turns
 from dschat_lora.rl.environment import Episodes
 from dschat_lora.rl.roles import Network
-from dschat_lora.rl.rollout_engines import ServerEngine
+from dschat_lora.rl.rollout_engines import Drawn, ServerEngine, raise_anywhere
 
 if TYPE_CHECKING:
     from dschat_lora.rl.agents import Agents  # which needs a server's libraries
@@ -298,8 +298,9 @@ class Generator:
             retains=self._plays_episodes,
         )
         if by_transformers:
-            self._make_decoder = partial(
-                TransformersDecoder, eos_ids=eos_ids, pad_id=pad_id, batch_size=batch_size
+            self._make_decoder = lambda model: partial(
+                _raising_together,
+                TransformersDecoder(model, eos_ids=eos_ids, pad_id=pad_id, batch_size=batch_size),
             )
 
     def __call__(
@@ -488,6 +489,23 @@ class Generator:
 
     def _fits(self, parameters: list[Any]) -> bool:
         return whole_weights_fit(parameters, self._engine.device)
+
+
+def _raising_together(decoder: TransformersDecoder, *args: Any, **options: Any) -> Drawn:
+    """What a decoder draws; call equally often on every rank.
+
+    Raises:
+        RolloutError: on every rank, if it fails on one.
+    """
+    failure = ""
+    try:
+        found = decoder(*args, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        failure = str(error)
+    raise_anywhere(failure)
+    return found
 
 
 def _by_length(prompts: Sequence[PromptSample]) -> list[int]:

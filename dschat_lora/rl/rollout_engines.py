@@ -25,6 +25,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.transformers_engine import DrawnResponses, asked_responses
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import AdaptedModel
+from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.rl.rewards import UserFunctionError
 from dschat_lora.rl.rollout_servers import EngineError, RolloutServers, ServerAnswer
 
@@ -33,6 +34,12 @@ class RolloutError(UserFunctionError):
     """Responses could not be drawn; the cause says why. Raised on every rank."""
 
     what = "--rollout_engine"
+
+
+def raise_anywhere(failure: str) -> None:
+    """Raise a :class:`RolloutError` of the first rank that has a failure; call on every rank."""
+    for first in filter(None, map(json.loads, gather_texts(json.dumps(failure)))):
+        raise RolloutError from OSError(first)
 
 
 class Drawn(Protocol):
@@ -65,6 +72,7 @@ class ServerEngine:
         self._run = secrets.token_hex(4)  # servers may have other runs' adapters
         self._name = ""
         self._waited_for: list[str] = []  # adapters that responses are being drawn with
+        self._fingerprint = ""  # of the base's files, once it is needed
 
     @contextmanager
     def decoding(self) -> Iterator[Callable[..., Drawn]]:
@@ -79,8 +87,15 @@ class ServerEngine:
         if rank() == 0:
             try:
                 outcome = json.dumps(self._hand_over(tensors))
-            except (EngineError, OSError) as error:
+            except EngineError as error:
                 outcome = json.dumps({"failure": str(error)})
+            except OSError as error:
+                where = self._directory or "/dev/shm"
+                words = (
+                    f"the adapter cannot be written where servers read it, {where}: {error}; give "
+                    "--rollout_adapter_dir a directory with room that they see"
+                )
+                outcome = json.dumps({"failure": words})
             except ValueError as error:
                 outcome = json.dumps({"mistake": str(error)})
         found = json.loads(broadcast_string(outcome))
@@ -110,6 +125,9 @@ class ServerEngine:
             if where is not None:
                 where.mkdir(parents=True, exist_ok=True)
             self._home = tempfile.TemporaryDirectory(prefix="dschat_lora-rollouts-", dir=where)
+            if self._directory is not None:  # servers may be another user's
+                Path(self._home.name).chmod(0o755)
+            self._fingerprint = weights_fingerprint(self._base)
         path, known = Path(self._home.name) / name, self._servers.adapters
         if name not in known:
             write_adapter(
@@ -119,6 +137,7 @@ class ServerEngine:
                 layout=adapter_layout(self._actor.model),
                 base_model_name_or_path=self._base,
                 base_bits=self._actor.base_bits,
+                base_fingerprint=self._fingerprint,
             )
         adapters = {each: path for each, path in known.items() if each in self._waited_for}
         adapters[name] = str(path)
@@ -193,8 +212,7 @@ class ServerEngine:
                 answers = wait()
             except EngineError as error:
                 failure = failure or str(error)
-            for first in filter(None, map(json.loads, gather_texts(json.dumps(failure)))):
-                raise RolloutError from OSError(first)
+            raise_anywhere(failure)
             drawn = [((), ()) if a is None else (a.tokens, a.logprobs) for a in answers]
             return DrawnResponses(drawn, sampling)
 

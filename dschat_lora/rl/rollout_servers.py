@@ -1,4 +1,7 @@
-"""Servers of vLLM's OpenAI interface that draw responses, with adapters that come at run time."""
+"""Servers that draw responses, with adapters that come at run time.
+
+They speak vLLM's OpenAI interface or SGLang's own, which ``/v1/models`` of both tells.
+"""
 
 import json
 import math
@@ -13,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 Body = Mapping[str, Any]
@@ -69,6 +72,7 @@ class RolloutServer:
     timeout: float
     lost: str | None = None
     is_checked: bool = False  # its log-probabilities, since it was last lost
+    is_sglang: bool | None = None  # None: not known yet
     failures: int = 0  # since its last answer
     failing_since: float = math.inf
 
@@ -133,9 +137,36 @@ class RolloutServer:
         found = self.ask_once("/v1/models", seconds=CONNECT_SECONDS)
         try:
             limits = [each.get("max_model_len") for each in found["data"]]
+            self.is_sglang = any(each.get("owned_by") == "sglang" for each in found["data"])
         except (AttributeError, KeyError, TypeError) as error:
             raise ServerError("/v1/models is no list of models") from error
         return min((n for n in limits if isinstance(n, int)), default=None)
+
+    def draw(self, connection: HTTPConnection, body: Body) -> Any:
+        """The reply to a request of ``/v1/completions``, of SGLang in the words of vLLM.
+
+        Raises:
+            ServerError, EngineError: as :meth:`ask`.
+        """
+        if not self.is_sglang:
+            return self.ask(connection, "/v1/completions", body)
+        try:
+            return from_sglang(self.ask(connection, "/generate", to_sglang(body)), body)
+        except EngineError as error:
+            if "lora" in str(error).lower():
+                raise LostAdapterError(str(error)) from error
+            raise
+
+    def set_adapter(self, verb: Literal["load", "unload"], body: Body, seconds: float) -> None:
+        """Have the server load an adapter or forget it.
+
+        Raises:
+            ServerError, EngineError: as :meth:`ask`.
+        """
+        if self.is_sglang is None:
+            self.base_limit()
+        where = "" if self.is_sglang else "/v1"
+        self.ask_once(f"{where}/{verb}_lora_adapter", body, seconds)
 
     def has_failed(self, patience: float) -> bool:
         """Count a failure; whether that makes too many for so many seconds."""
@@ -193,6 +224,46 @@ def _check_status(response: HTTPResponse, reply: bytes) -> None:
     if status < 500:
         raise EngineError(f"it refuses what is asked, {status}: {said}")
     raise ServerError(f"it answers {status}: {said}")
+
+
+def to_sglang(body: Body) -> dict[str, Any]:
+    """A request of vLLM's ``/v1/completions`` for one of SGLang's ``/generate``.
+
+    SGLang knows no ends of ours where it ignores those of the model.
+    """
+    same = ("temperature", "top_p", "min_p", "repetition_penalty", "stop_token_ids")
+    return {
+        "input_ids": body["prompt"],
+        "lora_path": body["model"],
+        "return_logprob": True,
+        "sampling_params": {
+            **{name: body[name] for name in same if name in body},
+            "top_k": body.get("top_k") or -1,
+            "max_new_tokens": body["max_tokens"],
+            "sampling_seed": body["seed"] % 2**31,
+        },
+    }
+
+
+def from_sglang(reply: Any, body: Body) -> dict[str, Any]:
+    """A reply of SGLang's ``/generate`` as one of vLLM's ``/v1/completions``.
+
+    Raises:
+        ServerError: if it is none.
+    """
+    try:
+        found = reply["meta_info"]
+        drawn = [(float(logprob), token) for logprob, token, *_ in found["output_token_logprobs"]]
+        finish = found["finish_reason"]["type"]
+    except (KeyError, TypeError, ValueError) as error:
+        said = repr(reply)[:200]
+        raise ServerError(
+            f"its reply has no output_token_logprobs and finish_reason, as SGLang's have: {said}"
+        ) from error
+    logprobs = {"token_logprobs": [logprob for logprob, _ in drawn]}
+    tokens = [token for _, token in drawn]
+    choice = {"token_ids": tokens, "finish_reason": finish, "logprobs": logprobs}
+    return {"model": body["model"], "choices": [choice]}
 
 
 def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: int) -> ServerAnswer:
@@ -329,7 +400,7 @@ class RolloutServers:
                     "it gives log-probabilities before --temperature, --top_p and --top_k, and "
                     "training needs those of what was drawn from: start it with --logprobs-mode "
                     "processed_logprobs (vLLM) or --logprobs_mode processed_logprobs "
-                    "(`dschat-lora serve`), or leave these options out"
+                    "(`dschat-lora serve`), or leave these options out, as SGLang needs it"
                 )
                 self._lose(server, ServerError(words))
             server.is_checked = server.lost is None
@@ -411,7 +482,7 @@ class RolloutServers:
                 answer: ServerAnswer | None = None
                 failure: ServerError | None = None
                 try:
-                    reply = server.ask(connection, "/v1/completions", bodies[number])
+                    reply = server.draw(connection, bodies[number])
                     answer = read_answer(reply, bodies[number], self.ends, self.vocabulary_size)
                 except LostAdapterError as error:
                     failure = self._load_again(server, bodies[number]["model"]) or error
@@ -529,12 +600,13 @@ class _Work:
 def _load(server: RolloutServer, name: str, path: str) -> None:
     body = {"lora_name": name, "lora_path": path}
     try:
-        server.ask_once("/v1/load_lora_adapter", body, LOAD_SECONDS)
+        server.set_adapter("load", body, LOAD_SECONDS)
     except LostAdapterError as error:
         raise EngineError(
-            f"it does not load the adapter {path} ({error}): it must see that "
-            "directory, and be started with --allow_runtime_lora_updating (`dschat-lora serve`) "
-            "or --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (vLLM)"
+            f"it does not load the adapter {path} ({error}): it must see that directory "
+            "(--rollout_adapter_dir, for another user's server), and be started with "
+            "--allow_runtime_lora_updating (`dschat-lora serve`) or --enable-lora (SGLang, and "
+            "vLLM, there with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)"
         ) from error
     except EngineError as error:
         if "already" not in str(error):
@@ -543,4 +615,4 @@ def _load(server: RolloutServer, name: str, path: str) -> None:
 
 def _unload(server: RolloutServer, name: str, seconds: float) -> None:
     with suppress(ServerError, EngineError):  # it is not there any more
-        server.ask_once("/v1/unload_lora_adapter", {"lora_name": name}, seconds)
+        server.set_adapter("unload", {"lora_name": name}, seconds)

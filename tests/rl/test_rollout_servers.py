@@ -91,6 +91,51 @@ class Fake:
             thread.join()
 
 
+class FakeSGLang(Fake):
+    """A server that speaks as SGLang's documentation has it, and knows nothing of vLLM's paths."""
+
+    def __init__(self, fault=lambda handler, body, number: False):
+        super().__init__(fault)
+        fake, handler = self, self.server.RequestHandlerClass
+        self.bodies = []
+
+        def do_get(self):
+            cards = [{"id": "base", "owned_by": "sglang", "max_model_len": 64}]
+            self.reply({"object": "list", "data": cards} if self.path == "/v1/models" else {})
+
+        def do_post(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path in ("/load_lora_adapter", "/unload_lora_adapter"):
+                unloads, name = "unload" in self.path, body["lora_name"]
+                with fake.lock:
+                    if (name in fake.loaded) != unloads:
+                        words = f"LoRA adapter {name} already exists, or does not"
+                        return self.reply({"success": False, "error_message": words}, 400)
+                    (fake.loaded.remove if unloads else fake.loaded.append)(name)
+                return self.reply({"success": True, "loaded_adapters": fake.loaded})
+            if self.path != "/generate":
+                return self.reply({"detail": "Not Found"}, 404)
+            with fake.lock:
+                fake.asked += 1
+                number = fake.asked
+                fake.bodies.append(body)
+            if fault(self, body, number):
+                return None
+            if body["lora_path"] not in fake.loaded:
+                words = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
+                return self.reply({"error": {"message": words}}, 400)
+            found = [[-0.5, body["input_ids"][0] + 10, None], [-0.25, END, None]]
+            meta = {
+                "finish_reason": {"type": "stop", "matched": END},
+                "output_token_logprobs": found,
+            }
+            return self.reply(
+                {"text": "", "output_ids": [n for _, n, _ in found], "meta_info": meta}
+            )
+
+        handler.do_GET, handler.do_POST = do_get, do_post
+
+
 BODIES = [{"model": "adapter", "prompt": [n], "max_tokens": LIMIT, "seed": n} for n in range(20)]
 
 
@@ -341,8 +386,10 @@ def test_closing_ends_what_is_being_drawn_without_a_word():
         time.sleep(1.5)
         return False
 
-    with servers(Fake(hang_long), patience=0.0) as (found, said):
+    with servers(fake := Fake(hang_long), patience=0.0) as (found, said):
         found.begin(BODIES)
+        while fake.asked < 3:
+            time.sleep(0.01)
         start = time.monotonic()
         found.close()
         for thread in threading.enumerate():
@@ -350,6 +397,44 @@ def test_closing_ends_what_is_being_drawn_without_a_word():
                 thread.join()
         assert time.monotonic() - start < 1.2
         assert said == []
+
+
+def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
+    fake = FakeSGLang()
+    options = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop_token_ids": [END]}
+    options |= {"repetition_penalty": 1.0, "ignore_eos": True, "logprobs": 0}
+    with servers(fake) as (found, said):
+        check(found.begin([{**body, **options} for body in BODIES])())
+        assert sorted(body["input_ids"][0] for body in fake.bodies) == list(range(20))
+        body = next(body for body in fake.bodies if body["input_ids"] == [7])
+        assert body.pop("sampling_params") == {
+            "max_new_tokens": LIMIT,
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": [END],
+            "sampling_seed": 7,
+        }
+        expected = {"input_ids": [7], "lora_path": "adapter", "return_logprob": True}
+        assert body == expected
+        fake.loaded.clear()  # started again
+        check(found.begin(BODIES)())
+        found.load({"next": "/elsewhere"})
+        assert fake.loaded == ["next"]
+        assert said == []
+
+
+def test_vllm_and_sglang_share_prompts_and_nonsense_of_one_loses_it():
+    with servers(good := Fake(), bad := FakeSGLang(replying({"meta_info": {}})), patience=0.0) as (
+        found,
+        said,
+    ):
+        check(found.begin(BODIES)())
+        assert found.lost.keys() == {bad.address}
+        assert "no output_token_logprobs and finish_reason, as SGLang's have" in said[0]
+        assert good.asked >= len(BODIES) - bad.asked
 
 
 def test_a_full_server_is_waited_for():

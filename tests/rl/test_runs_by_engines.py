@@ -5,9 +5,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.rl import rollout_servers
 from helpers.served import running_server
@@ -70,6 +72,22 @@ def test_transformers_draws_the_responses_of_a_run(own, tmp_path):
     )
     check_beside_own(run, own)
     assert not any("rollout_kl" in line for line in of_kind(own, "train"))
+
+
+def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
+    calls, generate = [], ContinuousMixin.generate_batch
+
+    def fail_later(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("the engine is broken")
+        return generate(*args, **options)
+
+    monkeypatch.setattr(ContinuousMixin, "generate_batch", fail_later)
+    options = {**OPTIONS, "rollout_engine": "transformers", "eval_prompts": 0}
+    with pytest.raises(OSError, match="the engine is broken"):
+        dl.rlhf(data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "run", **options)
+    assert [each.name for each in checkpoints_of(tmp_path / "run")] == ["step-00000001"]
 
 
 def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes_on(
@@ -153,3 +171,22 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
     line = of_kind(whole, "train")[-1]
     assert line["rollout_kl"] > 1e-6
     assert line["importance_weight"] != 1
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 1])
+def test_iterations_have_whole_groups_of_the_prompts_that_were_answered_first(tmp_path, ahead):
+    options = {**AHEAD, "rollouts_ahead": ahead or 0, "oversample": 1.5, "algorithm": "dapo"}
+    options |= {"dynamic_sampling": 1, "mask_truncated_completions": False}
+    with ExitStack() as stack:
+        if ahead is not None:
+            options["rollout_engine"] = stack.enter_context(server())
+        run = dl.rlhf(
+            data=ROWS, rewards=brevity, max_steps=2, output_dir=tmp_path / "run", **options
+        )
+    for line in of_kind(run, "train"):
+        assert (line["cut_prompts"], line["samples"]) == (2, 16)
+    for number in (1, 2):
+        rows = [r for r in read_rollouts(Path(run.path)) if r["iteration"] == number]
+        groups = [[r["prompt"] for r in rows[n : n + 4]] for n in range(0, 16, 4)]
+        assert all(len(set(group)) == 1 for group in groups)
+        assert len({group[0] for group in groups}) == 4
