@@ -111,9 +111,9 @@ class RolloutConfig:
     )
     rollout_engine: str = option(
         "own",
-        help="what draws responses: own; transformers, its continuous batching; or servers with "
-        "vLLM's OpenAI interface that take adapters at run time, by their addresses with commas "
-        "between them, such as http://127.0.0.1:8000",
+        help="what draws responses: own; transformers, its continuous batching; or servers (vLLM, "
+        "SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with "
+        "commas between them, such as http://127.0.0.1:8000",
     )
     rollout_adapter_dir: str | None = option(
         None,
@@ -203,7 +203,7 @@ class RolloutConfig:
                 "rollout_engine",
                 self.rollout_engine,
                 "own, transformers, or addresses of servers such as http://127.0.0.1:8000, with "
-                "commas between them (vLLM is such a server)",
+                "commas between them (vLLM and SGLang are such servers)",
             )
         require_numbers(self, ">= 0", "agent_retries")
         require_numbers(self, ">= 1", "agent_max_calls")
