@@ -224,6 +224,16 @@ class RolloutConfig:
             )
 
     @property
+    def rows_decoded(self) -> int:
+        """Responses that a device decodes at a time, those that are given up among them."""
+        rows = self.per_device_generation_batch_size
+        return max(rows, self.oversampled(rows // self.num_generations) * self.num_generations)
+
+    def oversampled(self, prompts: int) -> int:
+        """How many prompts are begun where so many are needed."""
+        return math.ceil(self.oversample * prompts - 1e-9)
+
+    @property
     def rollout_servers(self) -> tuple[str, ...]:
         """Addresses of the servers that draw responses, without the path ``/v1``; perhaps none."""
         if self.rollout_engine in ("own", "transformers"):

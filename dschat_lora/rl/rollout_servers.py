@@ -229,7 +229,7 @@ def _check_status(response: HTTPResponse, reply: bytes) -> None:
 def to_sglang(body: Body) -> dict[str, Any]:
     """A request of vLLM's ``/v1/completions`` for one of SGLang's ``/generate``.
 
-    SGLang knows no ends of ours where it ignores those of the model.
+    Without ``ignore_eos``, with which SGLang stops at no token at all.
     """
     same = ("temperature", "top_p", "min_p", "repetition_penalty", "stop_token_ids")
     return {
@@ -314,6 +314,7 @@ class RolloutServers:
         say: told of servers that are lost, and that are back.
         ends: tokens that end a response.
         vocabulary_size: tokens are below it.
+        adapters: that the servers have, directories by name.
     """
 
     servers: Sequence[RolloutServer]

@@ -67,17 +67,22 @@ class RolloutsAhead:
             except RolloutError:  # told where the iteration begins, if servers are still gone
                 del self._begun[number]
             else:
-                found[str(number)] = {"version": version, "responses": responses_as_json(drawn)}
+                found[str(number)] = {
+                    "version": version,
+                    "prompts": len(self.prompts_of(number)),
+                    "responses": responses_as_json(drawn),
+                }
         return found
 
     def restore(self, state: dict[str, Any]) -> None:
         for number, each in state.items():
             prompts = self.prompts_of(int(number))
+            # Options may have changed since.
+            if int(number) - each["version"] > self.most or each["prompts"] != len(prompts):
+                continue
             fields = json.loads(each["responses"]).values()
             responses = [response_from_json(f, prompts[f["group"]].columns) for f in fields]
-            if int(number) - each["version"] <= self.most:
-                rollout = _Rollout(each["version"], partial(list, responses))
-                self._begun[int(number)] = rollout
+            self._begun[int(number)] = _Rollout(each["version"], partial(list, responses))
 
     def _drawn(self, number: int) -> list[Response]:
         rollout = self._begun[number]

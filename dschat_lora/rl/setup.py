@@ -510,7 +510,7 @@ def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
                 name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
             },
             num_generations=config.batch.num_generations,
-            batch_size=config.batch.per_device_generation_batch_size,
+            batch_size=config.batch.rows_decoded,
             decodes_here=not config.batch.rollout_servers,
             compares=roles.teaches and config.teacher.beta is not None,
         )

@@ -261,8 +261,8 @@ class RlhfTrainer:
         numbers = self._numbers(iteration)
         if self.config.batch.oversample == 1:
             return numbers
-        count = math.ceil(self.config.batch.oversample * len(numbers) - 1e-9)
-        return [*numbers, *self._further(iteration)[: count - len(numbers)]]
+        more = self.config.batch.oversampled(len(numbers)) - len(numbers)
+        return [*numbers, *self._further(iteration)[:more]]
 
     def _needed(self, iteration: int) -> int | None:
         return len(self._numbers(iteration)) if self.config.batch.oversample > 1 else None
@@ -520,7 +520,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         engines.actor.module.policy("actor").model,
         eos_ids=ends,
         pad_id=int(setup.tokenizer.pad_token_id),
-        batch_size=batch.per_device_generation_batch_size,
+        batch_size=batch.rows_decoded,
         max_length=cache_columns(setup.config),
         keeps_memory=plan is not None and plan.keeps_cache,
         update_bytes=0 if plan is None else plan.update,

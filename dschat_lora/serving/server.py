@@ -140,8 +140,8 @@ class Service:
         """``/v1/chat/completions`` and ``/v1/completions``."""
         body = await read_json(request)
         parsed = await parsed_request(body, kind, self.models, self.config, self.lock)
-        if (name := parsed.model.name) in self.adapters:
-            self.adapters[name] = self.adapters.pop(name)
+        if (adapter := self.adapters.pop(parsed.model.name, None)) is not None:
+            self.adapters[adapter.name] = adapter
         processed = self.config.logprobs_mode == "processed_logprobs"
         parsed = replace(parsed, options=replace(parsed.options, processed_logprobs=processed))
         if (grammar := parsed.options.grammar) is not None:
