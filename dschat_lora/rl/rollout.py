@@ -32,7 +32,7 @@ from dschat_lora.rl.advice import FullWhileDecodingError
 from dschat_lora.rl.batch import DecodedTurn, Response, TokenSequence, decoded_turns
 from dschat_lora.rl.environment import Episodes
 from dschat_lora.rl.roles import Network
-from dschat_lora.rl.rollout_engines import Drawn, ServerEngine, raise_anywhere
+from dschat_lora.rl.rollout_engines import Drawn, ServerEngine, raise_on_every_rank
 
 if TYPE_CHECKING:
     from dschat_lora.rl.agents import Agents  # which needs a server's libraries
@@ -138,11 +138,11 @@ class _TurnDecoder:
         responses = self._continued(blank, found)
         if needed is None:
             return responses
-        longest: dict[int, int] = {}
+        tokens, longest = found.tokens(), dict[int, int]()
         for group in range(len(prompts)):
             own = slice(group * num_generations, (group + 1) * num_generations)
             if not any(found.cut[own]):
-                longest[group] = max(map(len, found.tokens()[own]))
+                longest[group] = max(map(len, tokens[own]))
         kept = {n * num_generations for n in sorted(longest, key=longest.__getitem__)[:needed]}
         return [r for n, r in enumerate(responses) if n - n % num_generations in kept]
 
@@ -504,7 +504,7 @@ def _raising_together(decoder: TransformersDecoder, *args: Any, **options: Any) 
         raise
     except RuntimeError as error:
         failure = str(error)
-    raise_anywhere(failure)
+    raise_on_every_rank(failure)
     return found
 
 

@@ -36,7 +36,7 @@ class RolloutError(UserFunctionError):
     what = "--rollout_engine"
 
 
-def raise_anywhere(failure: str) -> None:
+def raise_on_every_rank(failure: str) -> None:
     """Raise a :class:`RolloutError` of the first rank that has a failure; call on every rank."""
     for first in filter(None, map(json.loads, gather_texts(json.dumps(failure)))):
         raise RolloutError from OSError(first)
@@ -212,7 +212,7 @@ class ServerEngine:
                 answers = wait()
             except EngineError as error:
                 failure = failure or str(error)
-            raise_anywhere(failure)
+            raise_on_every_rank(failure)
             drawn = [((), ()) if a is None else (a.tokens, a.logprobs) for a in answers]
             return DrawnResponses(drawn, sampling)
 
