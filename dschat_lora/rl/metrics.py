@@ -172,7 +172,7 @@ def rollout_rows(
     if experience.logprobs is not None:
         columns["kl"] = response_sums(experience.kl(), experience.mask)
     table, by_token = _on_host(columns, _token_columns(experience, targets), count)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for response, numbers in zip(experience.responses[:count], table, strict=True):
         known = {n: None if math.isnan(x) else x for n, x in zip(columns, numbers, strict=True)}
         counts = known["reward"] is not None

@@ -195,7 +195,8 @@ class ServerEngine:
         is_plain = drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         checks = keep_logprobs and sampling.do_sample and not is_plain
         size = max(map(len, seeds), default=1)
-        wait, failure, name = list[ServerAnswer | None], "", self._name
+        wait: Callable[[], list[ServerAnswer | None]] = list
+        failure, name = "", self._name
         try:
             if checks and bodies:
                 self._servers.check_logprobs(bodies[0])
