@@ -11,7 +11,14 @@ import pytest
 
 from dschat_lora.rl import rollout_servers
 from dschat_lora.rl.config import RolloutConfig
-from dschat_lora.rl.rollout_servers import EngineError, RolloutServer, RolloutServers, ServerError
+from dschat_lora.rl.rollout_servers import (
+    EngineError,
+    RolloutServer,
+    RolloutServers,
+    ServerAnswer,
+    ServerError,
+    _Work,
+)
 
 END, LIMIT = 2, 4
 
@@ -349,6 +356,13 @@ def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
         check(found.begin(BODIES)())
 
 
+def test_answers_beyond_those_that_are_needed_are_given_up_too():
+    work = _Work([None] * 6, group_size=2, needed=2)
+    for number in (4, 5, 0, 2, 3, 1):  # the last group came while the second one ended
+        work.give(number, ServerAnswer([number], [-1.0], True))
+    assert [n for n, answer in enumerate(work.whole()) if answer is not None] == [2, 3, 4, 5]
+
+
 def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():
     def slow(handler, body, number):
         time.sleep(0.1)
@@ -371,12 +385,14 @@ def test_what_a_lost_server_left_is_drawn_when_it_is_back():
     def down(handler, body, number):
         return state["down"] and drop(handler, body, number)
 
-    with servers(Fake(down), patience=0.0) as (found, said):
+    with servers(fake := Fake(down), patience=0.0) as (found, said):
         wait = found.begin(BODIES)
         while not found.lost:
             time.sleep(0.01)
         state["down"] = False
+        fake.loaded.clear()
         found.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        assert sorted(fake.loaded) == ["adapter", "next"]
         check(wait())
         assert [line.split(" is ")[1][:4] for line in said] == ["lost", "back"]
 
