@@ -359,7 +359,8 @@ def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
 def test_answers_beyond_those_that_are_needed_are_given_up_too():
     work = _Work([None] * 6, group_size=2, needed=2)
     for number in (4, 5, 0, 2, 3, 1):  # the last group came while the second one ended
-        work.give(number, ServerAnswer([number], [-1.0], True))
+        with work.changed:
+            work.give(number, ServerAnswer([number], [-1.0], True))
     assert [n for n, answer in enumerate(work.whole()) if answer is not None] == [2, 3, 4, 5]
 
 
