@@ -148,6 +148,8 @@ class RolloutServer:
         Raises:
             ServerError, EngineError: as :meth:`ask`.
         """
+        if self.is_sglang is None:  # another rank hands adapters over
+            self.base_limit()
         if not self.is_sglang:
             return self.ask(connection, "/v1/completions", body)
         try:

@@ -1,7 +1,9 @@
 """Rollouts that servers draw while earlier iterations train, off-policy by a bounded number."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -62,15 +64,12 @@ class RolloutsAhead:
         found = {}
         for number in sorted(n for n in self._begun if n >= self.iteration()):
             version = self._begun[number].version
-            try:
-                drawn = dict(enumerate(self._drawn(number)))
-            except RolloutError:  # told where the iteration begins, if servers are still gone
-                del self._begun[number]
-            else:
+            # Told where the iteration begins, if servers are still gone.
+            with suppress(RolloutError):
                 found[str(number)] = {
                     "version": version,
-                    "prompts": len(self.prompts_of(number)),
-                    "responses": responses_as_json(drawn),
+                    "prompts": _digest(self.prompts_of(number)),
+                    "responses": responses_as_json(dict(enumerate(self._drawn(number)))),
                 }
         return found
 
@@ -78,14 +77,21 @@ class RolloutsAhead:
         for number, each in state.items():
             prompts = self.prompts_of(int(number))
             # Options may have changed since.
-            if int(number) - each["version"] > self.most or each["prompts"] != len(prompts):
+            too_old = int(number) - each["version"] > self.most
+            if too_old or each["prompts"] != _digest(prompts):
                 continue
             fields = json.loads(each["responses"]).values()
             responses = [response_from_json(f, prompts[f["group"]].columns) for f in fields]
             self._begun[int(number)] = _Rollout(each["version"], partial(list, responses))
 
     def _drawn(self, number: int) -> list[Response]:
-        rollout = self._begun[number]
+        rollout = self._begun.pop(number)  # what fails is not waited for again, but drawn anew
         responses = [replace(r, policy_version=rollout.version) for r in rollout.wait()]
-        rollout.wait = partial(list, responses)
+        self._begun[number] = _Rollout(rollout.version, partial(list, responses))
         return responses
+
+
+def _digest(prompts: Sequence[PromptSample]) -> str:
+    """16 hex digits that differ where any prompt does."""
+    ids = json.dumps([each.input_ids.tolist() for each in prompts])
+    return hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
@@ -440,6 +441,14 @@ def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
         check(found.begin(BODIES)())
         found.load({"next": "/elsewhere"})
         assert fake.loaded == ["next"]
+        assert said == []
+
+
+def test_ranks_that_load_no_adapters_know_sglang_too():
+    with servers(fake := FakeSGLang(), patience=0.0) as (first, said):
+        other = replace(first, servers=[RolloutServer(fake.address, 5.0)], adapters={}, _works=[])
+        other.adopt(first.adapters, {})
+        check(other.begin(BODIES)())
         assert said == []
 
 

@@ -28,10 +28,11 @@ class Run:
         return [PromptSample(ids, f'{{"row": {n}}}'.encode()) for n in range(self.count)]
 
     def begin(self, prompts, iteration):
-        version = self.iteration
+        version, waits = self.iteration, [True]
         self.told.append(("begin", iteration, version))
 
         def wait():
+            assert waits.pop(), "waited for a second time"
             if self.down:
                 raise RolloutError from OSError("no server is left")
             self.told.append(("wait", iteration))
@@ -106,6 +107,27 @@ def test_what_could_not_be_drawn_is_drawn_anew_by_the_adapter_of_then():
     assert run.ahead.state() == {}
     run.down = False
     assert run.play(2) == [(2, 2), (3, 2)]
+
+
+def test_what_failed_is_not_waited_for_again_when_the_rest_is_saved():
+    run = Run(1)
+    run.play(2)
+    run.down = True
+    with pytest.raises(RolloutError):
+        run.ahead()
+    run.down = False
+    assert sorted(run.ahead.state()) == ["3"]  # which was whole
+    assert run.play(2) == [(2, 2), (3, 2)]
+
+
+def test_responses_to_other_prompts_are_not_taken_over():
+    run, resumed = Run(2), Run(2)
+    run.play(3)
+    resumed.iteration = 3
+    of_run, shift = resumed.ahead.prompts_of, 100  # as by another seed
+    resumed.ahead.prompts_of = lambda iteration: of_run(iteration + shift)
+    resumed.ahead.restore(run.ahead.state())
+    assert sorted(resumed.ahead._begun) == []
 
 
 # Iterations 3 and 4 are drawn by versions 1 and 2.
