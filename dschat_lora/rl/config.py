@@ -195,7 +195,7 @@ class RolloutConfig:
                 _check_name(name, getattr(self, name))
         require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
         require_numbers(self, ">= 0", "rollouts_ahead")
-        require_numbers(self, ">= 1", "oversample")
+        require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         if self.rollout_engine not in ("own", "transformers"):
             addresses = self.rollout_servers
             require(

@@ -109,8 +109,10 @@ class ServerEngine:
 
     def close(self) -> None:
         """End what is being drawn, and remove adapters from servers and disk; on any rank."""
+        if self._home is None:
+            self._servers.adapters = {}  # another rank's to remove
+        self._servers.close()
         if self._home is not None:
-            self._servers.close()
             self._home.cleanup()
 
     def _hand_over(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

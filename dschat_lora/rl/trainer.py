@@ -84,11 +84,6 @@ class RlhfTrainer:
         self.setup, self.config = setup, setup.config
         config, self._pad_id = self.config, int(setup.tokenizer.pad_token_id)
         self.schedule = make_rlhf_schedule(config, len(setup.prompts.train))
-        if config.batch.oversample > 1 and not self._further(0):
-            raise ValueError(
-                f"--oversample {config.batch.oversample:g} begins further prompts than the "
-                f"{self.schedule.order.size(0)} of an iteration, and the data has no others"
-            )
         self.generator = make_generator(setup, engines)
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
         self.progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)

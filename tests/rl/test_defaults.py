@@ -137,7 +137,8 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             ["--oversample", "1.5", "--rollout_engine", "transformers"],
             "--oversample 1.5 gives up responses .*--rollout_engine transformers do not",
         ),
-        (["--oversample", "0.9"], "--oversample must be >= 1, got 0.9"),
+        (["--oversample", "0.9"], r"--oversample must be in \[1, 10\], got 0.9"),
+        (["--oversample", "1e6"], r"--oversample must be in \[1, 10\], got 1000000"),
         (["--rollouts_ahead", "-1"], "--rollouts_ahead must be >= 0, got -1"),
         (
             ["--rollout_correction", "mis", "--rollout_is_threshold_lower", "3"],

@@ -11,7 +11,7 @@ import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.report.rollouts import read_rollouts
-from dschat_lora.rl import rollout_servers
+from dschat_lora.rl import rollout_servers, setup
 from helpers.served import running_server
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
@@ -141,6 +141,22 @@ def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes
     else:
         check_beside_own(run, own)
     assert [line["step"] for line in of_kind(run, "train")] == [1, 2, 3, 4]
+
+
+def test_oversampling_of_data_that_are_one_iteration_is_refused_before_a_model_is_loaded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(setup, "build_roles", None)
+    with pytest.raises(ValueError, match="--oversample 1.5 begins further prompts than the 4 of an"):
+        dl.rlhf(
+            data=ROWS[:5],  # one is held out
+            rewards=brevity,
+            max_steps=1,
+            output_dir=tmp_path / "run",
+            oversample=1.5,
+            generation_batches=2,
+            **OPTIONS,
+        )
 
 
 AHEAD = {**OPTIONS, "rollouts_ahead": 1, "actor_lora_learning_rate": 5e-3, "log_rollouts": 128}
