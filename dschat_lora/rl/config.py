@@ -194,7 +194,7 @@ class RolloutConfig:
             if getattr(self, name) is not None:
                 _check_name(name, getattr(self, name))
         require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
-        require_numbers(self, ">= 0", "rollouts_ahead")
+        require_numbers(self, "in [0, 16]", "rollouts_ahead")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         if self.rollout_engine not in ("own", "transformers"):
             addresses = self.rollout_servers

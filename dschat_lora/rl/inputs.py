@@ -165,11 +165,10 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
         data = f"{config.data.num_prompts:,} episodes without data"
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
     if ahead := config.batch.rollouts_ahead:
-        kind = config.ppo.rollout_correction or "tis"
-        say_once(
-            f"  rollouts     up to {ahead} iterations ahead, by adapters as old, weighed by "
-            f"--rollout_correction {kind}"
-        )
+        weighs = f"weighed by --rollout_correction {config.ppo.rollout_correction or 'tis'}"
+        if config.ppo.rules.distills and config.teacher.beta is not None:
+            weighs = f"for which --distill_loss {config.teacher.distill_loss} has no weights"
+        say_once(f"  rollouts     up to {ahead} iterations ahead, by adapters as old, {weighs}")
 
 
 def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:

@@ -139,7 +139,8 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         ),
         (["--oversample", "0.9"], r"--oversample must be in \[1, 10\], got 0.9"),
         (["--oversample", "1e6"], r"--oversample must be in \[1, 10\], got 1000000"),
-        (["--rollouts_ahead", "-1"], "--rollouts_ahead must be >= 0, got -1"),
+        (["--rollouts_ahead", "-1"], r"--rollouts_ahead must be in \[0, 16\], got -1"),
+        (["--rollouts_ahead", "17"], r"--rollouts_ahead must be in \[0, 16\], got 17"),
         (
             ["--rollout_correction", "mis", "--rollout_is_threshold_lower", "3"],
             r"--rollout_is_threshold_lower must be in \[0, 2\), below --rollout_is_threshold",
