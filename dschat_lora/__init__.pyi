@@ -708,6 +708,8 @@ def rlhf(
     rollout_engine: str = 'own',
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
+    oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
@@ -905,9 +907,11 @@ def rlhf(
         num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers with vLLM's OpenAI interface that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
         rollout_timeout (float): seconds that a server of --rollout_engine may take for a response
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
+        oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
@@ -1095,6 +1099,8 @@ def distill(
     rollout_engine: str = 'own',
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
+    oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
@@ -1285,9 +1291,11 @@ def distill(
         num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers with vLLM's OpenAI interface that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
         rollout_timeout (float): seconds that a server of --rollout_engine may take for a response
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
+        oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)

@@ -71,7 +71,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)  # in place of r
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)  # in place of lora_alpha
     base_bits: int | None = 16  # in which the base was held in training; None: not recorded
-    base_fingerprint: str = ""  # of the files of a 4-bit base, else empty
+    base_fingerprint: str = ""  # of the base's files: where it has 4 bits, and of rollouts
 
 
 def is_adapter_directory(path: str | Path) -> bool:
@@ -214,7 +214,7 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
 def more_metadata(config: AdapterConfig) -> dict[str, str]:
     """Metadata of the weights that say what PEFT's file cannot: packed layers, and the base."""
     found = {}
-    if config.base_bits == 4:
+    if config.base_bits == 4 or config.base_fingerprint:
         base = {"bits": config.base_bits, "fingerprint": config.base_fingerprint}
         found[_BASE] = json.dumps(base)
     if config.enable_lora:

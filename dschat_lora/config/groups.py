@@ -37,6 +37,8 @@ _RANGES: Mapping[str, Callable[[float], bool]] = {
     ">= 1e-06 (greedy: --no-do_sample)": lambda number: number >= 1e-6,
     ">= 1e-06, or 0 (greedy)": lambda number: number == 0 or number >= 1e-6,
     "in [0, 1)": lambda number: 0 <= number < 1,
+    "in [0, 16]": lambda number: 0 <= number <= 16,
+    "in [1, 10]": lambda number: 1 <= number <= 10,
     "in [0, 1]": lambda number: 0 <= number <= 1,
 }
 

@@ -125,6 +125,7 @@ class Decoder:
         prefixes: Sequence[tuple[int, int]] | None = None,
         keep_logprobs: bool = False,
         keep_going: KeepGoing | None = None,
+        needed: int | None = None,
     ) -> Responses:
         """As many responses to each prompt as it has seeds, prompt after prompt.
 
@@ -142,6 +143,9 @@ class Decoder:
         Where every rank must run the same number of forward passes, as sharded weights need it,
         ``keep_going`` is called once a step with whether this rank is done, and returns whether
         any rank is not. Call on every rank then.
+
+        As soon as all responses to ``needed`` prompts have ended the others are
+        :attr:`Responses.cut`.
 
         Raises:
             ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
@@ -175,17 +179,27 @@ class Decoder:
             return responses
         if self._num_drafts and keep_going is None:
             asked = [prompt for prompt in prompts for _ in range(copies)]
-            self._draw_in_slots(asked, responses, keeps_prefixes=prefixes is not None)
+            self._draw_in_slots(
+                asked, responses, copies, needed, keeps_prefixes=prefixes is not None
+            )
             return responses
         rows = self._rows_for(len(flat), columns) if prompts else None
         with self._kernels():
             if rows is not None:
                 rows.start(prompts, responses, copies=copies, source=before, prefixes=prefixes)
-            self._run(rows, responses, keep_going)
+            self._run(
+                rows, responses, keep_going, copies, len(prompts) if needed is None else needed
+            )
         return responses
 
     def _draw_in_slots(
-        self, prompts: Sequence[Sequence[int]], responses: Responses, *, keeps_prefixes: bool
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Responses,
+        copies: int,
+        needed: int | None,
+        *,
+        keeps_prefixes: bool,
     ) -> None:
         if self._slots is None:
             self._slots = SlotRows(
@@ -200,7 +214,14 @@ class Decoder:
             rows.forget()  # weights may have changed
         before = rows.drafted, rows.accepted
         with self._kernels():
-            draw_in_slots(rows, prompts, responses, most_rows=self._largest[0] or len(prompts))
+            draw_in_slots(
+                rows,
+                prompts,
+                responses,
+                most_rows=self._largest[0] or len(prompts),
+                copies=copies,
+                needed=needed,
+            )
         self.drafted += rows.drafted - before[0]
         self.accepted += rows.accepted - before[1]
         if not (self._keeps or self._retains):
@@ -248,8 +269,12 @@ class Decoder:
         rows: CachedRows | RecomputedRows | None,
         responses: Responses,
         keep_going: KeepGoing | None,
+        copies: int,
+        needed: int,
     ) -> None:
         """Choose tokens until every sequence has ended, here and, with ``keep_going``, elsewhere.
+
+        Here it is enough that those of ``needed`` prompts have, with ``copies`` of each.
 
         The rows have chosen their first one. On a GPU it is checked every few steps only which
         sequences have ended, since reading it waits for the device.
@@ -266,10 +291,11 @@ class Decoder:
             elif rows is not None and (self._device.type != "cuda" or chosen % GPU_POLL == 0):
                 finished = responses.finished(chosen)
                 alive = [not finished[sequence] for sequence in rows.sequences]
-                if any(alive):
+                groups = (finished[n : n + copies] for n in range(0, len(finished), copies))
+                if sum(map(all, groups)) < needed:
                     rows.keep(alive)
                 else:
-                    rows = None
+                    rows, responses.cut = None, [not each for each in finished]
             if not (keep_going(rows is None) if keep_going else rows is not None):
                 break
 

@@ -427,9 +427,18 @@ class SlotRows:
 
 
 def draw_in_slots(
-    rows: SlotRows, prompts: Sequence[Sequence[int]], responses: Responses, *, most_rows: int
+    rows: SlotRows,
+    prompts: Sequence[Sequence[int]],
+    responses: Responses,
+    *,
+    most_rows: int,
+    copies: int = 1,
+    needed: int | None = None,
 ) -> None:
     """Draw all sequences of ``responses``, one to each prompt; a row that has ended is refilled.
+
+    Each ``copies`` of them belong together; where all of ``needed`` such groups have ended, the
+    others are :attr:`Responses.cut`.
 
     Every position is drawn by its own random number, whatever stands in a draft, which goes on
     only as far as it is what was drawn: so drafts change no text.
@@ -440,6 +449,8 @@ def draw_in_slots(
     waiting, running = deque(range(len(prompts))), list[int]()
     drawn = [0] * len(prompts)  # tokens of each sequence
     last = [0] * len(prompts)
+    left = [copies] * (len(prompts) // copies)  # of each group
+    needed = len(left) if needed is None else needed
 
     def draw(logits: Tensor, sequences: Sequence[int], numbers: Sequence[int]) -> Iterator[int]:
         own, at = to_device(torch.tensor([sequences, numbers]), device)
@@ -455,8 +466,9 @@ def draw_in_slots(
                 rows.leave(row)
                 running[row] = running[-1]
                 running.pop()
+                left[sequence // copies] -= 1
 
-    while waiting or running:
+    while left.count(0) < needed:
         if waiting and len(running) < most_rows:
             new = [waiting.popleft() for _ in range(min(most_rows - len(running), len(waiting)))]
             logits, _ = rows.join([prompts[sequence] for sequence in new], [0] * len(new))
@@ -477,6 +489,9 @@ def draw_in_slots(
             kept.append(min(end, common_prefix(own, draft)))
         rows.keep(kept)
         take([own[: count + 1] for own, count in zip(tokens, kept, strict=True)])
+    for row in reversed(range(len(running))):
+        rows.leave(row)
+    responses.cut = [n in {*waiting, *running} for n in range(len(prompts))]
 
 
 def sample_each(

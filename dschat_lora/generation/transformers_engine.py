@@ -13,6 +13,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.parallel import whole_sequences
 
 _BLOCK = 256  # tokens of a block of keys and values, by transformers' default
+_PART = 512  # tokens of prompts that are read at a time
 
 
 class AskedResponse(NamedTuple):
@@ -47,6 +48,11 @@ class DrawnResponses:
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""
         return [list(tokens) for tokens, _ in self.sequences]
+
+    @property
+    def cut(self) -> list[bool]:
+        """Whether each sequence was given up before its end: it has no tokens."""
+        return [not tokens for tokens, _ in self.sequences]
 
     def undrawn(self) -> list[bool]:
         """False for each: a token that cannot be drawn is an error of the engine."""
@@ -122,7 +128,8 @@ class TransformersDecoder:
                 generation_config=self._options(sampling, most),
                 continuous_batching_config=self._config_class(
                     num_blocks=self._batch_size * -(-longest // _BLOCK),
-                    max_batch_tokens=max(longest, self._batch_size),
+                    # Longer prompts are read in parts: the mask has so many rows.
+                    max_batch_tokens=max(min(longest, _PART), self._batch_size),
                     return_logprobs=True,
                 ),
                 progress_bar=False,

@@ -64,6 +64,8 @@ class Response:
     failure: str = ""  # why an agent's episode does not count; empty: it does
     logged: Mapping[str, float] = field(default_factory=dict)  # by an agent, beside its reward
     is_drawn: bool = True  # by the actor; else it is an answer of the data
+    # iterations that the adapter which drew it had learnt from, where it may be an older one
+    policy_version: int | None = None
     # what the reference reads in the place of the prompt; None: the same
     reference_prompt: tuple[int, ...] | None = None
 

@@ -117,9 +117,9 @@ class RolloutConfig:
     )
     rollout_engine: str = option(
         "own",
-        help="what draws responses: own; transformers, its continuous batching; or servers with "
-        "vLLM's OpenAI interface that take adapters at run time, by their addresses with commas "
-        "between them, such as http://127.0.0.1:8000",
+        help="what draws responses: own; transformers, its continuous batching; or servers (vLLM, "
+        "SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with "
+        "commas between them, such as http://127.0.0.1:8000",
     )
     rollout_adapter_dir: str | None = option(
         None,
@@ -128,6 +128,17 @@ class RolloutConfig:
     )
     rollout_timeout: float = option(
         600.0, help="seconds that a server of --rollout_engine may take for a response"
+    )
+    rollouts_ahead: int = option(
+        0,
+        help="have the servers of --rollout_engine draw the responses of so many further "
+        "iterations while one trains, by adapters that are at most so many iterations old; "
+        "--rollout_correction weighs for that; 0: they wait for each other",
+    )
+    oversample: float = option(
+        1.0,
+        help="begin the responses to so many times the prompts of an iteration, and end when those "
+        "to enough of them are whole: the longest are given up, with all responses to their prompt",
     )
     merge_for_rollouts: bool = option(
         False,
@@ -190,6 +201,8 @@ class RolloutConfig:
             if getattr(self, name) is not None:
                 _check_name(name, getattr(self, name))
         require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
+        require_numbers(self, "in [0, 16]", "rollouts_ahead")
+        require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         if self.rollout_engine not in ("own", "transformers"):
             addresses = self.rollout_servers
             require(
@@ -197,7 +210,7 @@ class RolloutConfig:
                 "rollout_engine",
                 self.rollout_engine,
                 "own, transformers, or addresses of servers such as http://127.0.0.1:8000, with "
-                "commas between them (vLLM is such a server)",
+                "commas between them (vLLM and SGLang are such servers)",
             )
         require_numbers(self, ">= 0", "agent_retries")
         require_numbers(self, ">= 1", "agent_max_calls")
@@ -216,6 +229,16 @@ class RolloutConfig:
                 f"--num_generations {self.num_generations} must divide the {own} responses of an "
                 "iteration (--per_device_generation_batch_size x --generation_batches)"
             )
+
+    @property
+    def rows_decoded(self) -> int:
+        """Responses that a device decodes at a time, those that are given up among them."""
+        rows = self.per_device_generation_batch_size
+        return max(rows, self.oversampled(rows // self.num_generations) * self.num_generations)
+
+    def oversampled(self, prompts: int) -> int:
+        """How many prompts are begun where so many are needed."""
+        return math.ceil(self.oversample * prompts - 1e-9)
 
     @property
     def rollout_servers(self) -> tuple[str, ...]:

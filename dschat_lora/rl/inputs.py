@@ -164,6 +164,11 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     if config.data.num_prompts:
         data = f"{config.data.num_prompts:,} episodes without data"
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
+    if ahead := config.batch.rollouts_ahead:
+        weighs = f"weighed by --rollout_correction {config.ppo.rollout_correction or 'tis'}"
+        if config.ppo.rules.distills and config.teacher.beta is not None:
+            weighs = f"for which --distill_loss {config.teacher.distill_loss} has no weights"
+        say_once(f"  rollouts     up to {ahead} iterations ahead, by adapters as old, {weighs}")
 
 
 def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:

@@ -124,7 +124,7 @@ def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
     """
     if config.batch.rollout_servers:
         return 0
-    tokens = config.batch.per_device_generation_batch_size * cache_columns(config)
+    tokens = config.batch.rows_decoded * cache_columns(config)
     if config.batch.has_turns and device_type() == "cpu":
         tokens *= 2
     group = group_of(model)

@@ -166,7 +166,7 @@ def rollout_rows(
     if experience.logprobs is not None:
         columns["kl"] = response_sums(experience.kl(), experience.mask)
     table, by_token = _on_host(columns, _token_columns(experience, targets), count)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for response, numbers in zip(experience.responses[:count], table, strict=True):
         known = {n: None if math.isnan(x) else x for n, x in zip(columns, numbers, strict=True)}
         counts = known["reward"] is not None
@@ -181,6 +181,7 @@ def rollout_rows(
                 "advantage": known.get("advantage") if counts else None,
                 "kl": known.get("kl") if counts else None,
                 "length": response.num_actor_tokens,
+                **({} if (n := response.policy_version) is None else {"policy_version": n}),
             }
         )
         if response.earlier:
@@ -280,6 +281,12 @@ def importance_metrics(
     return found | {"importance_capped": float((weights >= correction.cap).double().mean())}
 
 
+def version_metrics(responses: Sequence[Response], iteration: int) -> dict[str, float]:
+    """By how many iterations the adapters that drew responses are behind, where they may be."""
+    lags = [iteration - r.policy_version for r in responses if r.policy_version is not None]
+    return {"rollout_version_lag": sum(lags) / len(lags)} if lags else {}
+
+
 def sampler_errors(experience: Experience, *, bounds: bool = False) -> dict[str, float]:
     """|decode loop's minus old log-probabilities| over the tokens that count, in nats.
 
@@ -323,6 +330,7 @@ _METRICS = (
         "sampler_error",
         "rollout_kl",
         "rollout_ratio_max",
+        "rollout_version_lag",
         "importance_weight",
         "importance_masked",
         "reward",
@@ -340,7 +348,8 @@ def check_sampler(metrics: Mapping[str, Any], dtype: str, engine: str = "own") -
         ValueError: if the two passes differ by more than rounding could make of them.
     """
     found, here = metrics.get("sampler_error", 0.0), engine in ("own", "transformers")
-    if not here and found > ENGINE_LIMIT:
+    # An older adapter is another policy.
+    if not here and found > ENGINE_LIMIT and not metrics.get("rollout_version_lag"):
         raise ValueError(
             f"--rollout_engine {engine} draws from another model: its log-probabilities are "
             f"{found:.2g} nats per token from the actor's (more than {ENGINE_LIMIT:g}); does it "
@@ -439,13 +448,17 @@ class Diagnostics:
         kl = row.get("rollout_kl", 0.0)
         if kl <= MISMATCH_TOLERANCE or not self.samples_tokens:
             return None
-        weighs = "importance_weight" in row
+        weighs, lag = "importance_weight" in row, row.get("rollout_version_lag")
         remedy = "--rollout_correction tis weighs tokens for it, and"
         return (
             f"responses are drawn from a policy that is {kl:.2g} nats per token from the one "
             f"that learns, by a ratio of up to {row['rollout_ratio_max']:.2g}: "
             + ("weights become noisy; " if weighs else f"the gradient is biased; {remedy} ")
-            + "the same types for weights, adapter and cache on both sides make it smaller"
+            + (
+                "fewer --rollouts_ahead, or a smaller learning rate, make it smaller"
+                if lag
+                else "the same types for weights, adapter and cache on both sides make it smaller"
+            )
         )
 
     def _masked(self, row: dict[str, float]) -> str | None:

@@ -33,7 +33,7 @@ from dschat_lora.rl.advice import FullWhileDecodingError
 from dschat_lora.rl.batch import DecodedTurn, Response, TokenSequence, decoded_turns
 from dschat_lora.rl.environment import Episodes
 from dschat_lora.rl.roles import Network
-from dschat_lora.rl.rollout_engines import ServerEngine
+from dschat_lora.rl.rollout_engines import Drawn, ServerEngine, raise_on_every_rank
 
 if TYPE_CHECKING:
     from dschat_lora.rl.agents import Agents  # which needs a server's libraries
@@ -91,7 +91,7 @@ class PromptOrder:
 class _TurnDecoder:
     """Decodes turns of the actor, each with random numbers of its own."""
 
-    decode: Callable[..., Responses]
+    decode: Callable[..., Any]
     key: tuple[int | str, ...]
     max_tokens: int  # of a response
     keep_logprobs: bool
@@ -99,16 +99,53 @@ class _TurnDecoder:
     find_end: Callable[[Sequence[int]], int | None]
 
     def first(
-        self, prompts: Sequence[tuple[int, PromptSample]], num_generations: int
+        self,
+        prompts: Sequence[tuple[int, PromptSample]],
+        num_generations: int,
+        needed: int | None = None,
     ) -> list[Response]:
-        """Responses to prompts, with their numbers, prompt after prompt."""
+        """Responses to prompts, with their numbers, prompt after prompt.
+
+        Of those that are not to the ``needed`` prompts whose responses are the shortest, none.
+        """
+        found = self.ask(prompts, num_generations, needed)
+        return self.answers(prompts, num_generations, found, needed)
+
+    def ask(
+        self,
+        prompts: Sequence[tuple[int, PromptSample]],
+        num_generations: int,
+        needed: int | None = None,
+    ) -> Any:
+        """What the decoder makes of prompts, with their numbers."""
         copies = range(num_generations)
-        found = self.decode(
+        more = {} if needed is None else {"needed": needed}
+        return self.decode(
             [prompt.input_ids.tolist() for _, prompt in prompts],
             seeds=[[stream_seed(*self.key, n, k) for k in copies] for n, _ in prompts],
             keep_logprobs=self.keep_logprobs,
+            **more,
         )
-        return self._continued([_unanswered(*each) for each in prompts for _ in copies], found)
+
+    def answers(
+        self,
+        prompts: Sequence[tuple[int, PromptSample]],
+        num_generations: int,
+        found: Responses,
+        needed: int | None = None,
+    ) -> list[Response]:
+        """The responses to prompts that were decoded, prompt after prompt; see :meth:`first`."""
+        blank = [_unanswered(*each) for each in prompts for _ in range(num_generations)]
+        responses = self._continued(blank, found)
+        if needed is None:
+            return responses
+        tokens, longest = found.tokens(), dict[int, int]()
+        for group in range(len(prompts)):
+            own = slice(group * num_generations, (group + 1) * num_generations)
+            if not any(found.cut[own]):
+                longest[group] = max(map(len, tokens[own]))
+        kept = {n * num_generations for n in sorted(longest, key=longest.__getitem__)[:needed]}
+        return [r for n, r in enumerate(responses) if n - n % num_generations in kept]
 
     def next(
         self,
@@ -184,15 +221,15 @@ def _table(own: Mapping[int, Response], width: int) -> Tensor:
     return table
 
 
-def _as_json(responses: Mapping[int, Response]) -> str:
+def responses_as_json(responses: Mapping[int, Response]) -> str:
     """Responses of episodes by number, without their prompts' columns."""
     known = {n: replace(each, columns=b"") for n, each in responses.items()}
     fields = {n: asdict(each) for n, each in known.items()}
     return json.dumps(fields, default=bytes.decode)
 
 
-def _from_json(fields: dict[str, Any], columns: bytes) -> Response:
-    """A response of :func:`_as_json`."""
+def response_from_json(fields: dict[str, Any], columns: bytes) -> Response:
+    """A response of :func:`responses_as_json`."""
 
     def fixed(found: dict[str, Any]) -> dict[str, Any]:
         return {n: tuple(v) if isinstance(v, list) else v for n, v in found.items()}
@@ -266,8 +303,9 @@ class Generator:
             num_drafts=num_drafts,
         )
         if by_transformers:
-            self._make_decoder = partial(
-                TransformersDecoder, eos_ids=eos_ids, pad_id=pad_id, batch_size=batch_size
+            self._make_decoder = lambda model: partial(
+                _raising_together,
+                TransformersDecoder(model, eos_ids=eos_ids, pad_id=pad_id, batch_size=batch_size),
             )
 
     def __call__(
@@ -278,19 +316,22 @@ class Generator:
         num_generations: int,
         key: tuple[int | str, ...],
         keep_logprobs: bool = False,
+        needed: int | None = None,
     ) -> list[Response]:
         """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
 
         The prompts are the same on every rank; each data rank answers a share of them. ``key`` is
         that of the random numbers, of which each response has its own. ``keep_logprobs`` keeps the
         decode loop's log-probabilities, of the policy and of what was drawn from.
+        Where ``needed`` of the prompts are enough, the others, whose responses end last, get none:
+        each batch has its share of them.
 
         Raises:
             BrokenWeightsError: if a token could not be drawn, as a weight is not finite, or one of
                 no response could be.
         """
         # Prompts of like length are decoded together, and ranks have equal work.
-        order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
+        order = _by_length(prompts)
         mine = order[data_rank() :: data_world_size()]
         if self._episodes is not None:
             begin = self._episodes.environment.begin
@@ -306,14 +347,8 @@ class Generator:
             batches = batches or self._agents is not None
             at_a_time = max(1, self._batch_size // num_generations if batches else len(order))
             chunks = -(-len(order[:: data_world_size()]) // at_a_time)
-            turns = _TurnDecoder(
-                partial(decoder, sampling=sampling, keep_going=keep_going),
-                ("rollout", *key),
-                sampling.max_new_tokens,
-                keep_logprobs=keep_logprobs,
-                is_end=self._eos_ids.__contains__,
-                find_end=self._find_end,
-            )
+            decode = partial(decoder, sampling=sampling, keep_going=keep_going)
+            turns = self._turns(decode, sampling, key, keep_logprobs=keep_logprobs)
             for chunk in range(chunks):
                 numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
                 copies = [(n, k) for n in numbers for k in range(num_generations)]
@@ -321,14 +356,15 @@ class Generator:
                 if self._agents is not None:
                     played = self._agents.play(
                         [(_unanswered(n, prompts[n]), (n, k)) for n, k in copies],
-                        partial(decoder, sampling=sampling, keep_going=keep_going),
+                        decode,
                         key=("rollout", *key),
                         max_calls_at_a_time=self._batch_size,
                         is_end=self._eos_ids.__contains__,
                     )
                     found |= dict(zip(places, played, strict=False))
                     continue
-                responses = turns.first([(n, prompts[n]) for n in numbers], num_generations)
+                pairs = [(n, prompts[n]) for n in numbers]
+                responses = turns.first(pairs, num_generations, _share_of(needed, numbers, mine))
                 if self._episodes is not None:
                     responses = self._episodes.play(
                         responses,
@@ -336,12 +372,10 @@ class Generator:
                         max_tokens=sampling.max_new_tokens,
                         places=places,
                     )
-                found |= dict(zip(places, responses, strict=True))
+                found |= _by_place(responses, num_generations)
             if counted:
                 self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
-        blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
-        blank = [each for each in blank for _ in range(num_generations)]
-        responses = self._share(found, blank, width=sampling.max_new_tokens)
+        responses = self._share(found, prompts, num_generations, sampling)
         if any(each.undrawn for each in responses):
             own = broken_parameters(dict(self._rollout.named_parameters()))
             broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]
@@ -380,17 +414,71 @@ class Generator:
         if self.keeps and on_gpu and free_bytes(self._engine.device) < self._update_bytes:
             self.release()
 
+    def begin(
+        self,
+        prompts: Sequence[PromptSample],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        key: tuple[int | str, ...],
+        needed: int | None = None,
+    ) -> Callable[[], list[Response]]:
+        """Have servers begin on what a call gives, with log-probabilities; it waits for that.
+
+        They go on with the adapter as it is when this is called, while it is trained.
+        """
+        assert self._servers is not None, "what decodes here holds up training"
+        assert not self._plays_episodes, "turns are asked for one after another"
+        mine = _by_length(prompts)[data_rank() :: data_world_size()]
+        own = [(n, prompts[n]) for n in mine]
+        with self._servers.decoding():
+            begin = partial(self._servers.begin, sampling=sampling)
+            turns = self._turns(begin, sampling, key, keep_logprobs=True)
+            share = _share_of(needed, mine, mine)
+            wait = turns.ask(own, num_generations, share)
+
+        def responses() -> list[Response]:
+            found = turns.answers(own, num_generations, wait(), share)
+            drawn = _by_place(found, num_generations)
+            return self._share(drawn, prompts, num_generations, sampling)
+
+        return responses
+
+    def _turns(
+        self,
+        decode: Callable[..., Any],
+        sampling: Sampling,
+        key: tuple[int | str, ...],
+        *,
+        keep_logprobs: bool,
+    ) -> _TurnDecoder:
+        return _TurnDecoder(
+            decode,
+            ("rollout", *key),
+            sampling.max_new_tokens,
+            keep_logprobs=keep_logprobs,
+            is_end=self._eos_ids.__contains__,
+            find_end=self._find_end,
+        )
+
     def _share(
-        self, own: Mapping[int, Response], blank: Sequence[Response], *, width: int
+        self,
+        own: Mapping[int, Response],
+        prompts: Sequence[PromptSample],
+        num_generations: int,
+        sampling: Sampling,
     ) -> list[Response]:
         """All ranks' responses by number, from those of this rank; call on every rank."""
+        width = sampling.max_new_tokens
+        blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
+        blank = [each for each in blank for _ in range(num_generations)]
         if self._plays_episodes:
-            shares = map(json.loads, gather_texts(_as_json(own)))
+            shares = map(json.loads, gather_texts(responses_as_json(own)))
             found = {int(n): fields for share in shares for n, fields in share.items()}
-            return [_from_json(found[n], each.columns) for n, each in enumerate(blank)]
+            return [response_from_json(found[n], each.columns) for n, each in enumerate(blank)]
         whole = gather_over_ranks(_table(own, width).to(self._engine.device)).cpu()
         rows = whole[whole[:, 0].argsort()]
-        return [_from_row(row, each, width) for row, each in zip(rows, blank, strict=True)]
+        return [_from_row(row, blank[int(row[0])], width) for row in rows]
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[Callable[..., Any], KeepGoing | None]]:
@@ -426,6 +514,44 @@ class Generator:
 
     def _fits(self, parameters: list[Any]) -> bool:
         return whole_weights_fit(parameters, self._engine.device)
+
+
+def _raising_together(decoder: TransformersDecoder, *args: Any, **options: Any) -> Drawn:
+    """What a decoder draws; call equally often on every rank.
+
+    Raises:
+        RolloutError: on every rank, if it fails on one.
+    """
+    failure = ""
+    try:
+        found = decoder(*args, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        failure = str(error)
+    raise_on_every_rank(failure)
+    return found
+
+
+def _by_length(prompts: Sequence[PromptSample]) -> list[int]:
+    """Numbers of the prompts, the longest first."""
+    return sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
+
+
+def _share_of(needed: int | None, batch: Sequence[int], mine: Sequence[int]) -> int | None:
+    """How many prompts of a batch are needed, of this rank's and of all that are, in order."""
+    if needed is None or not batch:
+        return needed
+    own = len(range(needed)[data_rank() :: data_world_size()])
+    first = mine.index(batch[0])
+    return own * (first + len(batch)) // len(mine) - own * first // len(mine)
+
+
+def _by_place(responses: Sequence[Response], num_generations: int) -> dict[int, Response]:
+    """Responses to whole groups by their place among those to all prompts."""
+    return {
+        each.group * num_generations + n % num_generations: each for n, each in enumerate(responses)
+    }
 
 
 def stop_ids(tokenizer: Tokenizer, model: PreTrainedModel, stop_tokens: Sequence[str]) -> list[int]:

@@ -25,6 +25,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.transformers_engine import DrawnResponses, asked_responses
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import AdaptedModel
+from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.rl.rewards import UserFunctionError
 from dschat_lora.rl.rollout_servers import EngineError, RolloutServers, ServerAnswer
 
@@ -33,6 +34,12 @@ class RolloutError(UserFunctionError):
     """Responses could not be drawn; the cause says why. Raised on every rank."""
 
     what = "--rollout_engine"
+
+
+def raise_on_every_rank(failure: str) -> None:
+    """Raise a :class:`RolloutError` of the first rank that has a failure; call on every rank."""
+    for first in filter(None, map(json.loads, gather_texts(json.dumps(failure)))):
+        raise RolloutError from OSError(first)
 
 
 class Drawn(Protocol):
@@ -64,6 +71,8 @@ class ServerEngine:
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._run = secrets.token_hex(4)  # servers may have other runs' adapters
         self._name = ""
+        self._waited_for: list[str] = []  # adapters that responses are being drawn with
+        self._fingerprint = ""  # of the base's files, once it is needed
 
     @contextmanager
     def decoding(self) -> Iterator[Callable[..., Drawn]]:
@@ -78,8 +87,15 @@ class ServerEngine:
         if rank() == 0:
             try:
                 outcome = json.dumps(self._hand_over(tensors))
-            except (EngineError, OSError) as error:
+            except EngineError as error:
                 outcome = json.dumps({"failure": str(error)})
+            except OSError as error:
+                where = self._directory or "/dev/shm"
+                words = (
+                    f"the adapter cannot be written where servers read it, {where}: {error}; give "
+                    "--rollout_adapter_dir a directory with room that they see"
+                )
+                outcome = json.dumps({"failure": words})
             except ValueError as error:
                 outcome = json.dumps({"mistake": str(error)})
         found = json.loads(broadcast_string(outcome))
@@ -87,18 +103,20 @@ class ServerEngine:
             raise RolloutError from OSError(found["failure"])
         if "mistake" in found:
             raise ValueError(found["mistake"])
+        self._name = found.pop("name")
         self._servers.adopt(**found)
-        self._name = found["name"]
         yield self._decode
 
     def close(self) -> None:
-        """Have servers forget the adapter, and remove its directory; on any rank."""
+        """End what is being drawn, and remove adapters from servers and disk; on any rank."""
+        if self._home is None:
+            self._servers.adapters = {}  # another rank's to remove
+        self._servers.close()
         if self._home is not None:
-            self._servers.unload()
             self._home.cleanup()
 
     def _hand_over(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Have the servers load the adapter; its name and path, and which servers are lost."""
+        """Have the servers load the adapter; its name, all they have, and which are lost."""
         digest = hashlib.blake2b(digest_size=6)
         for tensor in tensors.values():
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
@@ -109,8 +127,11 @@ class ServerEngine:
             if where is not None:
                 where.mkdir(parents=True, exist_ok=True)
             self._home = tempfile.TemporaryDirectory(prefix="dschat_lora-rollouts-", dir=where)
-        path = Path(self._home.name) / name
-        if name != self._name:
+            if self._directory is not None:  # servers may be another user's
+                Path(self._home.name).chmod(0o755)
+            self._fingerprint = weights_fingerprint(self._base)
+        path, known = Path(self._home.name) / name, self._servers.adapters
+        if name not in known:
             write_adapter(
                 path,
                 tensors,
@@ -118,13 +139,24 @@ class ServerEngine:
                 layout=adapter_layout(self._actor.model),
                 base_model_name_or_path=self._base,
                 base_bits=self._actor.base_bits,
+                base_fingerprint=self._fingerprint,
             )
-        self._servers.load(name, str(path))
-        if self._name and name != self._name:
-            shutil.rmtree(path.with_name(self._name), ignore_errors=True)
-        return {"name": name, "path": str(path), "lost": self._servers.lost}
+        adapters = {each: path for each, path in known.items() if each in self._waited_for}
+        adapters[name] = str(path)
+        self._servers.load(adapters)
+        for each in known.keys() - adapters.keys():
+            shutil.rmtree(known[each], ignore_errors=True)
+        return {"name": name, "adapters": adapters, "lost": self._servers.lost}
 
-    def _decode(
+    def _decode(self, *args: Any, **options: Any) -> DrawnResponses:
+        """What :meth:`begin` draws, at once; call equally often on every rank.
+
+        Raises:
+            RolloutError: if no server is left, or one refuses a request.
+        """
+        return self.begin(*args, **options)()
+
+    def begin(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
@@ -134,13 +166,13 @@ class ServerEngine:
         prefixes: Sequence[tuple[int, int]] | None = None,
         keep_logprobs: bool = False,
         keep_going: Callable[[bool], bool] | None = None,
-    ) -> DrawnResponses:
-        """As many responses to each prompt as it has seeds, prompt after prompt.
+        needed: int | None = None,
+    ) -> Callable[[], DrawnResponses]:
+        """Begin on as many responses to each prompt as it has seeds, prompt after prompt.
 
-        Servers find prefixes by themselves. Call equally often on every rank.
-
-        Raises:
-            RolloutError: if no server is left, or one refuses a request.
+        They are drawn by the adapter of the latest :meth:`decoding`, while other work goes on. What
+        is returned waits for them, see :meth:`_decode`. Servers find prefixes by themselves.
+        As soon as ``needed`` prompts are answered the others are given up, and have no tokens.
         """
         drawn = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
         if sampling.do_sample:
@@ -164,13 +196,27 @@ class ServerEngine:
         ]
         is_plain = drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         checks = keep_logprobs and sampling.do_sample and not is_plain
-        answers, failure = list[ServerAnswer](), ""
+        size = max(map(len, seeds), default=1)
+        wait: Callable[[], list[ServerAnswer | None]] = list
+        failure, name = "", self._name
         try:
             if checks and bodies:
                 self._servers.check_logprobs(bodies[0])
-            answers = self._servers.answers(bodies)
+            wait = self._servers.begin(bodies, group_size=size, needed=needed)
         except EngineError as error:
             failure = str(error)
-        for first in filter(None, map(json.loads, gather_texts(json.dumps(failure)))):
-            raise RolloutError from OSError(first)
-        return DrawnResponses([(each.tokens, each.logprobs) for each in answers], sampling)
+        self._waited_for.append(name)
+
+        def responses() -> DrawnResponses:
+            nonlocal failure
+            self._waited_for.remove(name)
+            answers: list[ServerAnswer | None] = []
+            try:
+                answers = wait()
+            except EngineError as error:
+                failure = failure or str(error)
+            raise_on_every_rank(failure)
+            drawn = [((), ()) if a is None else (a.tokens, a.logprobs) for a in answers]
+            return DrawnResponses(drawn, sampling)
+
+        return responses

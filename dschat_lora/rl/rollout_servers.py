@@ -1,4 +1,7 @@
-"""Servers of vLLM's OpenAI interface that draw responses, with adapters that come at run time."""
+"""Servers that draw responses, with adapters that come at run time.
+
+They speak vLLM's OpenAI interface or SGLang's own, which ``/v1/models`` of both tells.
+"""
 
 import json
 import math
@@ -13,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 Body = Mapping[str, Any]
@@ -43,6 +46,10 @@ class LostAdapterError(ServerError):
     """A server does not know the adapter, as one that was started again."""
 
 
+class DeniedError(ServerError):
+    """A server does not take the key."""
+
+
 class ServerAnswer(NamedTuple):
     """A response as a server drew it."""
 
@@ -65,6 +72,7 @@ class RolloutServer:
     timeout: float
     lost: str | None = None
     is_checked: bool = False  # its log-probabilities, since it was last lost
+    is_sglang: bool | None = None  # None: not known yet
     failures: int = 0  # since its last answer
     failing_since: float = math.inf
 
@@ -129,9 +137,38 @@ class RolloutServer:
         found = self.ask_once("/v1/models", seconds=CONNECT_SECONDS)
         try:
             limits = [each.get("max_model_len") for each in found["data"]]
+            self.is_sglang = any(each.get("owned_by") == "sglang" for each in found["data"])
         except (AttributeError, KeyError, TypeError) as error:
             raise ServerError("/v1/models is no list of models") from error
         return min((n for n in limits if isinstance(n, int)), default=None)
+
+    def draw(self, connection: HTTPConnection, body: Body) -> Any:
+        """The reply to a request of ``/v1/completions``, of SGLang in the words of vLLM.
+
+        Raises:
+            ServerError, EngineError: as :meth:`ask`.
+        """
+        if self.is_sglang is None:  # another rank hands adapters over
+            self.base_limit()
+        if not self.is_sglang:
+            return self.ask(connection, "/v1/completions", body)
+        try:
+            return from_sglang(self.ask(connection, "/generate", to_sglang(body)), body)
+        except EngineError as error:
+            if "lora" in str(error).lower():
+                raise LostAdapterError(str(error)) from error
+            raise
+
+    def set_adapter(self, verb: Literal["load", "unload"], body: Body, seconds: float) -> None:
+        """Have the server load an adapter or forget it.
+
+        Raises:
+            ServerError, EngineError: as :meth:`ask`.
+        """
+        if self.is_sglang is None:
+            self.base_limit()
+        where = "" if self.is_sglang else "/v1"
+        self.ask_once(f"{where}/{verb}_lora_adapter", body, seconds)
 
     def has_failed(self, patience: float) -> bool:
         """Count a failure; whether that makes too many for so many seconds."""
@@ -180,6 +217,8 @@ def _check_status(response: HTTPResponse, reply: bytes) -> None:
     if status < 300:
         return
     said = " ".join(reply.decode(errors="replace").split())[:300]
+    if status in (401, 403):
+        raise DeniedError(f"it refuses the key of ROLLOUT_API_KEY, {status}: {said}")
     if status == 429:
         raise FullServerError(f"it answers {status}: {said}")
     if status == 404:
@@ -187,6 +226,46 @@ def _check_status(response: HTTPResponse, reply: bytes) -> None:
     if status < 500:
         raise EngineError(f"it refuses what is asked, {status}: {said}")
     raise ServerError(f"it answers {status}: {said}")
+
+
+def to_sglang(body: Body) -> dict[str, Any]:
+    """A request of vLLM's ``/v1/completions`` for one of SGLang's ``/generate``.
+
+    Without ``ignore_eos``, with which SGLang stops at no token at all.
+    """
+    same = ("temperature", "top_p", "min_p", "repetition_penalty", "stop_token_ids")
+    return {
+        "input_ids": body["prompt"],
+        "lora_path": body["model"],
+        "return_logprob": True,
+        "sampling_params": {
+            **{name: body[name] for name in same if name in body},
+            "top_k": body.get("top_k") or -1,
+            "max_new_tokens": body["max_tokens"],
+            "sampling_seed": body["seed"] % 2**31,
+        },
+    }
+
+
+def from_sglang(reply: Any, body: Body) -> dict[str, Any]:
+    """A reply of SGLang's ``/generate`` as one of vLLM's ``/v1/completions``.
+
+    Raises:
+        ServerError: if it is none.
+    """
+    try:
+        found = reply["meta_info"]
+        drawn = [(float(logprob), token) for logprob, token, *_ in found["output_token_logprobs"]]
+        finish = found["finish_reason"]["type"]
+    except (KeyError, TypeError, ValueError) as error:
+        said = repr(reply)[:200]
+        raise ServerError(
+            f"its reply has no output_token_logprobs and finish_reason, as SGLang's have: {said}"
+        ) from error
+    logprobs = {"token_logprobs": [logprob for logprob, _ in drawn]}
+    tokens = [token for _, token in drawn]
+    choice = {"token_ids": tokens, "finish_reason": finish, "logprobs": logprobs}
+    return {"model": body["model"], "choices": [choice]}
 
 
 def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: int) -> ServerAnswer:
@@ -237,6 +316,7 @@ class RolloutServers:
         say: told of servers that are lost, and that are back.
         ends: tokens that end a response.
         vocabulary_size: tokens are below it.
+        adapters: that the servers have, directories by name.
     """
 
     servers: Sequence[RolloutServer]
@@ -244,23 +324,27 @@ class RolloutServers:
     say: Callable[[str], None]
     ends: frozenset[int]
     vocabulary_size: int
-    _adapter: tuple[str, str] | None = None  # name and path
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    _works: list["_Work"] = field(default_factory=list)  # that are waited for
 
-    def load(self, name: str, path: str) -> None:
-        """Have all servers, lost ones too, load an adapter from a directory that they see.
+    def load(self, adapters: Mapping[str, str]) -> None:
+        """Have all servers, lost ones too, load these adapters, and forget others.
+
+        Args:
+            adapters: directories that the servers see, by name.
 
         Raises:
             EngineError: if none does.
         """
-        earlier, self._adapter = self._adapter, (name, path)
+        earlier, self.adapters = self.adapters, dict(adapters)
 
         def load(server: RolloutServer) -> None:
-            if earlier == self._adapter and server.lost is None:
-                return
+            known = earlier if server.lost is None else ()
             try:
                 if server.lost is not None:
                     server.base_limit()  # fails sooner than loading where nothing answers
-                _load(server, name, path)
+                for name in adapters.keys() - known:
+                    _load(server, name, adapters[name])
             except (ServerError, EngineError) as error:
                 self._lose(server, error)
                 return
@@ -268,16 +352,16 @@ class RolloutServers:
                 self.say(f"{server.address} is back")
             server.lost = None
             server.has_answered()
-            if earlier is not None and earlier[0] != name:
-                _unload(server, earlier[0], UNLOAD_SECONDS)
+            for name in earlier.keys() - adapters.keys():
+                _unload(server, name, UNLOAD_SECONDS)
 
         self._with_each(load)
         if len(self.lost) == len(self.servers):
             raise self._none_left()
 
-    def adopt(self, name: str, path: str, lost: Mapping[str, str]) -> None:
+    def adopt(self, adapters: Mapping[str, str], lost: Mapping[str, str]) -> None:
         """Take what another process has loaded; ``lost`` servers by address, and why."""
-        self._adapter = name, path
+        self.adapters = adapters
         for server in self.servers:
             server.has_answered()
             server.lost = lost.get(server.address)
@@ -288,13 +372,17 @@ class RolloutServers:
         """Why servers are lost, by address."""
         return {each.address: each.lost for each in self.servers if each.lost is not None}
 
-    def unload(self) -> None:
-        """Have the servers forget the adapter, which takes some seconds at most."""
-        if self._adapter is not None:
-            name, self._adapter = self._adapter[0], None
-            self._with_each(
-                lambda each: None if each.lost else _unload(each, name, CONNECT_SECONDS)
-            )
+    def close(self) -> None:
+        """End what is being drawn, and have the servers forget adapters; takes some seconds."""
+        for work in self._works:
+            work.end()
+        names, self.adapters = list(self.adapters), {}
+
+        def unload(server: RolloutServer) -> None:
+            for name in names if server.lost is None else ():
+                _unload(server, name, CONNECT_SECONDS)
+
+        self._with_each(unload)
 
     def check_logprobs(self, body: Body) -> None:
         """Lose servers whose log-probabilities are not those of what they draw from.
@@ -309,29 +397,41 @@ class RolloutServers:
         def check(server: RolloutServer) -> None:
             if server.lost is not None or server.is_checked:
                 return
-            (answer,) = self._draw([{**body, "top_k": 1, "max_tokens": 1}], [server])
+            (answer,) = self._begin([{**body, "top_k": 1, "max_tokens": 1}], [server])()
             if answer is not None and answer.logprobs[0] < -1e-6:
                 words = (
                     "it gives log-probabilities before --temperature, --top_p and --top_k, and "
                     "training needs those of what was drawn from: start it with --logprobs-mode "
                     "processed_logprobs (vLLM) or --logprobs_mode processed_logprobs "
-                    "(`dschat-lora serve`), or leave these options out"
+                    "(`dschat-lora serve`), or leave these options out, as SGLang needs it"
                 )
                 self._lose(server, ServerError(words))
             server.is_checked = server.lost is None
 
         self._with_each(check)
 
-    def answers(self, bodies: Sequence[Body]) -> list[ServerAnswer]:
-        """The responses to requests for one each, in their order.
+    def begin(
+        self, bodies: Sequence[Body], *, group_size: int = 1, needed: int | None = None
+    ) -> Callable[[], list[ServerAnswer | None]]:
+        """Have the servers answer requests for one response each; gives what waits for them.
 
-        Raises:
-            EngineError: if a request is refused, or no server is left.
+        That returns answers in the order of the requests, and raises an EngineError if one is
+        refused, or no server is left. Servers that were lost and are back take part again.
+
+        Args:
+            bodies: the requests, those of a prompt after one another.
+            group_size: requests of each prompt.
+            needed: as soon as so many prompts are answered the others are given up: None.
         """
-        found = self._draw(bodies, self.servers)
-        answers = [answer for answer in found if answer is not None]
-        if len(answers) < len(bodies):
-            raise self._none_left()
+        wait = self._begin(bodies, self.servers, group_size=group_size, needed=needed)
+        needed = len(bodies) // group_size if needed is None else needed
+
+        def answers() -> list[ServerAnswer | None]:
+            found = wait()
+            if sum(answer is not None for answer in found) < needed * group_size:
+                raise self._none_left()
+            return found
+
         return answers
 
     def _with_each(self, do: Callable[[RolloutServer], None]) -> None:
@@ -339,36 +439,56 @@ class RolloutServers:
         with ThreadPoolExecutor(len(self.servers)) as pool:
             list(pool.map(do, self.servers))
 
-    def _draw(
-        self, bodies: Sequence[Body], servers: Sequence[RolloutServer]
-    ) -> list[ServerAnswer | None]:
-        """The responses by these servers; None where all of them are lost."""
-        work = _Work(deque(range(len(bodies))), [None] * len(bodies))
-        threads = [
-            threading.Thread(target=self._ask_all, args=(server, bodies, work), daemon=True)
-            for server in servers
-            if server.lost is None
-            for _ in range(min(self.in_flight, len(bodies)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if work.refused is not None:
-            raise work.refused
-        return work.found
+    def _begin(
+        self,
+        bodies: Sequence[Body],
+        servers: Sequence[RolloutServer],
+        *,
+        group_size: int = 1,
+        needed: int | None = None,
+    ) -> Callable[[], list[ServerAnswer | None]]:
+        """:meth:`begin` with these servers; answers are None too where all of them are lost."""
+        groups = len(bodies) // group_size
+        work = _Work([None] * len(bodies), group_size, groups if needed is None else needed)
+        self._works.append(work)
+
+        def begin() -> list[threading.Thread]:
+            threads = [
+                threading.Thread(target=self._ask_all, args=(server, bodies, work), daemon=True)
+                for server in servers
+                if server.lost is None
+                for _ in range(min(self.in_flight, len(bodies)))
+            ]
+            for thread in threads:
+                thread.start()
+            return threads
+
+        threads = begin()
+
+        def wait() -> list[ServerAnswer | None]:
+            nonlocal threads
+            while threads:
+                for thread in threads:
+                    thread.join()
+                threads = [] if work.is_over else begin()
+            self._works.remove(work)
+            if work.refused is not None:
+                raise work.refused
+            return work.whole()
+
+        return wait
 
     def _ask_all(self, server: RolloutServer, bodies: Sequence[Body], work: "_Work") -> None:
         """Answer one request after another until none is left, or the server is lost."""
-        with closing(server.connect()) as connection:
+        with closing(server.connect()) as connection, work.using(connection):
             while (number := work.take(server)) is not None:
                 answer: ServerAnswer | None = None
                 failure: ServerError | None = None
                 try:
-                    reply = server.ask(connection, "/v1/completions", bodies[number])
+                    reply = server.draw(connection, bodies[number])
                     answer = read_answer(reply, bodies[number], self.ends, self.vocabulary_size)
                 except LostAdapterError as error:
-                    failure = self._load_again(server) or error
+                    failure = self._load_again(server, bodies[number]["model"]) or error
                 except ServerError as error:
                     failure = error
                 except EngineError as error:
@@ -380,20 +500,24 @@ class RolloutServers:
                         work.give(number, answer)
                         if answer is not None:
                             server.has_answered()
-                        elif failure is not None and server.lost is None:
-                            # One that is full is waited for as long as for an answer.
-                            busy = isinstance(failure, FullServerError)
-                            if server.has_failed(server.timeout if busy else PATIENCE):
-                                self._lose(server, failure)
-                if failure is not None and server.lost is None:
+                        elif failure is not None and server.lost is None and not work.is_over:
+                            self._count_failure(server, failure)
+                if failure is not None and server.lost is None and not work.is_over:
                     time.sleep(_PAUSE)
 
-    def _load_again(self, server: RolloutServer) -> ServerError | None:
-        """Load the adapter in a server that does not know it; why that failed, if it did."""
-        assert self._adapter is not None, "an adapter is loaded before responses are drawn"
+    def _count_failure(self, server: RolloutServer, failure: ServerError) -> None:
+        # One that is full is waited for as long as for an answer.
+        busy = isinstance(failure, FullServerError)
+        failed = server.has_failed(server.timeout if busy else PATIENCE)
+        if failed or isinstance(failure, DeniedError):
+            self._lose(server, failure)
+
+    def _load_again(self, server: RolloutServer, name: str) -> ServerError | None:
+        """Load an adapter in a server that does not know it; why that failed, if it did."""
         server.is_checked = False
         try:
-            _load(server, *self._adapter)
+            if name in self.adapters:  # else the run is at its end
+                _load(server, name, self.adapters[name])
         except (ServerError, EngineError) as error:
             return ServerError(str(error))
         return None
@@ -413,21 +537,52 @@ class RolloutServers:
 class _Work:
     """Requests that wait, and answers that came; shared by the threads of one call."""
 
-    waiting: deque[int]
     found: list[ServerAnswer | None]
+    group_size: int  # requests of a prompt, one after another
+    needed: int  # prompts
     refused: EngineError | None = None
+    ended: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.found)))
+        self._missing = [self.group_size] * (len(self.found) // self.group_size)  # of each prompt
+        self._answered: list[int] = []  # prompts, in the order in which they were
+        self._connections: set[HTTPConnection] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no answer is wanted any more."""
+        return self.ended or self.refused is not None or len(self._answered) >= self.needed
+
+    def whole(self) -> list[ServerAnswer | None]:
+        """The answers to the prompts that were answered first, as many as are needed."""
+        kept = set(self._answered[: self.needed])
+        return [a if n // self.group_size in kept else None for n, a in enumerate(self.found)]
+
+    @contextmanager
+    def using(self, connection: HTTPConnection) -> Iterator[None]:
+        """Within, the connection is shut where the work is over, which ends what waits for it."""
+        self._connections.add(connection)
+        yield
+        self._connections.discard(connection)
+
+    def end(self) -> None:
+        """Give up what is not answered yet."""
+        self.ended = True
+        for connection in list(self._connections):
+            if (connected := connection.sock) is not None:
+                with suppress(OSError):
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
     def take(self, server: RolloutServer) -> int | None:
         """The number of the next request, once there is one; None when all are answered."""
         with self.changed:
             while True:
-                if self.refused is not None or server.lost is not None:
+                if self.is_over or server.lost is not None:
                     return None
                 if self.waiting:
                     return self.waiting.popleft()
-                if all(answer is not None for answer in self.found):
-                    return None
                 self.changed.wait()  # for what others may give back
 
     def give(self, number: int, answer: ServerAnswer | None) -> None:
@@ -435,18 +590,26 @@ class _Work:
         self.found[number] = answer
         if answer is None:
             self.waiting.append(number)
+        else:
+            group = number // self.group_size
+            self._missing[group] -= 1
+            if not self._missing[group]:
+                self._answered.append(group)
+        if self.is_over:
+            self.end()
         self.changed.notify_all()
 
 
 def _load(server: RolloutServer, name: str, path: str) -> None:
     body = {"lora_name": name, "lora_path": path}
     try:
-        server.ask_once("/v1/load_lora_adapter", body, LOAD_SECONDS)
+        server.set_adapter("load", body, LOAD_SECONDS)
     except LostAdapterError as error:
         raise EngineError(
-            f"it does not load the adapter {path} ({error}): it must see that "
-            "directory, and be started with --allow_runtime_lora_updating (`dschat-lora serve`) "
-            "or --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (vLLM)"
+            f"it does not load the adapter {path} ({error}): it must see that directory "
+            "(--rollout_adapter_dir, for another user's server), and be started with "
+            "--allow_runtime_lora_updating (`dschat-lora serve`) or --enable-lora (SGLang, and "
+            "vLLM, there with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)"
         ) from error
     except EngineError as error:
         if "already" not in str(error):
@@ -455,4 +618,4 @@ def _load(server: RolloutServer, name: str, path: str) -> None:
 
 def _unload(server: RolloutServer, name: str, seconds: float) -> None:
     with suppress(ServerError, EngineError):  # it is not there any more
-        server.ask_once("/v1/unload_lora_adapter", {"lora_name": name}, seconds)
+        server.set_adapter("unload", {"lora_name": name}, seconds)

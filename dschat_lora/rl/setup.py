@@ -14,7 +14,7 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import describe_tokenizer, make_encoder
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_rank, device
+from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
@@ -26,7 +26,7 @@ from dschat_lora.models.loading import Tokenizer, attention_note, load_config, l
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.advice import explaining_memory
 from dschat_lora.rl.agent_programs import Program, load_program
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.config import RlhfConfig, RolloutConfig
 from dschat_lora.rl.environment import Episodes, TurnTokens
 from dschat_lora.rl.inputs import (
     Sources,
@@ -135,6 +135,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     judge = None if name is None else load_function("judge_function", name, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
     _check_columns(prompts, scorer, judge, episodes, agents)
+    _check_others(config.batch, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
     settings = role_settings(config)
@@ -252,6 +253,17 @@ def _check_columns(
         objects = set() if scorer.objects is None else {"environments", "environment"}
         for function in (*scorer.functions, *scorer.gates):
             function.check_columns(columns | objects)
+
+
+def _check_others(batch: RolloutConfig, num_prompts: int) -> None:
+    """Refuse over-sampling of data that are one iteration."""
+    rows = batch.per_device_generation_batch_size * batch.generation_batches * data_world_size()
+    if batch.oversample > 1 and num_prompts <= rows // batch.num_generations:
+        raise ValueError(
+            f"--oversample {batch.oversample:g} begins further prompts than the {num_prompts} of "
+            "an iteration, and the data has no others: give more prompts, or fewer "
+            "--generation_batches"
+        )
 
 
 def _scorer(
@@ -511,7 +523,7 @@ def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
                 name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
             },
             num_generations=config.batch.num_generations,
-            batch_size=config.batch.per_device_generation_batch_size,
+            batch_size=config.batch.rows_decoded,
             decodes_here=not config.batch.rollout_servers,
             compares=roles.teaches and config.teacher.beta is not None,
         )

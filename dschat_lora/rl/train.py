@@ -150,6 +150,7 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         "evaluation": evaluator,
         "rollouts": trainer.rollouts,
         "pretraining": trainer.pretraining,
+        "rollouts_ahead": trainer.ahead,
     }
     return Checkpointer(
         setup.run,

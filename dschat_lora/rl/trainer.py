@@ -13,6 +13,7 @@ from torch import Tensor
 from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.algos.seeds import permutation, stream_seed
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, local_rank, rank
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.throughput import device_peak
@@ -46,6 +47,7 @@ from dschat_lora.rl.metrics import (
     rollout_rows,
     sampler_errors,
     update_metrics,
+    version_metrics,
 )
 from dschat_lora.rl.pretraining import make_pretraining
 from dschat_lora.rl.rewards import (
@@ -58,6 +60,7 @@ from dschat_lora.rl.rewards import (
 from dschat_lora.rl.rollout import Generator, PromptOrder, end_of_text, stop_ids
 from dschat_lora.rl.rollout_engines import ServerEngine
 from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
+from dschat_lora.rl.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.rl.teacher import answer_of
 from dschat_lora.rl.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
@@ -69,8 +72,8 @@ from dschat_lora.runtime.resume import goes_on_in_place, run_of
 class RlhfTrainer:
     """Makes one iteration after another; call methods on every rank.
 
-    ``progress``, ``diagnostics``, ``pretraining`` and ``average`` (the actor's moving average) are
-    kept up to date; the last two are None where the run has none.
+    ``progress``, ``diagnostics``, ``pretraining``, ``average`` (the actor's moving average) and
+    ``ahead`` are kept up to date; the last three are None where the run has none.
     """
 
     def __init__(self, setup: RlhfSetup, engines: Engines) -> None:
@@ -102,6 +105,17 @@ class RlhfTrainer:
         if config.checkpoint and not goes_on_in_place(config):
             earlier = run_of(Path(config.checkpoint))
         self.rollouts = RolloutLog(run.directory, run.log, active=rank() == 0, source=earlier)
+        self.ahead = None
+        if config.batch.rollouts_ahead:
+            self.ahead = RolloutsAhead(
+                config.batch.rollouts_ahead,
+                self.schedule.num_iterations,
+                iteration=lambda: self.progress.iteration,
+                prompts_of=lambda iteration: self._prompts(self._begun(iteration)),
+                begin=lambda prompts, iteration: self.generator.begin(
+                    prompts, **self._drawing(iteration), needed=self._needed(iteration)
+                ),
+            )
         self.timer = PhaseTimer(device())
         self._shares_prompts = engines.shares_prompts and self.schedule.num_generations > 1
         self._rate_factor = standard_schedule(config.optim)(self.schedule.num_steps)
@@ -196,6 +210,8 @@ class RlhfTrainer:
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
             **self.generator.draft_metrics(),
+            **version_metrics(responses, progress.iteration - 1),
+            **self._cut(progress.iteration - 1),
             "kl_coef": progress.kl_coef,
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),
@@ -213,28 +229,76 @@ class RlhfTrainer:
 
     def _responses(self) -> list[Response]:
         """Those of an iteration: the actor's and, by ``--on_policy_share``, answers of the data."""
-        seed, iteration = self.config.run.seed, self.progress.iteration
-        numbers, given = self.schedule.order(iteration), list[Response]()
+        iteration, given = self.progress.iteration, list[Response]()
+        numbers = self._numbers(iteration)
         if self.setup.answers is not None:
             samples = self.setup.answers.train
-            # Of a prompt all responses are drawn, or none; its fraction is rounded at random.
-            wanted = self.config.teacher.on_policy_share * len(numbers)
-            drawn = int(wanted + stream_seed("on-policy share", seed, iteration) / 2**63)
-            order = permutation(len(samples), "answers", seed, iteration)
-            count = (len(numbers) - drawn) * self.schedule.num_generations
+            order = permutation(len(samples), "answers", self.config.run.seed, iteration)
+            count = self.schedule.order.size(iteration) - len(numbers)
+            count *= self.schedule.num_generations
             chosen = [samples[int(order[n % len(order)])] for n in range(count)]
-            given = [answer_of(each, group=drawn + n) for n, each in enumerate(chosen)]
-            numbers = numbers[:drawn]
-        responses = [*(self._generate(numbers) if numbers else ()), *given]
+            given = [answer_of(each, group=len(numbers) + n) for n, each in enumerate(chosen)]
+        if self.ahead is not None:
+            drawn = self.ahead()
+        else:
+            drawn = self._generate(self._begun(iteration), needed=self._needed(iteration))
+        places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
+        responses = [*(replace(each, group=places[each.group]) for each in drawn), *given]
         prompts = self.setup.teacher_prompts
         return responses if prompts is None else prompts(responses)
 
-    def _generate(self, numbers: Sequence[int], *more: int | str) -> list[Response]:
-        """Responses to the prompts of these numbers; ``more`` is of the key of random numbers."""
-        batch, prompts = self.config.batch, self.setup.prompts.train
-        return self.generator(
-            [prompts[number] for number in numbers],
-            Sampling(
+    def _numbers(self, iteration: int) -> list[int]:
+        """Numbers of an iteration's prompts that the actor answers."""
+        numbers = self.schedule.order(iteration)
+        if self.setup.answers is None:
+            return numbers
+        # Of a prompt all responses are drawn, or none; its fraction is rounded at random.
+        wanted = self.config.teacher.on_policy_share * len(numbers)
+        chance = stream_seed("on-policy share", self.config.run.seed, iteration) / 2**63
+        return numbers[: int(wanted + chance)]
+
+    def _begun(self, iteration: int) -> list[int]:
+        """The same and, by ``--oversample``, further ones."""
+        numbers = self._numbers(iteration)
+        if self.config.batch.oversample == 1:
+            return numbers
+        more = self.config.batch.oversampled(len(numbers)) - len(numbers)
+        return [*numbers, *self._further(iteration)[:more]]
+
+    def _needed(self, iteration: int) -> int | None:
+        return len(self._numbers(iteration)) if self.config.batch.oversample > 1 else None
+
+    def _further(self, iteration: int) -> list[int]:
+        """Numbers of the prompts that are not of an iteration, in a random order."""
+        first = set(self.schedule.order(iteration))
+        key = ("further prompts", self.config.run.seed, iteration)
+        order = permutation(self.schedule.order.num_prompts, *key)
+        return [int(number) for number in order if int(number) not in first]
+
+    def _prompts(self, numbers: Sequence[int]) -> list[PromptSample]:
+        return [self.setup.prompts.train[number] for number in numbers]
+
+    def _generate(
+        self, numbers: Sequence[int], *more: int | str, needed: int | None = None
+    ) -> list[Response]:
+        """Responses to the prompts of these numbers; ``more`` is of the key of random numbers.
+
+        Of those that are not to the ``needed`` prompts whose responses end first, none.
+        """
+        if not numbers:
+            return []
+        drawing = self._drawing(self.progress.iteration, *more)
+        prompts = self._prompts(numbers)
+        found = self.generator(prompts, **drawing, keep_logprobs=True, needed=needed)
+        if self.ahead is None:
+            return found
+        return [replace(each, policy_version=self.progress.iteration) for each in found]
+
+    def _drawing(self, iteration: int, *more: int | str) -> dict[str, Any]:
+        """How the generator draws an iteration's responses; ``more`` as in :meth:`_generate`."""
+        batch = self.config.batch
+        return {
+            "sampling": Sampling(
                 max_new_tokens=self.config.data.max_answer_seq_len,
                 do_sample=batch.do_sample,
                 temperature=batch.rollout_temperature or batch.temperature,
@@ -242,10 +306,9 @@ class RlhfTrainer:
                 top_p=batch.top_p,
                 top_k=batch.top_k,
             ),
-            num_generations=self.schedule.num_generations,
-            key=(self.config.run.seed, self.progress.iteration, *more),
-            keep_logprobs=True,
-        )
+            "num_generations": self.schedule.num_generations,
+            "key": (self.config.run.seed, iteration, *more),
+        }
 
     def _resample(self, responses: list[Response]) -> Resampled:
         """The responses by dynamic sampling, with their scores."""
@@ -263,10 +326,8 @@ class RlhfTrainer:
                     self.engines, found, batches, scorer=self.setup.scorer, state=self.state()
                 )
 
-        first = set(self.schedule.order(iteration))
-        key = ("further prompts", self.config.run.seed, iteration)
-        order = permutation(self.schedule.order.num_prompts, *key)
-        further = [int(number) for number in order if int(number) not in first]
+        begun = set(self._begun(iteration))
+        further = [number for number in self._further(iteration) if number not in begun]
         return resample(responses, further=further, tries=tries, generate=generate, score=score)
 
     def _minibatches(
@@ -418,6 +479,11 @@ class RlhfTrainer:
             device=device(),
         )
 
+    def _cut(self, iteration: int) -> dict[str, int]:
+        """Prompts of an iteration whose responses were given up, where some may be."""
+        needed = self._needed(iteration)
+        return {} if needed is None else {"cut_prompts": len(self._begun(iteration)) - needed}
+
     def _mismatch(self, updater: Updater) -> dict[str, float]:
         """Metrics of the sampler beside the policy, where they may differ by more than rounding."""
         correction = self.config.ppo.correction
@@ -459,7 +525,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         engines.actor.module.policy("actor").model,
         eos_ids=ends,
         pad_id=int(setup.tokenizer.pad_token_id),
-        batch_size=batch.per_device_generation_batch_size,
+        batch_size=batch.rows_decoded,
         max_length=cache_columns(setup.config),
         keeps_memory=plan is not None and plan.keeps_cache,
         update_bytes=0 if plan is None else plan.update,

@@ -476,6 +476,32 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_source_is_kept(config.run, source)
 
 
+def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse rollouts ahead and over-sampling where the engine or other options rule them out."""
+    batch, engine, ahead = config.batch, config.batch.rollout_engine, config.batch.rollouts_ahead
+    if ahead and (batch.has_turns or not batch.rollout_servers):
+        with_turns = "an --environment or agent waits for each turn"
+        in_process = (
+            f"--rollout_engine {engine} draws in the processes that train: give the address of a "
+            "server, such as `dschat-lora serve --allow_runtime_lora_updating` in another process"
+        )
+        raise ValueError(
+            f"--rollouts_ahead {ahead} has servers draw whole responses while this process trains, "
+            f"and {with_turns if batch.has_turns else in_process}"
+        )
+    if ahead and not (batch.do_sample and config.ppo.rollout_correction != "none"):
+        off = "--rollout_correction none" if batch.do_sample else "--no-do_sample"
+        raise ValueError(
+            f"--rollouts_ahead {ahead} learns from responses of older adapters, for which "
+            f"--rollout_correction weighs, and {off} leaves no weights: leave one out"
+        )
+    if batch.oversample > 1 and (batch.has_turns or engine == "transformers"):
+        raise ValueError(
+            f"--oversample {batch.oversample:g} gives up responses on the way, which environments, "
+            "agents and --rollout_engine transformers do not: leave it out"
+        )
+
+
 def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the correction that the engine needs; one that cannot be used is refused."""
     batch, engine = config.batch, config.batch.rollout_engine
@@ -548,6 +574,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_trackers,
     check_output_dir,
     check_sources_are_kept,
+    check_rollouts,
     with_rollout_engine,
     announce,
     note_without_effect,

@@ -79,6 +79,11 @@ class ServeConfig(AnswerConfig):
         help="answer /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM does: who may ask "
         "may have any directory of this machine read as an adapter",
     )
+    max_loras: int = option(
+        8,
+        help="adapters that --allow_runtime_lora_updating keeps; a further one takes the place of "
+        "the one that was asked longest ago",
+    )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
         "raw_logprobs",
         help="raw_logprobs: log-probabilities of the model, at temperature 1; processed_logprobs: "
@@ -88,7 +93,7 @@ class ServeConfig(AnswerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_address(self.host, self.port, self.token, example="TOKEN")
-        require_numbers(self, ">= 1", "max_batch_size")
+        require_numbers(self, ">= 1", "max_batch_size", "max_loras")
         require_numbers(self, ">= 0", "max_queue")
 
     @property

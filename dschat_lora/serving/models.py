@@ -23,7 +23,9 @@ from dschat_lora.generation.generate import check_cache
 from dschat_lora.generation.kv_cache import TRIED
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
+from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import (
     PreTrainedModel,
     Tokenizer,
@@ -33,6 +35,7 @@ from dschat_lora.models.loading import (
     load_tokenizer,
     share_parameters,
 )
+from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import note
 from dschat_lora.runtime.checks import find_of_kind
 from dschat_lora.serving.config import AnswerConfig, NamedSource, find_models
@@ -183,6 +186,7 @@ def open_adapter(
     if base is None and len(bases) > 1:
         raise ValueError(f"lora_path {path} is an adapter of {source.base}, which is not served")
     base = base or next(iter(bases.values()))
+    _check_own_base(path, source, base)
     model, rows = base.batch.base, AdapterRows(base.batch.base.device)
     tree = _adapted(NamedSource(name, source), model, base.tokenizer, config.loading.model())
     mixed = share_parameters(model)
@@ -205,6 +209,23 @@ def _slots(
     )
     slots.prepare()  # here, where a lack of memory keeps this model alone from being served
     return slots
+
+
+def _check_own_base(path: str, source: ModelSource, base: ServedModel) -> None:
+    """Refuse an adapter that says it was trained on another base than the one that is served."""
+    own = source.adapter_config
+    assert own is not None, "an adapter has a configuration"
+    bits = 4 if any(isinstance(each, NF4Linear) for each in base.batch.base.modules()) else 16
+    if own.base_bits not in (None, bits):
+        raise ValueError(
+            f"lora_path {path} was trained on a {own.base_bits}-bit base, and {base.base_path} is "
+            f"served in {bits} bits: start the server with --base_bits {own.base_bits}"
+        )
+    if own.base_fingerprint and own.base_fingerprint != weights_fingerprint(base.base_path):
+        raise ValueError(
+            f"lora_path {path} was trained on other weight files than {base.base_path} holds here: "
+            "serve the base that it is an adapter of"
+        )
 
 
 def _adapted(

@@ -64,7 +64,8 @@ class Service:
     config: ServeConfig
     votes: VoteFile
     scorer: AnswerScorer | None = None
-    adapters: MutableMapping[str, ServedModel] = field(default_factory=dict)  # that came later
+    # That came later, the one that was asked longest ago first.
+    adapters: MutableMapping[str, ServedModel] = field(default_factory=dict)
     # Tokenizers are for one thread at a time.
     lock: threading.Lock = field(default_factory=threading.Lock)
     loading: threading.Lock = field(default_factory=threading.Lock)  # of adapters
@@ -107,6 +108,8 @@ class Service:
                 model = open_adapter(name, path, list(self.models.values()), self.config)
                 self.decoder.add(model.batch)
                 self.models[name] = self.adapters[name] = model
+                while len(self.adapters) > self.config.max_loras:
+                    self._forget(next(iter(self.adapters)))
 
         try:
             await asyncio.to_thread(open_alone)
@@ -119,18 +122,25 @@ class Service:
         fields = Fields(await read_json(request))
         name = fields.take("lora_name", str, "text")
         fields.finish()
-        model = self.adapters.pop(name, None)
-        if model is None:
+        if name not in self.adapters:
             message = f"no adapter {name!r:.80} came at run time"
             raise ApiError(404, message, param="lora_name", code="model_not_found")
-        del self.models[name]
-        self.decoder.remove(model.batch)
+        self._forget(name)
         return JSONResponse({"unloaded": name})
+
+    def _forget(self, name: str) -> None:
+        """Take no more requests for an adapter that came at run time; running answers end."""
+        model = self.adapters.pop(name, None)
+        if model is not None:  # else another thread was faster
+            del self.models[name]
+            self.decoder.remove(model.batch)
 
     async def answer(self, request: Request, kind: Kind) -> Response:
         """``/v1/chat/completions`` and ``/v1/completions``."""
         body = await read_json(request)
         parsed = await parsed_request(body, kind, self.models, self.config, self.lock)
+        if (adapter := self.adapters.pop(parsed.model.name, None)) is not None:
+            self.adapters[adapter.name] = adapter
         processed = self.config.logprobs_mode == "processed_logprobs"
         parsed = replace(parsed, options=replace(parsed.options, processed_logprobs=processed))
         if (grammar := parsed.options.grammar) is not None:

@@ -1,6 +1,7 @@
 """Step 3 at every ZeRO stage, in one and two processes: one and the same run."""
 
 import json
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.rlhf_course import save_family, write_prompts, write_texts, write_turns_template
+from helpers.served import running_server
 from helpers.spread import ALL
 from helpers.step1 import write_jsonl
 
@@ -48,6 +50,12 @@ KINDS = {
         "opt",
         places((2, 3)),
         f"--algorithm rloo --num_generations 2 --top_p 0.9 --importance_cap 2 {TURNS}",
+    ),
+    "rollouts ahead": (
+        "opt",
+        places((2, 3)),
+        "--algorithm grpo --num_generations 4 --ppo_epochs 2 --rollout_engine SERVER "
+        "--rollouts_ahead 1",
     ),
     "grpo": ("opt", places((2, 2)), "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
     "distill": (
@@ -129,7 +137,24 @@ def family(home):
 
 
 @pytest.fixture(scope="module")
-def run_many(home, family, ranks):
+def served(home, family):
+    """``served()``: the address of a server of the base of OPT's shape."""
+    with ExitStack() as stack:
+
+        @cache
+        def start():
+            pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+            from dschat_lora.serving.config import ServeConfig
+            from dschat_lora.serving.server import make_service
+
+            config = ServeConfig(models=(family("opt")["base"],), allow_runtime_lora_updating=True)
+            return stack.enter_context(running_server(make_service(config, home / "votes.jsonl")))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def run_many(home, family, served, ranks):
     """``run_many(size, runs)``: rank 0's report of each; runs are (name, stages, layer by layer)"""
 
     def call(size, runs):
@@ -142,6 +167,7 @@ def run_many(home, family, ranks):
             if 3 in (actor_stage, critic_stage):
                 argv += ["--deepspeed_config", home / "sharded.json"]
             argv += ["--output_dir", out]
+            argv = [served() if each == "SERVER" else each for each in argv]
             arguments.append({"argv": list(map(str, argv)), "layer_by_layer": layer_by_layer})
             outs.append(out)
         results = ranks(size).run(

@@ -22,6 +22,7 @@ from dschat_lora.rl import train as course
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.engines import build_engines
 from dschat_lora.rl.rollout import Generator
+from dschat_lora.rl.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.update import Updater
 from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.run import open_run
@@ -206,12 +207,13 @@ def train_rlhf(argv, *, layer_by_layer=False):
                 steps.append(_as_numbers(result))
                 yield result
 
-    generate = Generator.__call__
+    def watched(function):
+        def call(*args, **kwargs):
+            responses = function(*args, **kwargs)
+            texts.append([list(each.tokens) for each in responses])
+            return responses
 
-    def watched(self, *args, **kwargs):
-        responses = generate(self, *args, **kwargs)
-        texts.append([list(each.tokens) for each in responses])
-        return responses
+        return call
 
     too_large = mock.patch.object(Generator, "_fits", return_value=False)
     config = check_rlhf(parse_config(RlhfConfig, [str(each) for each in argv]))
@@ -220,7 +222,8 @@ def train_rlhf(argv, *, layer_by_layer=False):
         mock.patch("dschat_lora.runtime.run.init_distributed"),
         mock.patch("dschat_lora.runtime.run.shutdown"),
         mock.patch.object(trainer, "Updater", Watched),
-        mock.patch.object(Generator, "__call__", watched),
+        mock.patch.object(Generator, "__call__", watched(Generator.__call__)),
+        mock.patch.object(RolloutsAhead, "__call__", watched(RolloutsAhead.__call__)),
         too_large if layer_by_layer else nullcontext(),
         open_run(config, name=config.stage, check=check_rlhf) as run,
     ):

@@ -30,8 +30,11 @@ QUESTIONS = (
 )
 
 
-def write_run(directory, *, seed, reward=False):
-    """An output directory whose adapter changes what the bundled model says; returns it."""
+def write_run(directory, *, seed, reward=False, **base_of):
+    """An output directory whose adapter changes what the bundled model says; returns it.
+
+    ``base_of`` are its notes on the base, for :func:`save_adapter`.
+    """
     source, options = find_model(None), ModelConfig()
     tokenizer = load_tokenizer(source.tokenizer, options)
     lora = LoraConfig(lora_dim=4)
@@ -50,6 +53,7 @@ def write_run(directory, *, seed, reward=False):
         tokenizer=tokenizer,
         card=CARD,
         task_type=adapted.task,
+        **base_of,
     )
     return Path(directory)
 

@@ -81,6 +81,7 @@ def test_a_sampler_that_differs_from_the_policy_unweighted_is_noted(batches, cap
 
 
 NOBODY = "http://127.0.0.1:9"  # where nothing listens
+SERVED = ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"]
 GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
 
 
@@ -112,6 +113,34 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             ["--rollout_correction", "mis", "--no-do_sample"],
             "--rollout_correction mis weighs by the probability .* --no-do_sample draws none",
         ),
+        (
+            ["--rollouts_ahead", "1"],
+            "--rollouts_ahead 1 has servers draw .*--rollout_engine own draws in the processes",
+        ),
+        (
+            ["--rollouts_ahead", "2", "--rollout_engine", "transformers"],
+            "--rollout_engine transformers draws in the processes .*`dschat-lora serve",
+        ),
+        (
+            ["--rollouts_ahead", "1", "--rollout_engine", NOBODY, "--agent_command", "true"],
+            "--rollouts_ahead 1 .*an --environment or agent waits for each turn",
+        ),
+        (
+            ["--rollouts_ahead", "1", *SERVED, "--rollout_correction", "none"],
+            "--rollouts_ahead 1 learns from responses of older .*--rollout_correction none leaves",
+        ),
+        (
+            ["--rollouts_ahead", "1", *SERVED, "--no-do_sample"],
+            "--rollouts_ahead 1 .*, and --no-do_sample leaves no weights",
+        ),
+        (
+            ["--oversample", "1.5", "--rollout_engine", "transformers"],
+            "--oversample 1.5 gives up responses .*--rollout_engine transformers do not",
+        ),
+        (["--oversample", "0.9"], r"--oversample must be in \[1, 10\], got 0.9"),
+        (["--oversample", "1e6"], r"--oversample must be in \[1, 10\], got 1000000"),
+        (["--rollouts_ahead", "-1"], r"--rollouts_ahead must be in \[0, 16\], got -1"),
+        (["--rollouts_ahead", "17"], r"--rollouts_ahead must be in \[0, 16\], got 17"),
         (
             ["--rollout_correction", "mis", "--rollout_is_threshold_lower", "3"],
             r"--rollout_is_threshold_lower must be in \[0, 2\), below --rollout_is_threshold",

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling, keep_top
 from dschat_lora.generation.transformers_engine import TransformersDecoder
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
+from dschat_lora.rl import rollout
+from dschat_lora.rl.rollout import _TurnDecoder
 from dschat_lora.rl.rollout_engines import RolloutError, ServerEngine
 from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
 from helpers.served import QUESTIONS, running_server
@@ -82,7 +86,7 @@ def engine_of(addresses, actor):
         ends=frozenset(actor.ends),
         vocabulary_size=len(actor.tokenizer),
     )
-    return ServerEngine(servers, actor.adapted, base="base", directory=None)
+    return ServerEngine(servers, actor.adapted, base=find_model(None).base, directory=None)
 
 
 @pytest.fixture(params=ENGINES)
@@ -202,3 +206,77 @@ def test_responses_are_the_same_when_a_server_is_gone(actor, addresses):
     with engine.decoding() as decode:
         assert decode(actor.prompts, SAMPLING, **call).tokens() == first
     engine.close()
+
+
+def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(actor):
+    options = {"eos_ids": actor.ends, "pad_id": int(actor.tokenizer.pad_token_id)}
+    model = share_parameters(actor.model).eval()
+    decode = Decoder(model, device=torch.device("cpu"), **options)
+    prompts = [prompt for prompt in actor.prompts for _ in range(3)]
+    seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
+    whole = decode(prompts, SAMPLING, seeds=seeds).tokens()
+    longest = [max(len(r) for r in whole[2 * n : 2 * n + 2]) for n in range(len(prompts))]
+    assert len(set(longest)) > 2
+    for needed in range(1, len(prompts) + 1):
+        turns = _TurnDecoder(
+            partial(decode, sampling=SAMPLING),
+            ("x",),
+            12,
+            keep_logprobs=False,
+            is_end=actor.ends.__contains__,
+            find_end=lambda tokens: None,
+        )
+        samples = [(n, PromptSample(torch.tensor(ids), b"")) for n, ids in enumerate(prompts)]
+        found = decode(prompts, SAMPLING, seeds=seeds, needed=needed)
+        kept = turns.answers(samples, 2, found, needed)
+        # By counting, not by sorting: fewer than so many others are shorter, or as long and before.
+        expected = [
+            n
+            for n, own in enumerate(longest)
+            if sum(a < own or (a == own and m < n) for m, a in enumerate(longest)) < needed
+        ]
+        assert [each.group for each in kept] == [n for n in expected for _ in range(2)]
+        own = [whole[2 * n + k] for n in expected for k in range(2)]
+        assert [list(each.tokens) for each in kept] == own
+    assert decode(prompts, SAMPLING, seeds=seeds).cut == [False] * len(whole)
+
+
+def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
+    prompts = [prompt for prompt in actor.prompts for _ in range(3)]
+    seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
+    engine = engine_of(addresses, actor)
+    with engine.decoding() as decode:
+        whole = decode(prompts, SAMPLING, seeds=seeds).tokens()
+        found = decode(prompts, SAMPLING, seeds=seeds, needed=5)
+        again = decode(prompts, SAMPLING, seeds=seeds).tokens()
+    engine.close()
+    groups = [found.cut[2 * n : 2 * n + 2] for n in range(len(prompts))]
+    assert groups.count([False, False]) == 5
+    assert groups.count([True, True]) == 4
+    drawn = zip(found.tokens(), whole, found.cut, strict=True)
+    assert all(own == expected for own, expected, cut in drawn if not cut)
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    ("world", "needed", "prompts", "batch", "expected"),
+    [
+        (1, 16, 20, 4, [[3, 3, 3, 3, 4]]),
+        (1, 16, 20, 20, [[16]]),
+        (2, 5, 7, 2, [[1, 2], [1, 1]]),  # 4 and 3 are begun, 3 and 2 needed
+        (1, 4, 4, 3, [[3, 1]]),
+        (2, 1, 2, 1, [[1], [0]]),
+    ],
+)
+def test_each_batch_of_each_rank_keeps_its_share(
+    monkeypatch, world, needed, prompts, batch, expected
+):
+    found = []
+    for rank in range(world):
+        monkeypatch.setattr(rollout, "data_rank", lambda: rank)  # noqa: B023
+        monkeypatch.setattr(rollout, "data_world_size", lambda: world)
+        mine = list(range(prompts))[rank::world]
+        batches = [mine[n : n + batch] for n in range(0, len(mine), batch)]
+        found.append([rollout._share_of(needed, each, mine) for each in batches])
+    assert found == expected
+    assert sum(map(sum, found)) == needed

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
@@ -11,7 +12,14 @@ import pytest
 
 from dschat_lora.rl import rollout_servers
 from dschat_lora.rl.config import RolloutConfig
-from dschat_lora.rl.rollout_servers import EngineError, RolloutServer, RolloutServers, ServerError
+from dschat_lora.rl.rollout_servers import (
+    EngineError,
+    RolloutServer,
+    RolloutServers,
+    ServerAnswer,
+    ServerError,
+    _Work,
+)
 
 END, LIMIT = 2, 4
 
@@ -91,6 +99,51 @@ class Fake:
             thread.join()
 
 
+class FakeSGLang(Fake):
+    """A server that speaks as SGLang's documentation has it, and knows nothing of vLLM's paths."""
+
+    def __init__(self, fault=lambda handler, body, number: False):
+        super().__init__(fault)
+        fake, handler = self, self.server.RequestHandlerClass
+        self.bodies = []
+
+        def do_get(self):
+            cards = [{"id": "base", "owned_by": "sglang", "max_model_len": 64}]
+            self.reply({"object": "list", "data": cards} if self.path == "/v1/models" else {})
+
+        def do_post(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path in ("/load_lora_adapter", "/unload_lora_adapter"):
+                unloads, name = "unload" in self.path, body["lora_name"]
+                with fake.lock:
+                    if (name in fake.loaded) != unloads:
+                        words = f"LoRA adapter {name} already exists, or does not"
+                        return self.reply({"success": False, "error_message": words}, 400)
+                    (fake.loaded.remove if unloads else fake.loaded.append)(name)
+                return self.reply({"success": True, "loaded_adapters": fake.loaded})
+            if self.path != "/generate":
+                return self.reply({"detail": "Not Found"}, 404)
+            with fake.lock:
+                fake.asked += 1
+                number = fake.asked
+                fake.bodies.append(body)
+            if fault(self, body, number):
+                return None
+            if body["lora_path"] not in fake.loaded:
+                words = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
+                return self.reply({"error": {"message": words}}, 400)
+            found = [[-0.5, body["input_ids"][0] + 10, None], [-0.25, END, None]]
+            meta = {
+                "finish_reason": {"type": "stop", "matched": END},
+                "output_token_logprobs": found,
+            }
+            return self.reply(
+                {"text": "", "output_ids": [n for _, n, _ in found], "meta_info": meta}
+            )
+
+        handler.do_GET, handler.do_POST = do_get, do_post
+
+
 BODIES = [{"model": "adapter", "prompt": [n], "max_tokens": LIMIT, "seed": n} for n in range(20)]
 
 
@@ -108,7 +161,7 @@ def servers(*fakes, timeout=5.0, patience=0.3):
             vocabulary_size=64,
         )
         stack.enter_context(mock.patch.object(rollout_servers, "PATIENCE", patience))
-        found.load("adapter", "/somewhere")
+        found.load({"adapter": "/somewhere"})
         yield found, said
 
 
@@ -201,13 +254,13 @@ def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
 
     good, bad = Fake(slow), Fake(fault)
     with servers(good, bad, timeout=timeout, patience=0.0) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert bad.asked > 0
         lines = [line for line in said if line.startswith(f"{bad.address} is lost: ")]
         assert len(lines) == len(said) == 1
         assert words in lines[0]
         asked = bad.asked
-        check(found.answers(BODIES))  # and is not asked again
+        check(found.begin(BODIES)())  # and is not asked again
         assert bad.asked == asked
 
 
@@ -216,13 +269,13 @@ def test_single_failures_are_tried_again():
         return number % 3 == 0 and (drop if number % 2 else replying(b"{"))(handler, body, number)
 
     with servers(Fake(often)) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert said == []
 
 
 def test_replies_that_python_cannot_read_are_failures_like_others():
     with servers(Fake(garbage)) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert said == []
 
 
@@ -236,17 +289,17 @@ def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
 
     with servers(Fake()) as (found, said):
         with mock.patch.object(rollout_servers, "read_answer", fail_twice):
-            check(found.answers(BODIES))
+            check(found.begin(BODIES)())
         assert said == []
 
 
 def test_the_key_is_that_for_rollouts_alone(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "of another service")
     with servers(fake := Fake()) as (found, _):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert fake.keys == {None}
         monkeypatch.setenv("ROLLOUT_API_KEY", "secret")
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert fake.keys == {None, "Bearer secret"}
 
 
@@ -255,7 +308,7 @@ def test_two_failures_are_too_few_to_give_a_server_up():
         return number <= 2 and drop(handler, body, number)
 
     with servers(Fake(at_first), patience=0.0) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert said == []
 
 
@@ -263,7 +316,7 @@ def test_where_no_server_is_left_the_error_names_each_and_why():
     fakes = Fake(drop), Fake(replying({"error": "full"}, 500))
     with servers(*fakes, patience=0.0) as (found, said):
         with pytest.raises(EngineError, match="no server is left") as error:
-            found.answers(BODIES)
+            found.begin(BODIES)()
         assert all(fake.address in str(error.value) for fake in fakes)
         assert "500" in str(error.value)
         assert len(said) == 2
@@ -273,7 +326,141 @@ def test_a_request_that_is_refused_ends_all_at_once():
     refusal = replying({"error": {"message": "the prompt is too long"}}, 400)
     words = "refuses what is asked, 400: .*too long"
     with servers(Fake(), Fake(refusal)) as (found, _), pytest.raises(EngineError, match=words):
-        found.answers(BODIES)
+        found.begin(BODIES)()
+
+
+def test_a_server_that_does_not_take_the_key_any_more_is_lost_at_once():
+    def strict(handler, body, number):
+        return number > 3 and replying({"error": "who are you?"}, 401)(handler, body, number)
+
+    with servers(Fake(), strange := Fake(strict)) as (found, said):
+        check(found.begin(BODIES)())
+        assert found.lost.keys() == {strange.address}
+        assert "refuses the key of ROLLOUT_API_KEY, 401" in said[0]
+        assert strange.asked < 10
+
+
+def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
+    def slow_for_one(handler, body, number):
+        if body["prompt"][0] in (2, 3):  # of one group
+            time.sleep(1.5)
+        return False
+
+    with servers(fake := Fake(slow_for_one)) as (found, said):
+        start = time.monotonic()
+        wait = found.begin(BODIES, group_size=2, needed=9)
+        answers = wait()
+        assert time.monotonic() - start < 1.2
+        assert [n for n, answer in enumerate(answers) if answer is None] == [2, 3]
+        assert said == []
+        assert fake.asked <= len(BODIES)
+        check(found.begin(BODIES)())
+
+
+def test_answers_beyond_those_that_are_needed_are_given_up_too():
+    work = _Work([None] * 6, group_size=2, needed=2)
+    for number in (4, 5, 0, 2, 3, 1):  # the last group came while the second one ended
+        with work.changed:
+            work.give(number, ServerAnswer([number], [-1.0], True))
+    assert [n for n, answer in enumerate(work.whole()) if answer is not None] == [2, 3, 4, 5]
+
+
+def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():
+    def slow(handler, body, number):
+        time.sleep(0.1)
+        return False
+
+    with servers(fake := Fake(slow)) as (found, said):
+        wait = found.begin(BODIES)
+        found.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        check(found.begin([{**body, "model": "next"} for body in BODIES])())
+        check(wait())
+        assert sorted(fake.loaded) == ["adapter", "next"]
+        found.load({"next": "/elsewhere"})
+        assert fake.loaded == ["next"]
+        assert said == []
+
+
+def test_what_a_lost_server_left_is_drawn_when_it_is_back():
+    state = {"down": True}
+
+    def down(handler, body, number):
+        return state["down"] and drop(handler, body, number)
+
+    with servers(fake := Fake(down), patience=0.0) as (found, said):
+        wait = found.begin(BODIES)
+        while not found.lost:
+            time.sleep(0.01)
+        state["down"] = False
+        fake.loaded.clear()
+        found.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        assert sorted(fake.loaded) == ["adapter", "next"]
+        check(wait())
+        assert [line.split(" is ")[1][:4] for line in said] == ["lost", "back"]
+
+
+def test_closing_ends_what_is_being_drawn_without_a_word():
+    def hang_long(handler, body, number):
+        time.sleep(1.5)
+        return False
+
+    with servers(fake := Fake(hang_long), patience=0.0) as (found, said):
+        found.begin(BODIES)
+        while fake.asked < 3:
+            time.sleep(0.01)
+        start = time.monotonic()
+        found.close()
+        for thread in threading.enumerate():
+            if thread.name.endswith("(_ask_all)"):
+                thread.join()
+        assert time.monotonic() - start < 1.2
+        assert said == []
+
+
+def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
+    fake = FakeSGLang()
+    options = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop_token_ids": [END]}
+    options |= {"repetition_penalty": 1.0, "ignore_eos": True, "logprobs": 0}
+    with servers(fake) as (found, said):
+        check(found.begin([{**body, **options} for body in BODIES])())
+        assert sorted(body["input_ids"][0] for body in fake.bodies) == list(range(20))
+        body = next(body for body in fake.bodies if body["input_ids"] == [7])
+        assert body.pop("sampling_params") == {
+            "max_new_tokens": LIMIT,
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": [END],
+            "sampling_seed": 7,
+        }
+        expected = {"input_ids": [7], "lora_path": "adapter", "return_logprob": True}
+        assert body == expected
+        fake.loaded.clear()  # started again
+        check(found.begin(BODIES)())
+        found.load({"next": "/elsewhere"})
+        assert fake.loaded == ["next"]
+        assert said == []
+
+
+def test_ranks_that_load_no_adapters_know_sglang_too():
+    with servers(fake := FakeSGLang(), patience=0.0) as (first, said):
+        other = replace(first, servers=[RolloutServer(fake.address, 5.0)], adapters={}, _works=[])
+        other.adopt(first.adapters, {})
+        check(other.begin(BODIES)())
+        assert said == []
+
+
+def test_vllm_and_sglang_share_prompts_and_nonsense_of_one_loses_it():
+    with servers(good := Fake(), bad := FakeSGLang(replying({"meta_info": {}})), patience=0.0) as (
+        found,
+        said,
+    ):
+        check(found.begin(BODIES)())
+        assert found.lost.keys() == {bad.address}
+        assert "no output_token_logprobs and finish_reason, as SGLang's have" in said[0]
+        assert good.asked >= len(BODIES) - bad.asked
 
 
 def test_a_full_server_is_waited_for():
@@ -281,7 +468,7 @@ def test_a_full_server_is_waited_for():
         return number < 9 and replying({"error": "queue"}, 429)(handler, body, number)
 
     with servers(Fake(full), patience=0.0) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert said == []
 
 
@@ -294,7 +481,7 @@ def test_a_server_that_was_started_again_gets_the_adapter_again():
 
     fake = Fake(forgetful)
     with servers(fake) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert fake.loaded == ["adapter"]
         assert said == []
 
@@ -311,17 +498,17 @@ def test_adapters_follow_each_other_and_a_lost_server_is_back_with_the_next():
 
     good, bad = Fake(slow), Fake(down)
     with servers(good, bad, patience=0.0) as (found, said):
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert found.lost.keys() == {bad.address}
         state["down"] = False
-        found.load("next", "/elsewhere")
+        found.load({"next": "/elsewhere"})
         assert found.lost == {}
         assert said[-1] == f"{bad.address} is back"
         assert good.loaded == bad.loaded == ["next"]
         before = bad.asked
-        check(found.answers([{**body, "model": "next"} for body in BODIES]))
+        check(found.begin([{**body, "model": "next"} for body in BODIES])())
         assert bad.asked > before
-        found.unload()
+        found.close()
         assert good.loaded == bad.loaded == []
 
 
@@ -336,7 +523,7 @@ def test_a_server_that_takes_no_adapters_is_lost_where_others_do():
         assert found.lost.keys() == {bad.address}
         assert len(said) == 1
         assert "--enable-lora" in said[0]
-        check(found.answers(BODIES))
+        check(found.begin(BODIES)())
         assert bad.asked == 0
 
 
@@ -358,14 +545,14 @@ def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_b
         assert found.lost.keys() == {bad.address}
         assert "processed_logprobs" in said[0]
         state["raw"] = False
-        found.load("adapter", "/somewhere")
+        found.load({"adapter": "/somewhere"})
         found.check_logprobs(BODIES[0])
         found.check_logprobs(BODIES[0])
         assert found.lost == {}
         assert (good.asked, bad.asked) == (1, 2)
         state["raw"] = True  # as one that was started again without the option
-        found.adopt("adapter", "/somewhere", {bad.address: "gone"})
-        found.load("adapter", "/somewhere")
+        found.adopt({"adapter": "/somewhere"}, {bad.address: "gone"})
+        found.load({"adapter": "/somewhere"})
         found.check_logprobs(BODIES[0])
         assert found.lost.keys() == {bad.address}
 
@@ -376,12 +563,12 @@ def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
     with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (found, said):
         silent.server.shutdown()  # it listens, and answers no new connection
         start = time.monotonic()
-        found.load("next", "/elsewhere")
+        found.load({"next": "/elsewhere"})
         assert found.lost.keys() == {silent.address}
         assert "no answer came within 0.3 seconds" in said[0]
-        found.load("third", "/elsewhere")
+        found.load({"third": "/elsewhere"})
         found.servers[1].lost = None
-        found.unload()
+        found.close()
         assert time.monotonic() - start < 3.0
 
 

@@ -5,11 +5,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.generation.generate import Decoder
-from dschat_lora.rl import rollout_servers
+from dschat_lora.report.rollouts import read_rollouts
+from dschat_lora.rl import rollout_servers, setup
 from helpers.served import running_server
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
@@ -74,6 +77,14 @@ def test_rollouts_with_prompt_lookup_are_those_without(own, tmp_path, monkeypatc
         assert "draft_tokens" not in expected
 
 
+def drawn(home):
+    """Responses by iteration, and by what they were drawn."""
+    found = {}
+    for row in read_rollouts(Path(home)):
+        found.setdefault(row["iteration"], []).append((row["response"], row["policy_version"]))
+    return found
+
+
 def check_beside_own(run, own):
     """The same model answers, and what it drew is what is trained on."""
     assert run.status == "finished"
@@ -95,8 +106,25 @@ def test_transformers_draws_the_responses_of_a_run(own, tmp_path):
     assert not any("rollout_kl" in line for line in of_kind(own, "train"))
 
 
+def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
+    calls, generate = [], ContinuousMixin.generate_batch
+
+    def fail_later(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("the engine is broken")
+        return generate(*args, **options)
+
+    monkeypatch.setattr(ContinuousMixin, "generate_batch", fail_later)
+    options = {**OPTIONS, "rollout_engine": "transformers", "eval_prompts": 0}
+    with pytest.raises(OSError, match="the engine is broken"):
+        dl.rlhf(data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "run", **options)
+    assert [each.name for each in checkpoints_of(tmp_path / "run")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes_on(
-    own, tmp_path, monkeypatch
+    own, tmp_path, monkeypatch, ahead
 ):
     monkeypatch.setattr(rollout_servers, "PATIENCE", 0.0)
     home, shared = tmp_path / "run", tmp_path / "shared"
@@ -116,6 +144,7 @@ def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes
                 callbacks=[stop_server],
                 rollout_engine=f"{address}/v1",
                 rollout_adapter_dir=str(shared),
+                rollouts_ahead=ahead,
                 **OPTIONS,
             )
     assert list(shared.iterdir()) == []
@@ -129,5 +158,82 @@ def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes
             rollout_engine=other,
             quiet=True,
         )
-    check_beside_own(run, own)
+    if ahead:
+        versions = [{version for _, version in drawn(home)[n]} for n in (1, 2, 3, 4)]
+        # What was whole is in the checkpoint, what was not is drawn by the adapter of then.
+        assert versions in ([{0}, {0}, {1}, {2}], [{0}, {0}, {2}, {2}])
+    else:
+        check_beside_own(run, own)
     assert [line["step"] for line in of_kind(run, "train")] == [1, 2, 3, 4]
+
+
+def test_oversampling_of_data_that_are_one_iteration_is_refused_before_a_model_is_loaded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(setup, "build_roles", None)
+    with pytest.raises(ValueError, match="--oversample 1.5 begins .* than the 4 of an"):
+        dl.rlhf(
+            data=ROWS[:5],  # one is held out
+            rewards=brevity,
+            max_steps=1,
+            output_dir=tmp_path / "run",
+            oversample=1.5,
+            generation_batches=2,
+            **OPTIONS,
+        )
+
+
+AHEAD = {**OPTIONS, "rollouts_ahead": 1, "actor_lora_learning_rate": 5e-3, "log_rollouts": 128}
+
+
+def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_from_the_same(
+    tmp_path,
+):
+    def stop(event, step, metrics):
+        return "stop" if (event, step) == ("train", 2) else None
+
+    with server() as address:
+        options = {"data": ROWS, "rewards": brevity, "rollout_engine": address, **AHEAD}
+        whole = dl.rlhf(max_steps=4, output_dir=tmp_path / "whole", **options)
+        home = tmp_path / "stopped"
+        dl.rlhf(max_steps=4, output_dir=home, callbacks=[stop], **options)
+        assert len(drawn(home)) == 2
+        dl.rlhf(data=ROWS, rewards=brevity, output_dir=home, resume="latest", quiet=True)
+    lags = [line["rollout_version_lag"] for line in of_kind(whole, "train")]
+    assert lags == [0, 1, 1, 1]
+    found = drawn(whole.path)
+    assert [{version for _, version in found[n]} for n in sorted(found)] == [{0}, {0}, {1}, {2}]
+    assert drawn(home) == found
+    # What an adapter that learnt nothing draws with the same seeds, by our own decoder.
+    still = {**AHEAD, "rollouts_ahead": 0, "actor_lora_learning_rate": 1e-12}
+    untrained = dl.rlhf(
+        data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "own", **still
+    )
+    texts = {}
+    for row in read_rollouts(Path(untrained.path)):
+        texts.setdefault(row["iteration"], []).append(row["response"])
+    same = [[text for text, _ in found[n]] == texts[n] for n in (1, 2, 3)]
+    assert same == [True, True, False]
+    # Weights mend what the older adapter bends.
+    line = of_kind(whole, "train")[-1]
+    assert line["rollout_kl"] > 1e-6
+    assert line["importance_weight"] != 1
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 1])
+def test_iterations_have_whole_groups_of_the_prompts_that_were_answered_first(tmp_path, ahead):
+    options = {**AHEAD, "rollouts_ahead": ahead or 0, "oversample": 1.5, "algorithm": "dapo"}
+    options |= {"dynamic_sampling": 1, "mask_truncated_completions": False}
+    with ExitStack() as stack:
+        if ahead is not None:
+            options["rollout_engine"] = stack.enter_context(server())
+        run = dl.rlhf(
+            data=ROWS, rewards=brevity, max_steps=2, output_dir=tmp_path / "run", **options
+        )
+    for line in of_kind(run, "train"):
+        assert (line["cut_prompts"], line["samples"]) == (2, 16)
+    for number in (1, 2):
+        rows = [r for r in read_rollouts(Path(run.path)) if r["iteration"] == number]
+        groups = [[r["prompt"] for r in rows[n : n + 4]] for n in range(0, 16, 4)]
+        assert all(len(set(group)) == 1 for group in groups)
+        assert len({group[0] for group in groups}) == 4

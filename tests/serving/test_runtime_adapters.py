@@ -1,6 +1,7 @@
 """Adapters that come and go while a server answers, and tokens in and out, as vLLM has them."""
 
 import math
+import re
 
 import pytest
 from transformers import AutoTokenizer
@@ -82,6 +83,40 @@ def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs):
     for name, ((status, body), expected, words) in refused.items():
         assert status == expected, name
         assert words in body["error"]["message"], name
+    assert models(address) == ["base"]
+
+
+def test_the_adapter_that_was_asked_longest_ago_goes_when_there_are_too_many(runs):
+    from dschat_lora.serving.server import make_service
+
+    config = ServeConfig(models=("base",), allow_runtime_lora_updating=True, max_loras=2)
+    with running_server(make_service(config, runs[0] / "votes.jsonl")) as address:
+        for name in "xy":
+            assert load(address, name, runs[0] / "adapter")[0] == 200
+        assert complete(address, model="x", max_tokens=1)[0] == 200
+        assert load(address, "z", runs[1] / "adapter")[0] == 200
+        assert models(address) == ["base", "x", "z"]
+        assert complete(address, model="y")[0] == 404
+        assert unload(address, "y")[0] == 404
+        assert load(address, "y", runs[1] / "adapter")[0] == 200
+        assert models(address) == ["base", "z", "y"]
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        (
+            {"base_bits": 4},
+            "trained on a 4-bit base, .* start the server with --base",
+        ),
+        ({"base_fingerprint": 32 * "0"}, "trained on other weight files than"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(address, tmp_path, base, words):
+    write_run(tmp_path, seed=1, **base)
+    status, body = load(address, "z", tmp_path / "adapter")
+    assert status == 400
+    assert re.search(words, body["error"]["message"]), body
     assert models(address) == ["base"]
 
 
