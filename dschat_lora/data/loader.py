@@ -5,8 +5,8 @@ import heapq
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, field
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -286,6 +286,7 @@ class Window:
 
     batches: Sequence[Any]  # this rank's
     counts: dict[str, int]  # of all ranks, by the names of ``StepCounts``
+    metrics: dict[str, float] = field(default_factory=dict)  # further ones, of the data
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -355,13 +356,22 @@ class StepLoader:
         order = permutation(len(self._rows), "epoch", self._seed, number)
         for step in range(start_step, self.steps_per_epoch):
             first = step * self._taken
-            rows = [self._rows[index] for index in order[first : first + self._taken]]
-            batches = self._micro_batches(rows)
-            own = batches[self._rank :: self._world_size]
-            yield Window(
-                [_collated(self._samples, batch, self._collate) for batch in own],
-                self._count(batches),
-            )
+            yield self.window([self._rows[index] for index in order[first : first + self._taken]])
+
+    def steps(self, start: int) -> Iterator[Window]:
+        """:meth:`epoch` after epoch, without end, from step ``start`` of all on."""
+        epoch, first = divmod(start, self.steps_per_epoch)
+        for number in count(epoch):
+            yield from self.epoch(number, first)
+            first = 0
+
+    def window(self, rows: list[PackedRow]) -> Window:
+        """This rank's micro-batches of the step that these rows are."""
+        batches = self._micro_batches(rows)
+        own = batches[self._rank :: self._world_size]
+        return Window(
+            [_collated(self._samples, batch, self._collate) for batch in own], self._count(batches)
+        )
 
     def _micro_batches(self, rows: list[PackedRow]) -> list[list[PackedRow]]:
         """Rows of each micro-batch of each rank, those of all ranks' first ones first."""

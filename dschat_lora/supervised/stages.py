@@ -131,6 +131,11 @@ def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None =
     The model is taken to keep the sequences of a row apart: a run looks at its weights.
     """
     config, run = setup.config, setup.run
+    if config.data.streaming:
+        run.log.say(f"  steps        {config.optim.max_steps:,}, of rows that are streamed")
+        say_sample(run, config.data, setup.tokenizer, kind)
+        say_options(run)
+        return
     loader = train_loader(setup, setup.data.train, _planned_layout(setup, kind, pairs))
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     for warning in size_warnings(setup, loader, schedule):
