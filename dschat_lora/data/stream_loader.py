@@ -64,12 +64,8 @@ class Stream:
         """
         sources = config_sources(config, head=False)
         names = source_names(sources)
-        used = [
-            number
-            for number, source in enumerate(sources)
-            if source.option == "data_path"
-            or (source.option == "sft_only_data_path" and phase == 1)
-        ]
+        options = ("data_path", *(("sft_only_data_path",) if phase == 1 else ()))
+        used = [number for number, source in enumerate(sources) if source.option in options]
         self._size, self._workers = config.shuffle_buffer_size, num_workers(config)
         chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
         reader = RowReader(row_options(config), chat, kind, skips=config.bad_rows == "skip")

@@ -128,9 +128,8 @@ class TrainingLoop:
         last = progress.iteration == self._schedule.num_iterations or self._has_ended()
         if progress.skipped_in_a_row:
             self._check_skips(scales_loss=scales_loss, last=last)
-        evaluates = (last or self._eval_is_due()) and not checkpointer.is_stopping(
-            requests, last=last
-        )
+        is_due = last or self._eval_is_due()
+        evaluates = is_due and not checkpointer.is_stopping(requests, last=last)
         if evaluates:
             self._evaluate_or_stop()
             last = last or self._ends_early()

@@ -209,8 +209,8 @@ def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
         (
             "trian.jsonl",
             "--data_path trian.jsonl does not exist (in .: train.jsonl); give a file (.jsonl .json "
-            ".csv .txt .tar (each also .gz or .zst) .parquet .arrow), a directory of them, a pattern "
-            "such as 'data/*.jsonl', or a hub name such as org/name",
+            ".csv .txt .tar (each also .gz or .zst) .parquet .arrow), a directory of them, a "
+            "pattern such as 'data/*.jsonl', or a hub name such as org/name",
         ),
         (
             "data/train.jsonl",
