@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -366,7 +366,7 @@ def read_blocks(
     *,
     size: int,
     workers: int,
-) -> Iterator[bytes]:
+) -> Generator[bytes, None, None]:
     """Blocks of ``size`` rows from ``start`` on, each as :meth:`Block.decode` reads it.
 
     Of a single pool a block ends with a pass too. Within a block rows are in the order of the

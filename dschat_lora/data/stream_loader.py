@@ -125,7 +125,7 @@ class Stream:
                 for content in blocks:
                     if not self._put(content):
                         return
-            except (ValueError, OSError) as error:  # what users can cause, and ChildProcessError
+            except Exception as error:  # noqa: BLE001 (raised where the block is waited for)
                 self._put(error)
 
     def _put(self, item: bytes | Exception) -> bool:
@@ -167,7 +167,7 @@ class StreamLoader:
         ``share`` gives every rank the next block of rank 0's ``stream``, or raises there what that
         raises; ``pack`` makes rows of samples by their counts and a seed; ``steps`` are those of
         the run; ``taken`` are the rows, or groups of a budget, of a step; ``names`` those of the
-        sources; ``options`` are a ``StepLoader``'s.
+        training sources; ``options`` are a ``StepLoader``'s.
         """
         self._share, self._stream, self._pack, self._seed = share, stream, pack, seed
         self._taken, self._names, self._kind, self._say = taken, names, kind, say
@@ -218,7 +218,7 @@ class StreamLoader:
                 new = rows[used : used + self._taken - len(members)]
                 members += [(block, row) for row in new]
                 used += len(new)
-            if not members:
+            if block is None or not members:
                 return
             self.has_ended = block.ends_stream and used == len(rows)
             self._state = {**self._state, "start": block.start, "used": used}
@@ -246,15 +246,14 @@ class StreamLoader:
     def _window(self, members: Sequence[tuple[Block, PackedRow]], share: float) -> Window:
         """This rank's micro-batches of these rows; ``share`` of the last block's were used."""
         blocks = list(dict.fromkeys(block for block, _ in members))
-        rows = [[(blocks.index(block), index) for index in row] for block, row in members]
+        chosen = [[(blocks.index(block), index) for index in row] for block, row in members]
         # In the order of the whole data, as samples of equal length are sorted by their numbers.
-        places = sorted(chain.from_iterable(rows))
+        places = sorted(chain.from_iterable(chosen))
         numbers = {place: number for number, place in enumerate(places)}
+        rows = [tuple(numbers[place] for place in row) for row in chosen]
         samples = [blocks[block].samples[index] for block, index in places]
-        loader = StepLoader(
-            samples, rows=[[numbers[place] for place in row] for row in rows], **self._options
-        )
-        window = loader.window([tuple(numbers[place] for place in row) for row in rows])
+        loader = StepLoader(samples, rows=rows, **self._options)
+        window = loader.window(rows)
         passes = {
             name: before + share * (after - before)
             for name, (before, after) in blocks[-1].passes.items()
@@ -267,9 +266,7 @@ class StreamLoader:
                 own["tokens"][name] += tokens
             total = {name: self._state[name] + own[name] for name in own}
             self._state = {**self._state, **total}
-            metrics |= {
-                f"{what}/{name}": own[what][name] for what in own for name in total["samples"]
-            }
+            metrics |= {f"{what}/{name}": own[what][name] for what in own for name in self._names}
         if len(passes) > 1:
             metrics |= {f"epochs/{name}": value for name, value in passes.items()}
         return replace(window, metrics=metrics)

@@ -247,7 +247,7 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
         pack=pack,
         steps=config.optim.max_steps,
         taken=step_rows if budget is None else budget.groups_per_step,
-        names=setup.data.names,
+        names=setup.data.names[: len(data.data_path) + len(data.sft_only_data_path)],
         kind=setup.kind,
         say=setup.run.log.say,
         seed=seed,

@@ -11,7 +11,7 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
-from dschat_lora.data.loader import Collator, SampleCounts
+from dschat_lora.data.loader import Collator, SampleCounts, StepLoader
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.distributed import data_world_size, device
@@ -137,6 +137,7 @@ def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None =
         say_options(run)
         return
     loader = train_loader(setup, setup.data.train, _planned_layout(setup, kind, pairs))
+    assert isinstance(loader, StepLoader), "it was said what is streamed"
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     for warning in size_warnings(setup, loader, schedule):
         run.log.say(f"  warning      {warning}")
