@@ -20,7 +20,7 @@ from dschat_lora.data.loader import PackedRow, PackedRows, SampleCounts, StepLoa
 from dschat_lora.data.prepare import num_workers, source_names, token_rule
 from dschat_lora.data.record_files import RowReader
 from dschat_lora.data.rows import DataKind, config_sources, row_options
-from dschat_lora.data.stream import Block, ChunkReader, Pool, find_shards, read_blocks
+from dschat_lora.data.stream import MAX_EXAMPLES, Block, ChunkReader, Pool, find_shards, read_blocks
 
 POLL = 0.1  # seconds between two looks at whether reading is to end
 PATIENCE = 10  # seconds in which it does, unless a read hangs
@@ -234,8 +234,9 @@ class StreamLoader:
 
     def _tell(self, block: Block) -> None:
         """Count and say what is to be known of a block besides its samples."""
-        self._state = {**self._state, "unused": self._state["unused"] + Counter(block.unused)}
-        for example in block.bad:
+        unused = self._state["unused"]
+        self._state = {**self._state, "unused": unused + Counter(block.unused)}
+        for example in block.bad[: max(0, MAX_EXAMPLES - unused["bad"])]:
             self._say(f"  bad row      {example}")
         for name, (before, after) in block.passes.items():
             passes = int(after)
