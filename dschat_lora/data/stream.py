@@ -240,14 +240,19 @@ class Pool:
         unread: list[RawRow | Line] = []
         after: list[Position] = []
         size = 0
-        for row, place in shard.read(Place(position.row, position.byte)):
-            position = position._replace(row=place.row, byte=place.byte, rows=position.rows + 1)
-            unread.append(row)
-            after.append(position)
-            size += row.size
-            if len(unread) == ROWS_PER_CHUNK or size >= BYTES_PER_FILE:
+        try:
+            for row, place in shard.read(Place(position.row, position.byte)):
+                position = position._replace(row=place.row, byte=place.byte, rows=position.rows + 1)
+                unread.append(row)
+                after.append(position)
+                size += row.size
+                if len(unread) == ROWS_PER_CHUNK or size >= BYTES_PER_FILE:
+                    yield Chunk(shard.source, shard.number, unread, after)
+                    unread, after, size = [], [], 0
+        except StreamError:
+            if unread:
                 yield Chunk(shard.source, shard.number, unread, after)
-                unread, after, size = [], [], 0
+            raise
         if unread:
             yield Chunk(shard.source, shard.number, unread, after)
 

@@ -236,7 +236,8 @@ class StreamLoader:
         """Count and say what is to be known of a block besides its samples."""
         unused = self._state["unused"]
         self._state = {**self._state, "unused": unused + Counter(block.unused)}
-        for example in block.bad[: max(0, MAX_EXAMPLES - unused["bad"])]:
+        quoted = unused["bad"] if not block.start["epoch"] else MAX_EXAMPLES
+        for example in block.bad[: max(0, MAX_EXAMPLES - quoted)]:
             self._say(f"  bad row      {example}")
         for name, (before, after) in block.passes.items():
             passes = int(after)

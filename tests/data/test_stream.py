@@ -287,13 +287,13 @@ def test_a_shard_that_fails_for_a_while_is_read_on(shards, monkeypatch):
 
 
 def test_a_shard_that_cannot_be_read_is_named_after_all_that_came_before(shards, monkeypatch):
-    monkeypatch.setattr(stream, "iter_unread_file", failing("part2.jsonl", at=9, times=4))
+    monkeypatch.setattr(stream, "iter_unread_file", failing("part2.jsonl", at=29, times=4))
     loader = streamed(shards, shuffle_buffer_size=10)
     with pytest.raises(StreamError) as caught:
         list(loader.steps(0))
     loader._stream.close()
     assert str(caught.value) == (
-        f"{shards}/part2.jsonl could not be read on after row 8, tried 4 times: "
+        f"{shards}/part2.jsonl could not be read on after row 28, tried 4 times: "
         f"{shards}/part2.jsonl cannot be read: connection lost"
     )
     monkeypatch.undo()
