@@ -33,7 +33,7 @@ class Collected:
     overlap: int
     shared_prompts: int  # held-out pairs with a prompt of training pairs
     first_rows: dict[int, int]  # number of the first row of each source that was read, in order
-    times: dict[int, float]  # that a row of each source of a mixture is used per epoch, about
+    times: dict[int, float]  # that a row of each training source is used per epoch, on average
 
 
 class RowSplit(NamedTuple):
@@ -120,7 +120,7 @@ def collect(
         overlap=int(overlaps.sum()),
         shared_prompts=shared,
         first_rows=first_rows,
-        times=weights if config.is_mixture else {},
+        times={n: weights.get(n, 1.0) for n in used if sources[n].option != "eval_data_path"},
     )
 
 

@@ -71,7 +71,7 @@ class Prepared:
     fingerprint: str
     from_cache: bool
     names: tuple[str, ...] = ()  # of all sources, for metrics
-    # by these, in order: samples, and times that rows of a mixture are used per epoch
+    # by these, in order: samples, and times that rows are used per epoch, on average
     train_sources: dict[str, int] = field(default_factory=dict)
     eval_sources: dict[str, int] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)

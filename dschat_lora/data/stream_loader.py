@@ -11,12 +11,21 @@ from queue import Full, Queue
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
+
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import mixture_shares
 from dschat_lora.data.encoder import Tokenizer, make_encoder
-from dschat_lora.data.loader import PackedRow, PackedRows, SampleCounts, StepLoader, Window
+from dschat_lora.data.loader import (
+    PackedRow,
+    PackedRows,
+    SampleCounts,
+    SampleSources,
+    StepLoader,
+    Window,
+)
 from dschat_lora.data.prepare import num_workers, source_names, token_rule
 from dschat_lora.data.record_files import RowReader
 from dschat_lora.data.rows import DataKind, config_sources, row_options
@@ -177,8 +186,7 @@ class StreamLoader:
             "start": None,  # of the block of the last row; None: nothing was read
             "used": 0,  # rows of that block
             "unused": Counter(),  # rows of the data, by reason
-            "samples": Counter(),  # by the name of their source
-            "tokens": Counter(),
+            "read": Counter(),  # samples and tokens, by the name of their source
         }
         #: whether the step that was yielded last is the last one that the data gives
         self.has_ended = False
@@ -187,7 +195,7 @@ class StreamLoader:
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        counters = {name: Counter(state[name]) for name in ("unused", "samples", "tokens")}
+        counters = {name: Counter(state[name]) for name in ("unused", "read")}
         self._state = {**state, **counters}
 
     def steps(self, start: int) -> Iterator[Window]:
@@ -254,21 +262,16 @@ class StreamLoader:
         numbers = {place: number for number, place in enumerate(places)}
         rows = [tuple(numbers[place] for place in row) for row in chosen]
         samples = [blocks[block].samples[index] for block, index in places]
-        loader = StepLoader(samples, rows=rows, **self._options)
+        numbers_of = np.array([blocks[block].sources[index] for block, index in places])
+        sources = SampleSources(self._names, numbers_of) if len(self._names) > 1 else None
+        loader = StepLoader(samples, rows=rows, sources=sources, **self._options)
         window = loader.window(rows)
         passes = {
             name: before + share * (after - before)
             for name, (before, after) in blocks[-1].passes.items()
         }
-        metrics = {"epoch": min(passes.values())}
-        if len(self._names) > 1:
-            sources = [self._names[blocks[block].sources[index]] for block, index in places]
-            own = {"samples": Counter(sources), "tokens": Counter[str]()}
-            for name, tokens in zip(sources, loader.counts.tokens.tolist(), strict=True):
-                own["tokens"][name] += tokens
-            total = {name: self._state[name] + own[name] for name in own}
-            self._state = {**self._state, **total}
-            metrics |= {f"{what}/{name}": own[what][name] for what in own for name in self._names}
+        metrics = {**window.metrics, "epoch": min(passes.values())}
+        self._state = {**self._state, "read": self._state["read"] + Counter(window.metrics)}
         if len(passes) > 1:
             metrics |= {f"epochs/{name}": value for name, value in passes.items()}
         return replace(window, metrics=metrics)

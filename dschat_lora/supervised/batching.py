@@ -14,6 +14,7 @@ from dschat_lora.data.loader import (
     Collator,
     PackedRows,
     SampleCounts,
+    SampleSources,
     StepLoader,
     TokenBudget,
     fill,
@@ -260,6 +261,12 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
     )
 
 
+def _sample_sources(setup: SupervisedSetup) -> SampleSources:
+    counts, times = setup.data.train_sources, setup.data.times
+    numbers = np.repeat(np.arange(len(counts)), list(counts.values()))
+    return SampleSources(tuple(counts), numbers, [times[name] for name in counts])
+
+
 def rows_per_step(setup: SupervisedSetup) -> int:
     """Rows, or micro-batches of a budget of tokens, of an optimizer step on all ranks."""
     batch = setup.config.batch
@@ -303,6 +310,7 @@ def train_loader(
         collate=batch_layout.collate,
         counts=counts,
         budget=budget,
+        sources=_sample_sources(setup) if config.data.is_mixture else None,
     )
     log, capacity, kind = setup.run.log, config.max_row_tokens, "rows"
     if budget is not None:

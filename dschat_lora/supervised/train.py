@@ -74,6 +74,7 @@ def train(
     config, run = setup.config, setup.run
     loader = train_loader(setup, data.train, batch_layout)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
+    check_repeats(setup, schedule)
     for warning in size_warnings(setup, loader, schedule):
         run.log.say(f"  warning      {warning}")
     evaluator = SupervisedEvaluator(setup, engine, data.eval, batch_layout, objective)
@@ -132,7 +133,7 @@ def _stops_with_the_data(checkpointer: Checkpointer, progress: TrainProgress) ->
 def _record_stream(run: OpenRun[SupervisedConfig], loader: StreamLoader, *, step: int) -> None:
     """Record what was read, and say where the data ended before the run."""
     state = loader.state()
-    run.record.update({"stream": {name: state[name] for name in ("unused", "samples", "tokens")}})
+    run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
     if loader.has_ended and step < loader.steps_per_epoch:
         run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")
 
@@ -154,6 +155,26 @@ def evaluations_since_best(losses: Sequence[float]) -> int:
     """Evaluations after the first with the lowest loss; NaN is as high as infinity."""
     known = [math.inf if math.isnan(loss) else loss for loss in losses]
     return len(known) - 1 - known.index(min(known)) if known else 0
+
+
+def check_repeats(setup: SupervisedSetup, schedule: TrainSchedule) -> None:
+    """Refuse to use rows more often than ``--max_repeats``, where their number is known.
+
+    Raises:
+        ValueError: naming the source.
+    """
+    data, times = setup.config.data, setup.data.times
+    if data.streaming:
+        return
+    bounds = dict(zip(times, data.max_repeats * max(1, len(times)), strict=False))
+    passes = schedule.num_steps / schedule.iterations_per_epoch
+    for name, bound in bounds.items():
+        used = passes * times[name]
+        if bound and used > bound:
+            raise ValueError(
+                f"--max_repeats {bound}: the run would use each row of {name} {used:.3g} times; "
+                "give it a smaller share, fewer epochs or steps, or a larger --max_repeats"
+            )
 
 
 def size_warnings(

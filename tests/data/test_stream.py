@@ -362,18 +362,22 @@ def mixed(sources, *shares, **options):
 
 
 def test_a_mixture_has_its_shares_at_every_block_and_nearly_at_every_step(sources):
-    loader = mixed(sources, 0.6, 0.3, 0.1, shuffle_buffer_size=50)
+    shares = (0.6, 0.3, 0.1)
+    loader = mixed(sources, *shares, shuffle_buffer_size=50)
     total = Counter()
     for step, window in enumerate(islice(loader.steps(0), 400), start=1):
         total.update(name[0] for name in texts_of(rows_of(window)))
         if step >= 100:
-            for name, share in zip("abc", (0.6, 0.3, 0.1), strict=True):
+            for name, share in zip("abc", shares, strict=True):
                 assert abs(total[name] / total.total() - share) < 0.01
     loader._stream.close()
-    assert list(loader.state()["samples"].values()) == [total[name] for name in "abc"]
+    read, names = loader.state()["read"], [path.name for path in sources]
+    assert [read[f"samples/{name}:{s}"] for name, s in zip(names, shares, strict=True)] == [
+        total[name] for name in "abc"
+    ]
     start = loader.state()["start"]["at"]
     drawn = start[1]
-    for rows, share in zip(drawn, (0.6, 0.3, 0.1), strict=True):
+    for rows, share in zip(drawn, shares, strict=True):
         assert abs(rows - share * sum(drawn)) < 1
 
 
