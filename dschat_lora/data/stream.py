@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Indices = NDArray[np.int64]
 ROWS_PER_CHUNK = 256  # that a worker tokenises at a time
-WAITS = (1.0, 4.0, 16.0)  # seconds before a shard that cannot be read is tried again
+WAITS = (1.0, 2.0, 4.0)  # seconds before a shard that cannot be read is tried again
 
 MAX_EXAMPLES = 5  # bad rows of a block that are quoted
 # Why rows are not used, besides what is wrong with bad ones.

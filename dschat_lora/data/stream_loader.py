@@ -38,11 +38,11 @@ Packer = Callable[[SampleCounts, int], PackedRows]
 
 
 def describe_sources(config: DataConfig) -> str:
-    """32 hex digits of what is streamed, by names and sizes of files and by shares."""
+    """32 hex digits of what is streamed, by names of files and by shares."""
     text = json.dumps(
         [
             [source.option, source.weight, source.most, source.hub_name]
-            + [[file.name, file.stat().st_size] for file in source.files]
+            + [file.name for file in source.files]
             for source in config_sources(config, head=False)
         ]
         + [config.mixture_temperature, config.shuffle_buffer_size]
