@@ -364,6 +364,23 @@ class Block:
         return cls(TokenSet([columns], kind), sources, **json.loads(notes[b"block"]))
 
 
+def take_block(mixture: Mixture, size: int) -> tuple[list[StreamedRow], list[StreamedRow], bool]:
+    """Up to ``size`` rows, those that are not used, and whether a pass of a single pool ends."""
+    taken: list[StreamedRow] = []
+    others: list[StreamedRow] = []
+    while (row := mixture.peek()) is not None and (row.ends_pass or len(taken) < size):
+        *unused, row = mixture.take()
+        others += unused
+        if row.ends_pass:
+            break
+        taken.append(row)
+    assert taken, "a pass without a row is refused"
+    ends_epoch = row is not None and row.ends_pass and len(mixture.pools) == 1
+    if mixture.peek() is None:
+        others += mixture.take()  # what is behind the last row
+    return taken, others, ends_epoch
+
+
 def read_blocks(
     pools: Sequence[Pool],
     reader: ChunkReader,
@@ -392,29 +409,16 @@ def read_blocks(
         mixture = Mixture(pools, rows, at)
         while mixture.peek() is not None:
             before = mixture.at
-            taken: list[StreamedRow] = []
-            unused: Counter[str] = Counter()
-            bad: list[str] = []
-            ends_epoch = False
-            while (row := mixture.peek()) is not None and (row.ends_pass or len(taken) < size):
-                *others, row = mixture.take()
-                for each in others:
-                    is_bad = each.fate not in FATES
-                    unused["bad" if is_bad else each.fate] += 1
-                    bad += [each.fate] * (is_bad and len(bad) < MAX_EXAMPLES)
-                if row.ends_pass:
-                    ends_epoch = True
-                    break
-                taken.append(row)
-            assert taken, "a pass without a row is refused"
+            taken, others, ends_epoch = take_block(mixture, size)
+            bad = [row.fate for row in others if row.fate not in FATES]
             notes = {
                 "start": {"at": before, "epoch": epoch, "block": number},
                 "passes": {
                     pool.name: [pool.passes_at(at.positions[n]) for at in (before, mixture.at)]
                     for n, pool in enumerate(pools)
                 },
-                "unused": unused,
-                "bad": bad,
+                "unused": Counter("bad" if row.fate not in FATES else row.fate for row in others),
+                "bad": bad[:MAX_EXAMPLES],
                 "ends_epoch": ends_epoch,
                 "ends_stream": mixture.peek() is None,
             }
