@@ -57,11 +57,6 @@ class SourceConfig:
     max_source_rows: tuple[int, ...] = option(
         (), help="most rows of each --data_path, its first ones, or one number for all; 0: all"
     )
-    max_repeats: tuple[int, ...] = option(
-        (),
-        help="times that a row of each --data_path may be used in the whole run at most, or one "
-        "number for all; 0 or absent: no bound",
-    )
     eval_data_path: tuple[str, ...] = option((), help="held-out data, never trained on")
     eval_ratio: float = option(
         0.05, help="held-out share of the rows where no --eval_data_path is given, in [0, 1)"
@@ -107,11 +102,7 @@ class SourceConfig:
         allowed = f"one name, or one for each of the {count} --data_path"
         require(len(splits) in (0, 1, count), "data_split_name", " ".join(splits), allowed)
         require_numbers(self, "> 0", "mixture_temperature")
-        for name in ("max_source_rows", "max_repeats"):
-            bounds = getattr(self, name)
-            allowed = f"one number >= 0, or one for each of the {count} --data_path"
-            fits = len(bounds) in (0, 1, count) and all(0 <= n < math.inf for n in bounds)
-            require(fits, name, " ".join(map(str, bounds)), allowed)
+        self._require_bounds("max_source_rows")
         shares = [weight for _, weight in map(split_weight, self.data_path) if weight is not None]
         if shares and (len(shares) < count or not all(0 < w < math.inf for w in shares)):
             raise ValueError(
@@ -127,6 +118,12 @@ class SourceConfig:
         if self.data_split is not None:
             parse_data_split(self.data_split)
         parse_variables(self.chat_template_kwargs)
+
+    def _require_bounds(self, name: str) -> None:
+        bounds, count = getattr(self, name), len(self.data_path)
+        allowed = f"one number >= 0, or one for each of the {count} --data_path"
+        fits = len(bounds) in (0, 1, count) and all(bound >= 0 for bound in bounds)
+        require(fits, name, " ".join(map(str, bounds)), allowed)
 
     @property
     def has_shares(self) -> bool:
@@ -147,6 +144,11 @@ class DataConfig(SourceConfig):
         False,
         help="read, tokenise and pack rows while training, at bounded memory, in place of "
         "preparing all of them before; needs --max_steps",
+    )
+    max_repeats: tuple[int, ...] = option(
+        (),
+        help="times that a row of each --data_path may be used in the whole run at most, or one "
+        "number for all; 0 or absent: no bound",
     )
     shuffle_buffer_size: int = option(
         10_000, help="rows that --streaming shuffles and packs at a time, besides shards' order"
@@ -170,6 +172,7 @@ class DataConfig(SourceConfig):
         super().__post_init__()
         require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
         require_numbers(self, ">= 1", "shuffle_buffer_size")
+        self._require_bounds("max_repeats")
         if self.streaming:
             for name in ("data_weights", "data_split"):
                 if getattr(self, name):

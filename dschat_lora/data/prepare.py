@@ -75,7 +75,7 @@ class Prepared:
     train_sources: dict[str, int] = field(default_factory=dict)
     eval_sources: dict[str, int] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
-    # digests of held-out rows and their prompts, where training rows are held out
+    # under --streaming: digests of held-out rows and their prompts, not to be trained on
     left_out: frozenset[bytes] = frozenset()
 
 
@@ -131,11 +131,12 @@ def prepare(
 
 def source_names(sources: Sequence[Source]) -> list[str]:
     """A name of each source, for metrics: the last part of its path, if no other has it."""
+    names: list[str] = []
     ends = [Path(source.name).name for source in sources]
-    return [
-        end if ends.count(end) == 1 else f"{source.name}"
-        for end, source in zip(ends, sources, strict=True)
-    ]
+    for end, source in zip(ends, sources, strict=True):
+        name = end if ends.count(end) == 1 else source.name
+        names.append(name if name not in names else f"{name} ({len(names) + 1})")
+    return names
 
 
 def _build(
@@ -202,7 +203,7 @@ def _build(
         "digests": digests,
         "sources": samples,
         "times": rows.times,
-        "left_out": [] if config.eval_data_path else _left_out(rows),
+        "left_out": _left_out(rows) if config.streaming and not config.eval_data_path else [],
     }
 
 

@@ -167,7 +167,7 @@ def check_repeats(setup: SupervisedSetup, schedule: TrainSchedule) -> None:
     if data.streaming:
         return
     bounds = dict(zip(times, data.max_repeats * max(1, len(times)), strict=False))
-    passes = schedule.num_steps / schedule.iterations_per_epoch
+    passes = schedule.num_steps / max(1, schedule.iterations_per_epoch)
     for name, bound in bounds.items():
         used = passes * times[name]
         if bound and used > bound:
