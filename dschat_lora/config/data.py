@@ -2,10 +2,10 @@
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.config.files import parse_json
@@ -108,6 +108,11 @@ class SourceConfig:
             raise ValueError(
                 f"--data_path {' '.join(self.data_path)}: give every entry a share > 0, as in "
                 "a.jsonl:0.6 b/:0.4, or none"
+            )
+        if shares and not (min(shares) / max(shares)) ** (1 / self.mixture_temperature):
+            raise ValueError(
+                f"--mixture_temperature {self.mixture_temperature:g} leaves some of --data_path "
+                f"{' '.join(self.data_path)} no share; raise it"
             )
         if self.data_weights and self.is_mixture:
             raise ValueError(
@@ -239,7 +244,7 @@ def split_weight(entry: str) -> tuple[str, float | None]:
     The weight is what follows the last colon, if that is a number and nothing has the whole name.
     """
     match = _WEIGHT.fullmatch(entry)
-    if match is None or is_held(entry) or Path(entry).expanduser().exists():
+    if match is None or is_held(entry) or os.path.exists(os.path.expanduser(entry)):
         return entry, None
     return match["entry"], float(match["weight"])
 

@@ -230,7 +230,8 @@ def mixture_shares(weights: Mapping[int, float], temperature: float) -> dict[int
     Section 3 of arXiv:1907.05019 takes numbers of rows for weights: 1 keeps their proportions, and
     a large temperature gives every source the same share.
     """
-    powers = {name: weight ** (1 / temperature) for name, weight in weights.items()}
+    largest = max(weights.values(), default=1.0)
+    powers = {name: (weight / largest) ** (1 / temperature) for name, weight in weights.items()}
     return {name: power / sum(powers.values()) for name, power in powers.items()}
 
 

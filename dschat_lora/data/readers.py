@@ -310,13 +310,12 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _pass_over(file: IO[bytes], size: int) -> None:
-    if file.seekable():
-        file.seek(size)  # of gzip it unpacks
-        return
+    if file.seekable() and size:
+        size -= file.seek(size - 1)  # of gzip it unpacks
     while size:
         block = file.read(min(size, 2**20))
         if not block:
-            raise EOFError(f"it is {size} bytes shorter than it was")
+            raise EOFError("it is shorter than it was")
         size -= len(block)
 
 

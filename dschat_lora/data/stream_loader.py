@@ -251,7 +251,8 @@ class StreamLoader:
             passes = int(after)
             # A small source of a mixture may be read very often.
             if passes > int(before) and passes & (passes - 1) == 0 and not block.ends_stream:
-                self._say(f"  note         {name} was read {passes} times and is read again")
+                often = "once" if passes == 1 else f"{passes} times"
+                self._say(f"  note         {name} was read {often} and is read again")
 
     def _window(self, members: Sequence[tuple[Block, PackedRow]], share: float) -> Window:
         """This rank's micro-batches of these rows; ``share`` of the last block's were used."""

@@ -16,18 +16,18 @@ def tar_rows(file: IO[bytes], *, most: int) -> Iterator[tuple[dict[str, Any], st
 
     A sample is the members that stand together and share a key: their path up to the first dot of
     the name. An object in ``.json`` gives the columns that it has, ``.txt`` the column ``text``,
-    another file the column of its extension. Images stand in the column ``images``.
+    another file the column of its extension. Images stand in the column ``images``. Files without
+    a key or an extension, such as those that macOS adds, are none of a sample.
 
     Raises:
         tarfile.TarError: if the file is damaged.
     """
     with tarfile.open(fileobj=file, mode="r|") as archive:
-        members = (member for member in archive if member.isfile())
-        for _, group in groupby(members, key=lambda member: _parts(member)[0]):
+        for _, group in groupby(_members(archive), key=lambda member: _parts(member)[0]):
             values: dict[str, Any] = {}
             problem, size = None, 0
             for member in group:
-                size += member.size
+                size += member.size + tarfile.BLOCKSIZE
                 if size > most:
                     yield None
                 try:
@@ -37,6 +37,13 @@ def tar_rows(file: IO[bytes], *, most: int) -> Iterator[tuple[dict[str, Any], st
                 except ValueError as error:
                     problem = f"{member.name}: {error}"
             yield ({}, problem) if problem else (values, None)
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    for member in archive:
+        if member.isfile() and all(part.rpartition("/")[2] for part in _parts(member)):
+            yield member
+        archive.members.clear()  # of all that were read
 
 
 def _parts(member: tarfile.TarInfo) -> tuple[str, str]:

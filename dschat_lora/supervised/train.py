@@ -167,13 +167,14 @@ def check_repeats(setup: SupervisedSetup, schedule: TrainSchedule) -> None:
     if data.streaming:
         return
     bounds = dict(zip(times, data.max_repeats * max(1, len(times)), strict=False))
-    passes = schedule.num_steps / max(1, schedule.iterations_per_epoch)
+    epochs = math.ceil(schedule.num_steps / max(1, schedule.iterations_per_epoch))
     for name, bound in bounds.items():
-        used = passes * times[name]
+        # The same rows are upsampled in every epoch.
+        used = epochs * math.ceil(round(times[name], 9))
         if bound and used > bound:
             raise ValueError(
-                f"--max_repeats {bound}: the run would use each row of {name} {used:.3g} times; "
-                "give it a smaller share, fewer epochs or steps, or a larger --max_repeats"
+                f"--max_repeats {bound}: the run would use rows of {name} {used} times; give it a "
+                "smaller share, fewer epochs or steps, or a larger --max_repeats"
             )
 
 

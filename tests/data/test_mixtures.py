@@ -49,6 +49,7 @@ def test_a_temperature_lifts_small_sources(files):
     # 30 and 120 rows are as 1 to 4, their square roots as 1 to 2.
     assert Counter(name[0] for name in names) == {"a": 50, "b": 100}
     assert mixture_shares({0: 1.0, 1: 4.0}, 2.0) == pytest.approx({0: 1 / 3, 1: 2 / 3})
+    assert mixture_shares({0: 1e300, 1: 5e299}, 0.5) == pytest.approx({0: 0.8, 1: 0.2})
     weights = mixture_weights({0: 30, 1: 120}, {0: 1.0, 1: 1.0}, 1.0)
     assert weights == {0: 2.5, 1: 0.625}
 
@@ -96,6 +97,8 @@ def test_a_number_behind_the_last_colon_is_a_weight_unless_a_file_has_that_name(
     assert split_weight("org/name:train") == ("org/name:train", None)
     (files / "b:2").write_text("")
     assert split_weight("b:2") == ("b:2", None)
+    for odd in ("~nobody-of-that-name/b", "a" * 5000, r"C:\data\b"):
+        assert split_weight(f"{odd}:2") == (odd, 2.0)
     assert [s.weight for s in config_sources(DataConfig(data_path=("a.jsonl:.5",)))] == [0.5]
 
 
@@ -129,6 +132,10 @@ def test_a_number_behind_the_last_colon_is_a_weight_unless_a_file_has_that_name(
             {"data_path": ("a", "b"), "streaming": True, "mixture_temperature": 2.0},
             "--mixture_temperature 2 needs shares in --data_path, as in a.jsonl:0.6 b/:0.4: "
             "--streaming does not know the rows",
+        ),
+        (
+            {"data_path": ("a:1", "b:0.5"), "mixture_temperature": 0.0005},
+            "--mixture_temperature 0.0005 leaves some of --data_path a:1 b:0.5 no share; raise it",
         ),
         (
             {"data_path": ("a", "b"), "streaming": True, "max_repeats": (1, 2)},

@@ -1,7 +1,10 @@
 """Rows that are read while training: the same steps however they are read, and where they end."""
 
+import gzip
+import io
 import json
 import re
+import tarfile
 from collections import Counter
 from itertools import islice
 
@@ -9,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import zstandard
 from hand_tokenizers import build_byte_tokenizer
 
 from dschat_lora.config.data import DataConfig
@@ -210,12 +214,6 @@ def test_rows_are_read_on_from_every_place_of_a_file(tmp_path, kind):
 
 
 def write_rows(path, count):
-    import gzip
-    import io
-    import tarfile
-
-    import zstandard
-
     rows = [{"prompt": f"{i}:", "completion": f" {i}"} for i in range(count)]
     lines = "\n".join(json.dumps(row) for row in rows).replace("\n", "\n\n", 3) + "\n"
     kind = path.name.partition(".")[2]
@@ -240,6 +238,38 @@ def write_rows(path, count):
                     member.size = len(text)
                     archive.addfile(member, io.BytesIO(text.encode()))
     return path
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_file_that_became_shorter_is_not_taken_for_read(tmp_path, kind):
+    file = write_rows(tmp_path / f"rows.{kind}", 30)
+    *_, (_, end) = stream._file(file, stream.Place())
+    assert list(stream._file(file, end)) == []
+    write_rows(file, 20)
+    with pytest.raises((ValueError, EOFError), match="it is shorter than it was"):
+        list(stream._file(file, end))
+
+
+def test_members_of_a_tar_file_that_are_no_sample_are_passed_over(tmp_path, monkeypatch):
+    names = "._0.json README ./0.json ./0.TXT d.x/.DS_Store d.x/1.json d.x/1.en.txt 1.json".split()
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number, name in enumerate(names):
+            text = json.dumps({"n": number}).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+        link = tarfile.TarInfo("2.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    rows = [row.values for row in readers.iter_file(tmp_path / "a.tar")]
+    assert rows == [{"n": 2, "text": '{"n": 3}'}, {"n": 5, "en.txt": '{"n": 6}'}, {"n": 7}]
+    # Files without content have their names.
+    monkeypatch.setattr("dschat_lora.data.readers.MOST_ROW", 2000)
+    with tarfile.open(tmp_path / "b.tar", "w") as archive:
+        for number in range(4):
+            archive.addfile(tarfile.TarInfo(f"0.x{number}"))
+    with pytest.raises(ValueError, match="the row holds more than 2,000 bytes"):
+        list(readers.iter_file(tmp_path / "b.tar"))
 
 
 def test_what_is_before_the_block_is_not_read_again(shards, monkeypatch):
