@@ -109,7 +109,7 @@ class SourceConfig:
                 f"--data_path {' '.join(self.data_path)}: give every entry a share > 0, as in "
                 "a.jsonl:0.6 b/:0.4, or none"
             )
-        if shares and not (min(shares) / max(shares)) ** (1 / self.mixture_temperature):
+        if shares and not ((min(shares) / max(shares)) ** (1 / self.mixture_temperature)):
             raise ValueError(
                 f"--mixture_temperature {self.mixture_temperature:g} leaves some of --data_path "
                 f"{' '.join(self.data_path)} no share; raise it"

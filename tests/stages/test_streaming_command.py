@@ -12,13 +12,14 @@ from helpers.step1 import metrics
 
 pytestmark = pytest.mark.stage
 
-SIZES = (30, 12, 28)  # rows of the shards
+SIZES = (15, 6, 14)  # rows of the shards
 RUN = """
-    --data_path shards --eval_data_path eval.jsonl --lora_dim 2 --max_steps 26 --max_seq_len 64
-    --dtype fp32 --sample_generations 0 --save_interval 1 --save_total_limit 0 --output_dir out
-    --preprocessing_num_workers 2
+    --data_path shards --eval_data_path eval.jsonl --lora_dim 2 --max_steps 16 --max_seq_len 64
+    --dtype fp32 --sample_generations 0 --output_dir out
+    --preprocessing_num_workers 1
 """.split()
-STREAM = ["--streaming", "--shuffle_buffer_size", "20"]
+STREAM = ["--streaming", "--shuffle_buffer_size", "10"]
+SAVES = ["--save_interval", "1", "--save_total_limit", "0", "--preprocessing_num_workers", "2"]
 RESUME = ["--output_dir", "out", "--resume_from_checkpoint", "latest"]
 FIELDS = ("step", "loss", "grad_norm", "tokens", "samples", "supervised_tokens")
 
@@ -75,7 +76,7 @@ def test_a_run_that_is_killed_and_loses_a_shard_ends_as_if_nothing_had_been(laun
     whole = trained(home)
     (home / "out").rename(home / "whole")
 
-    running = launcher.start([*RUN, *STREAM, *batch(4)], home)
+    running = launcher.start([*RUN, *STREAM, *batch(4), *SAVES], home)
     wait_for_checkpoint(home, 2)
     running.signal(signal.SIGKILL)
     running.wait()
