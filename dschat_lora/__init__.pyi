@@ -44,6 +44,8 @@ def sft(
     data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
     data_weights: float | Sequence[float] = (),
+    mixture_temperature: float = 1.0,
+    max_source_rows: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -51,6 +53,9 @@ def sft(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    streaming: bool = False,
+    max_repeats: int | Sequence[int] = (),
+    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -155,6 +160,8 @@ def sft(
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
+        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -162,6 +169,9 @@ def sft(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -251,6 +261,8 @@ def reward(
     data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
     data_weights: float | Sequence[float] = (),
+    mixture_temperature: float = 1.0,
+    max_source_rows: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -258,6 +270,9 @@ def reward(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    streaming: bool = False,
+    max_repeats: int | Sequence[int] = (),
+    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -344,6 +359,8 @@ def reward(
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
+        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -351,6 +368,9 @@ def reward(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -444,6 +464,8 @@ def dpo(
     data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
     data_weights: float | Sequence[float] = (),
+    mixture_temperature: float = 1.0,
+    max_source_rows: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -451,6 +473,9 @@ def dpo(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    streaming: bool = False,
+    max_repeats: int | Sequence[int] = (),
+    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -545,6 +570,8 @@ def dpo(
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
+        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -552,6 +579,9 @@ def dpo(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -676,6 +706,8 @@ def rlhf(
     data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
     data_weights: float | Sequence[float] = (),
+    mixture_temperature: float = 1.0,
+    max_source_rows: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -878,6 +910,8 @@ def rlhf(
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
+        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -1067,6 +1101,8 @@ def distill(
     data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
     data_weights: float | Sequence[float] = (),
+    mixture_temperature: float = 1.0,
+    max_source_rows: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -1262,6 +1298,8 @@ def distill(
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
+        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -1562,6 +1600,8 @@ def audit(
     data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
     data_weights: float | Sequence[float] = (),
+    mixture_temperature: float = 1.0,
+    max_source_rows: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -1569,6 +1609,9 @@ def audit(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    streaming: bool = False,
+    max_repeats: int | Sequence[int] = (),
+    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
@@ -1595,6 +1638,8 @@ def audit(
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
+        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
+        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -1602,6 +1647,9 @@ def audit(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill

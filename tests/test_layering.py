@@ -45,8 +45,9 @@ FLOORS = [
         ),
         "data": Room(
             "algos config",
-            "datasets jinja2 numpy pyarrow tokenizers torch transformers",
-            "arrow_rows json_stream layouts messages nlg readers rows sources templates tool_calls",
+            "datasets httpx jinja2 numpy pyarrow tokenizers torch transformers",
+            "arrow_rows json_stream layouts messages nlg readers rows sources tar_rows templates "
+            "tool_calls",
         ),
         "engine": Room(
             "algos config", "deepspeed psutil torch", "ds_config failure_detection rendezvous"

@@ -2,12 +2,15 @@
 
 import difflib
 import math
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.groups import require, require_numbers
+from dschat_lora.config.held import is_held
 from dschat_lora.config.options import hidden, option
 
 UnpairedRows = Literal["refuse", "good_only", "all"]
@@ -29,8 +32,9 @@ class SourceConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        help="files (.jsonl .json .csv .parquet .arrow .txt), directories, patterns such as "
-        "'data/*.jsonl', or hub data sets org/name[[:config]:split]; the bundled data when absent",
+        help="files (.jsonl .json .csv .parquet .arrow .txt .tar), directories, patterns such as "
+        "'data/*.jsonl', or hub data sets org/name[[:config]:split]; each may end in its share of "
+        "a mixture, as in a.jsonl:0.6 b/:0.4; the bundled data when absent",
     )
     data_split_name: tuple[str, ...] = option(
         (),
@@ -44,6 +48,14 @@ class SourceConfig:
     )
     data_weights: tuple[float, ...] = option(
         (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
+    )
+    mixture_temperature: float = option(
+        1.0,
+        help="T of a mixture: shares are as their weights to the power 1/T, or where --data_path "
+        "has none as numbers of rows to that power; above 1 small sources count for more",
+    )
+    max_source_rows: tuple[int, ...] = option(
+        (), help="most rows of each --data_path, its first ones, or one number for all; 0: all"
     )
     eval_data_path: tuple[str, ...] = option((), help="held-out data, never trained on")
     eval_ratio: float = option(
@@ -89,15 +101,63 @@ class SourceConfig:
         splits = self.data_split_name
         allowed = f"one name, or one for each of the {count} --data_path"
         require(len(splits) in (0, 1, count), "data_split_name", " ".join(splits), allowed)
+        require_numbers(self, "> 0", "mixture_temperature")
+        self._require_bounds("max_source_rows")
+        shares = [weight for _, weight in map(split_weight, self.data_path) if weight is not None]
+        if shares and (len(shares) < count or not all(0 < w < math.inf for w in shares)):
+            raise ValueError(
+                f"--data_path {' '.join(self.data_path)}: give every entry a share > 0, as in "
+                "a.jsonl:0.6 b/:0.4, or none"
+            )
+        if shares and not ((min(shares) / max(shares)) ** (1 / self.mixture_temperature)):
+            raise ValueError(
+                f"--mixture_temperature {self.mixture_temperature:g} leaves some of --data_path "
+                f"{' '.join(self.data_path)} no share; raise it"
+            )
+        if self.data_weights and self.is_mixture:
+            raise ValueError(
+                "--data_weights counts uses in an epoch, and --data_path or --mixture_temperature "
+                "sets shares of a mixture; give one of them"
+            )
         parse_columns(self.columns)
         if self.data_split is not None:
             parse_data_split(self.data_split)
         parse_variables(self.chat_template_kwargs)
 
+    def _require_bounds(self, name: str) -> None:
+        bounds, count = getattr(self, name), len(self.data_path)
+        allowed = f"one number >= 0, or one for each of the {count} --data_path"
+        fits = len(bounds) in (0, 1, count) and all(bound >= 0 for bound in bounds)
+        require(fits, name, " ".join(map(str, bounds)), allowed)
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether ``--data_path`` says its shares of a mixture."""
+        return any(weight is not None for _, weight in map(split_weight, self.data_path))
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether each ``--data_path`` has a share of what is trained on."""
+        return self.has_shares or self.mixture_temperature != 1
+
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
     """Rows as sequences to train on."""
+
+    streaming: bool = option(
+        False,
+        help="read, tokenise and pack rows while training, at bounded memory, in place of "
+        "preparing all of them before; needs --max_steps",
+    )
+    max_repeats: tuple[int, ...] = option(
+        (),
+        help="times that a row of each --data_path may be used in the whole run at most, or one "
+        "number for all; 0 or absent: no bound",
+    )
+    shuffle_buffer_size: int = option(
+        10_000, help="rows that --streaming shuffles and packs at a time, besides shards' order"
+    )
 
     sft_only_data_path: tuple[str, ...] = option(
         (), help="further data used whole in step 1 and in no other step"
@@ -116,6 +176,29 @@ class DataConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
+        require_numbers(self, ">= 1", "shuffle_buffer_size")
+        self._require_bounds("max_repeats")
+        if self.streaming:
+            for name in ("data_weights", "data_split"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"--{name} needs to know the number of rows, which --streaming does not; "
+                        "give --data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own"
+                    )
+            if self.mixture_temperature != 1 and not self.has_shares:
+                raise ValueError(
+                    f"--mixture_temperature {self.mixture_temperature:g} needs shares in "
+                    "--data_path, as in a.jsonl:0.6 b/:0.4: --streaming does not know the rows"
+                )
+            if len(set(self.max_repeats)) > 1 and not self.has_shares:
+                raise ValueError(
+                    f"--max_repeats {' '.join(map(str, self.max_repeats))}: --streaming reads "
+                    "sources without shares as one; give one number"
+                )
+        if self.is_mixture and self.sft_only_data_path:
+            raise ValueError(
+                "--sft_only_data_path has no share of a mixture; give it in --data_path"
+            )
 
 
 # Arguments of ``apply_chat_template`` that are no variables of a template.
@@ -150,6 +233,20 @@ def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[
     if taken := sorted(_NO_VARIABLES & variables.keys()):
         raise ValueError(f"{name} has {taken[0]!r}, which is no variable of a chat template")
     return variables
+
+
+_WEIGHT = re.compile(r"(?P<entry>.+):(?P<weight>\d+(\.\d*)?|\.\d+)", re.DOTALL)
+
+
+def split_weight(entry: str) -> tuple[str, float | None]:
+    """An entry of ``--data_path`` and its weight, None where it has none.
+
+    The weight is what follows the last colon, if that is a number and nothing has the whole name.
+    """
+    match = _WEIGHT.fullmatch(entry)
+    if match is None or is_held(entry) or os.path.exists(os.path.expanduser(entry)):
+        return entry, None
+    return match["entry"], float(match["weight"])
 
 
 def parse_columns(items: Sequence[str]) -> dict[str, str]:

@@ -141,6 +141,7 @@ _FIXED = frozenset(
         *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
         *("chat_template_kwargs", "data_weights", "columns", "unpaired_rows", "eval_ratio"),
         *("seed", "tokens_per_device"),
+        *("streaming", "shuffle_buffer_size", "max_source_rows", "mixture_temperature"),
         *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
         *("reward_loss", "center_rewards_coefficient", "share_prompt"),
         *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),

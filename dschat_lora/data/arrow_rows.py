@@ -5,7 +5,7 @@ in memory than on the disk. So values are counted before they become objects of 
 Parquet file so few rows are decoded at a time that none of its dictionaries makes them too large.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,22 @@ MOST_DECODED = 2**30  # bytes of the rows of a Parquet file that are decoded at 
 ARROW_FILE = b"ARROW1"  # begins an Arrow file; a stream begins otherwise
 
 
-def parquet_batches(path: Path) -> Iterator[Any]:
-    """The record batches of a Parquet file, of as many rows as its dictionaries allow.
+def parquet_batches(path: Path, first: int = 0) -> Iterator[Any]:
+    """The record batches of a Parquet file from a row on, of as many as its dictionaries allow.
 
-    No value is larger than its dictionary, and dictionaries of columns of lists, which may have
-    all their values in one row, are kept as such.
+    Row groups before it are not read. No value is larger than its dictionary, and dictionaries of
+    columns of lists, which may have all their values in one row, are kept as such.
     """
     import pyarrow.parquet
 
-    rows, kept = ROWS_AT_A_TIME, set[str]()
+    rows, kept, skipped, groups = ROWS_AT_A_TIME, set[str](), 0, list[int]()
     with pyarrow.parquet.ParquetFile(path) as parquet, path.open("rb") as file:
         for number in range(parquet.metadata.num_row_groups):
             group, largest = parquet.metadata.row_group(number), 0
+            if not groups and skipped + group.num_rows <= first:
+                skipped += group.num_rows
+                continue
+            groups.append(number)
             for column in map(group.column, range(group.num_columns)):
                 dictionary = 0
                 if column.dictionary_page_offset:
@@ -42,20 +46,29 @@ def parquet_batches(path: Path) -> Iterator[Any]:
                 largest += dictionary
             rows = min(rows, MOST_DECODED // max(largest, 1))
     with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(kept)) as parquet:
-        yield from parquet.iter_batches(batch_size=max(1, rows))
+        batches = parquet.iter_batches(batch_size=max(1, rows), row_groups=groups)
+        yield from _from_row(batches, first - skipped)
 
 
-def arrow_batches(path: Path) -> Iterator[Any]:
-    """The record batches of an Arrow stream, which ``datasets`` writes, or of an Arrow file."""
+def arrow_batches(path: Path, first: int = 0) -> Iterator[Any]:
+    """The record batches of an Arrow stream, which ``datasets`` writes, or file, from a row on."""
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as memory:
         if memory.read(len(ARROW_FILE)) == ARROW_FILE:
             file = pyarrow.ipc.open_file(memory)
-            yield from (file.get_batch(i) for i in range(file.num_record_batches))
+            batches = (file.get_batch(i) for i in range(file.num_record_batches))
+            yield from _from_row(batches, first)
         else:
             memory.seek(0)
-            yield from pyarrow.ipc.open_stream(memory)
+            yield from _from_row(pyarrow.ipc.open_stream(memory), first)
+
+
+def _from_row(batches: Iterable[Any], first: int) -> Iterator[Any]:
+    for batch in batches:
+        if first < batch.num_rows:
+            yield batch.slice(first)
+        first = max(0, first - batch.num_rows)
 
 
 def rows_of(batch: Any, *, most: int) -> Iterator[dict[str, Any] | None]:

@@ -1,6 +1,6 @@
 """Rows of all sources, split into a held-out part and one part for each training step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,8 @@ class Collected:
     duplicates: int  # rows of the training sources that equal an earlier one
     overlap: int
     shared_prompts: int  # held-out pairs with a prompt of training pairs
+    first_rows: dict[int, int]  # number of the first row of each source that was read, in order
+    times: dict[int, float]  # that a row of each training source is used per epoch, on average
 
 
 class RowSplit(NamedTuple):
@@ -73,16 +75,32 @@ def collect(
         sizes[task.source] += task.size
         paths.append(task.path)
         on_rows(task.size)
-    files, parts, first = RowFiles(paths), [], 0
+    files, parts, first, first_rows = RowFiles(paths), [], 0, {}
     for number, source in used.items():
         if not sizes[number]:
             raise ValueError(f"--{source.option} {source.entry} has no rows")
+        first_rows[number] = first
         rows = np.arange(first, first := first + sizes[number])
         parts.append(_split_source(files, rows, config, source.option, number, phase, seed))
+    weights = dict(enumerate(config.data_weights))
+    if config.is_mixture and not config.streaming:
+        own = {n: len(train) for n, (_, train, _) in zip(used, parts, strict=True) if len(train)}
+        wanted = {n: sources[n].weight for n in own}
+        weights = mixture_weights(own, wanted, config.mixture_temperature)
     none = np.zeros(0, np.int64)
-    seen, train, times, held_out = (
-        np.concatenate([none, *(part[place] for part in parts)]) for place in range(4)
+    seen, train, held_out = (
+        np.concatenate([none, *(part[place] for part in parts)]) for place in range(3)
     )
+    times = np.concatenate(
+        [
+            none,
+            *(
+                repeats(len(part[1]), weights.get(number, 1.0), seed=seed, source=number)
+                for number, part in zip(used, parts, strict=True)
+            ),
+        ]
+    )
+    train, times = train[times > 0], times[times > 0]
     overlaps = np.isin(files.digests[train], files.digests[held_out])
     kept = overlaps & bool(config.eval_data_path) | ~overlaps
     train, times = train[kept], times[kept]
@@ -101,6 +119,8 @@ def collect(
         duplicates=duplicates,
         overlap=int(overlaps.sum()),
         shared_prompts=shared,
+        first_rows=first_rows,
+        times={n: weights.get(n, 1.0) for n in used if sources[n].option != "eval_data_path"},
     )
 
 
@@ -112,11 +132,11 @@ def _split_source(
     number: int,
     phase: int,
     seed: int,
-) -> tuple[Indices, Indices, Indices, Indices]:
-    """Usable rows of a source: those of training sources, to train on, how often, held out."""
+) -> tuple[Indices, Indices, Indices]:
+    """Usable rows of a source: those of training sources, to train on, held out."""
     usable, none = files.sizes[rows] > 0, rows[:0]
     if option == "eval_data_path":
-        return none, none, none, rows[usable]
+        return none, none, rows[usable]
     # Rows of one prompt are a group; a row without a prompt is a group of its own.
     groups = np.where(files.groups[rows] == b"", rows.astype("S16"), files.groups[rows])
     shares = parse_data_split(config.data_split) if config.data_split is not None else None
@@ -130,9 +150,7 @@ def _split_source(
         source=number,
     )
     train, held_out = (rows[own][usable[own]] for own in split)
-    weight = config.data_weights[number] if number < len(config.data_weights) else 1.0
-    times = repeats(len(train), weight, seed=seed, source=number)
-    return rows[usable], train[times > 0], times[times > 0], held_out
+    return rows[usable], train, held_out
 
 
 def split_rows(
@@ -204,6 +222,28 @@ def repeats(size: int, weight: float, *, seed: int, source: int) -> Indices:
     once_more = _round((weight - int(weight)) * size)
     counts[permutation(size, "weight", seed, source)[:once_more]] += 1
     return counts
+
+
+def mixture_shares(weights: Mapping[int, float], temperature: float) -> dict[int, float]:
+    """Shares that sum to 1, in proportion to ``weights`` to the power ``1 / temperature``.
+
+    Section 3 of arXiv:1907.05019 takes numbers of rows for weights: 1 keeps their proportions, and
+    a large temperature gives every source the same share.
+    """
+    largest = max(weights.values(), default=1.0)
+    powers = {name: (weight / largest) ** (1 / temperature) for name, weight in weights.items()}
+    return {name: power / sum(powers.values()) for name, power in powers.items()}
+
+
+def mixture_weights(
+    rows: Mapping[int, int], wanted: Mapping[int, float | None], temperature: float
+) -> dict[int, float]:
+    """Times that rows of each source are used in an epoch, which has as many as all together.
+
+    ``rows`` are the numbers of rows; sources without a ``wanted`` share count by them.
+    """
+    shares = mixture_shares({n: wanted[n] or size for n, size in rows.items()}, temperature)
+    return {n: shares[n] * sum(rows.values()) / size for n, size in rows.items()}
 
 
 def _round(value: float) -> int:

@@ -5,10 +5,10 @@ import heapq
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, field
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -286,6 +286,7 @@ class Window:
 
     batches: Sequence[Any]  # this rank's
     counts: dict[str, int]  # of all ranks, by the names of ``StepCounts``
+    metrics: dict[str, float] = field(default_factory=dict)  # further ones, of the data
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -295,6 +296,14 @@ class Window:
 
     def __getitem__(self, index: int) -> Any:
         return self.batches[index]
+
+
+class SampleSources(NamedTuple):
+    """Which source each sample is of."""
+
+    names: Sequence[str]
+    numbers: Integers  # (n,) of samples, into ``names``
+    times: Sequence[float] = ()  # that rows of each source are used per epoch, if that is known
 
 
 class StepLoader:
@@ -321,8 +330,11 @@ class StepLoader:
         collate: Collator,
         counts: SampleCounts | None = None,
         budget: TokenBudget | None = None,
+        sources: SampleSources | None = None,
     ) -> None:
         """Count the samples, unless ``counts`` of every one are given.
+
+        With ``sources``, windows have the samples and tokens of each among their metrics.
 
         With a ``budget``, ``rows`` are :meth:`TokenBudget.groups`, ``micro_batch_size`` is 1 and
         ``rows_per_step`` the micro-batches of a step on all ranks.
@@ -337,7 +349,7 @@ class StepLoader:
             counts = collate.counts(stored)
         self.counts, self.num_rows = counts, len(rows)
         self._samples, self._rows, self._collate, self._budget = samples, rows, collate, budget
-        self._micro_batch_size, self._seed = micro_batch_size, seed
+        self._micro_batch_size, self._seed, self._sources = micro_batch_size, seed, sources
         self._rank, self._world_size = rank, world_size
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world_size
         self._taken = self.rows_per_step
@@ -355,13 +367,37 @@ class StepLoader:
         order = permutation(len(self._rows), "epoch", self._seed, number)
         for step in range(start_step, self.steps_per_epoch):
             first = step * self._taken
-            rows = [self._rows[index] for index in order[first : first + self._taken]]
-            batches = self._micro_batches(rows)
-            own = batches[self._rank :: self._world_size]
-            yield Window(
-                [_collated(self._samples, batch, self._collate) for batch in own],
-                self._count(batches),
-            )
+            window = self.window([self._rows[i] for i in order[first : first + self._taken]])
+            if self._sources is not None:
+                done = number + (step + 1) / self.steps_per_epoch
+                passes = zip(self._sources.names, self._sources.times, strict=True)
+                window.metrics.update({f"epochs/{n}": done * times for n, times in passes})
+            yield window
+
+    def steps(self, start: int) -> Iterator[Window]:
+        """:meth:`epoch` after epoch, without end, from step ``start`` of all on."""
+        epoch, first = divmod(start, self.steps_per_epoch)
+        for number in count(epoch):
+            yield from self.epoch(number, first)
+            first = 0
+
+    def window(self, rows: list[PackedRow]) -> Window:
+        """This rank's micro-batches of the step that these rows are."""
+        batches = self._micro_batches(rows)
+        own = batches[self._rank :: self._world_size]
+        metrics: dict[str, float] = {}
+        if self._sources is not None:
+            samples = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+            numbers = self._sources.numbers[samples]
+            for number, name in enumerate(self._sources.names):
+                of_source = samples[numbers == number]
+                metrics[f"samples/{name}"] = len(of_source)
+                metrics[f"tokens/{name}"] = int(self.counts.tokens[of_source].sum())
+        return Window(
+            [_collated(self._samples, batch, self._collate) for batch in own],
+            self._count(batches),
+            metrics,
+        )
 
     def _micro_batches(self, rows: list[PackedRow]) -> list[list[PackedRow]]:
         """Rows of each micro-batch of each rank, those of all ranks' first ones first."""

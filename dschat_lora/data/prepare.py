@@ -3,12 +3,14 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -17,12 +19,12 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.data.audit import DataAudit, make_audit
 from dschat_lora.data.cache import code_digest, file_digest, load_or_build
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.collect import collect
+from dschat_lora.data.collect import Collected, collect
 from dschat_lora.data.encoder import Tokenizer, describe_tokenizer, make_encoder
 from dschat_lora.data.readers import count_rows, iter_rows, load_hub
 from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.records import answers_of
-from dschat_lora.data.rows import DataKind, config_sources, row_options
+from dschat_lora.data.rows import DataKind, ValueT, config_sources, row_options
 from dschat_lora.data.samples import (
     AnySample,
     PairSample,
@@ -36,11 +38,15 @@ from dschat_lora.data.token_files import Tally, TokenWriter, mismatched_records,
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.data.workers import map_in_order, usable_cores
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
 # Options that decide what is prepared.
 OPTIONS = (
     *("max_seq_len", "overlong", "bad_rows", "columns", "unpaired_rows", "train_on_prompt"),
     *("eos_after_prompt", "data_split", "data_weights", "eval_ratio", "chat_template_kwargs"),
+    *("mixture_temperature", "streaming"),
 )
 
 
@@ -64,6 +70,13 @@ class Prepared:
     audit: DataAudit
     fingerprint: str
     from_cache: bool
+    names: tuple[str, ...] = ()  # of all sources, for metrics
+    # by these, in order: samples, and times that rows are used per epoch, on average
+    train_sources: dict[str, int] = field(default_factory=dict)
+    eval_sources: dict[str, int] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    # under --streaming: digests of held-out rows and their prompts, not to be trained on
+    left_out: frozenset[bytes] = frozenset()
 
 
 def prepare(
@@ -97,7 +110,33 @@ def prepare(
         TokenSet.read(cache_dir / key / f"{name}.arrow", kind, content["digests"][name])
         for name in ("train", "eval")
     )
-    return Prepared(train, held_out, DataAudit.from_dict(content["audit"]), key, from_cache)
+    names = source_names(sources)
+
+    def by_name(values: Mapping[str, ValueT]) -> dict[str, ValueT]:
+        return {names[int(number)]: value for number, value in values.items()}
+
+    return Prepared(
+        train,
+        held_out,
+        DataAudit.from_dict(content["audit"]),
+        key,
+        from_cache,
+        names=tuple(names),
+        train_sources=by_name(content["sources"]["train"]),
+        eval_sources=by_name(content["sources"]["eval"]),
+        times=by_name(content["times"]),
+        left_out=frozenset(map(bytes.fromhex, content["left_out"])),
+    )
+
+
+def source_names(sources: Sequence[Source]) -> list[str]:
+    """A name of each source, for metrics: the last part of its path, if no other has it."""
+    names: list[str] = []
+    ends = [Path(source.name).name for source in sources]
+    for end, source in zip(ends, sources, strict=True):
+        name = end if ends.count(end) == 1 else source.name
+        names.append(name if name not in names else f"{name} ({len(names) + 1})")
+    return names
 
 
 def _build(
@@ -120,7 +159,7 @@ def _build(
     """
     parts = directory / "parts"
     parts.mkdir(exist_ok=True)
-    workers = config.preprocessing_num_workers or min(MAX_WORKERS, usable_cores())
+    workers = num_workers(config)
     chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
     encoder = make_encoder(tokenizer)
     with progress("reading rows", lambda: count_rows(sources)) as bar:
@@ -139,6 +178,7 @@ def _build(
     used = {"train": (rows.train, rows.train_repeats), "eval": (rows.eval, np.ones_like(rows.eval))}
     writer = TokenWriter(rows.rows, encoder, token_rule(config, eos_id, kind))
     digests, tallies = {}, []
+    samples: dict[str, Counter[int]] = {name: Counter() for name in used}
     with progress("tokenising rows", lambda: len(rows.train) + len(rows.eval)) as bar:
         for name, (numbers, repeats) in used.items():
             others = None
@@ -146,15 +186,37 @@ def _build(
                 others = mismatched_records(rows.rows, numbers, rows.train, seed=seed)
             tasks = token_tasks(parts, name, rows.rows, numbers, repeats, others)
             paths, counted = [], []
+            firsts = iter([numbers[own.start] for own in rows.rows.by_file(numbers)])
             for path in map_in_order(writer, tasks, workers=workers):
                 paths.append(path)
                 counted.append(Tally.read(path))
+                # A file has rows of one source.
+                source = bisect_right([*rows.first_rows.values()], next(firsts)) - 1
+                samples[name][[*rows.first_rows][source]] += counted[-1].samples
                 if bar is not None:
                     bar.update(counted[-1].rows)
             digests[name] = join(paths, directory / f"{name}.arrow", kind)
             tallies.append(Tally.of(counted))
     shutil.rmtree(parts)
-    return {"audit": make_audit(config, rows, *tallies).to_dict(), "digests": digests}
+    return {
+        "audit": make_audit(config, rows, *tallies).to_dict(),
+        "digests": digests,
+        "sources": samples,
+        "times": rows.times,
+        "left_out": _left_out(rows) if config.streaming and not config.eval_data_path else [],
+    }
+
+
+def _left_out(rows: Collected) -> list[str]:
+    """Hex digests of held-out rows, and of their prompts where all rows of one are held out."""
+    groups = np.setdiff1d(rows.rows.groups[rows.eval], rows.rows.groups[rows.train])
+    found = np.union1d(rows.rows.digests[rows.eval], groups[groups != b""])
+    return [digest.ljust(16, b"\0").hex() for digest in found.tolist()]
+
+
+def num_workers(config: DataConfig) -> int:
+    """Processes that prepare data."""
+    return config.preprocessing_num_workers or min(MAX_WORKERS, usable_cores())
 
 
 def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
@@ -186,16 +248,18 @@ def fingerprint(
     """
     described: list[list[Any]] = []
     for source in sources:
-        found: list[Any] = [[data_suffix(file), file_digest(file)] for file in source.files]
-        if source.hub_name is not None:
-            found = [load_hub(source)._fingerprint]
-        elif source.rows is not None:
+        found: list[Any]
+        if source.files and not source.streaming:
+            found = [[data_suffix(file), file_digest(file)] for file in source.files]
+        elif source.hub_name is not None and not source.streaming:
+            found = [cast("Dataset", load_hub(source))._fingerprint]
+        else:
             digest = hashlib.blake2b(digest_size=16)
             for row in iter_rows(source):
                 text = json.dumps([row.values, row.problem], default=repr)
                 digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
             found = ["rows", digest.hexdigest()]
-        described.append([source.option, *found])
+        described.append([source.option, *found, source.weight, source.most])
     parts = {
         "sources": described,
         "options": {name: getattr(config, name) for name in OPTIONS},

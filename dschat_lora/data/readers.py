@@ -5,22 +5,25 @@ import gzip
 import io
 import json
 import re
+import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, AnyStr, cast
+from typing import IO, TYPE_CHECKING, Any, AnyStr, NamedTuple, cast
 
 from dschat_lora.config.files import TOO_DEEP, json_object
 from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of
 from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source, kind_of_file
+from dschat_lora.data.tar_rows import tar_rows
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 # Bytes of a row, or of a text file that is one: to tokenize a text takes a hundred times its size.
 MOST_ROW = 32 * 2**20
@@ -65,6 +68,16 @@ class RawRow:
         return _text_size(self.values)
 
 
+class Place(NamedTuple):
+    """How far a file, or a shard of a hub data set, has been read."""
+
+    row: int = 0  # rows or, of a file of lines, lines
+    byte: int = 0  # of a file of lines: where the next one begins in what is unpacked
+
+
+START = Place()
+
+
 @dataclass(frozen=True)
 class Line:
     """A line of a file that is not parsed yet, so that another process may do it."""
@@ -72,6 +85,7 @@ class Line:
     location: str
     text: bytes
     parse: Callable[[str], object]  # its value
+    end: Place
 
     @property
     def size(self) -> int:
@@ -105,13 +119,24 @@ def iter_rows(source: Source) -> Iterator[RawRow]:
 
 def iter_unread(source: Source) -> Iterator[RawRow | Line]:
     """As :func:`iter_rows`, but lines are not parsed."""
+    return islice(_iter_all(source), source.most)
+
+
+def _iter_all(source: Source) -> Iterator[RawRow | Line]:
     if source.hub_name is not None:
-        for number, values in enumerate(load_hub(source), start=1):
-            yield RawRow(f"{source.hub_name}:{number}", values)
+        yield from hub_rows(source.hub_name, load_hub(source, streaming=source.streaming))
     for index, values in enumerate(() if source.rows is None else source.rows):
         yield _object_row(f"{source.name}[{index}]", _plain(values))
     for file in source.files:
-        yield from _iter_unread_file(file)
+        yield from iter_unread_file(file)
+
+
+def hub_rows(
+    name: str, rows: "Iterable[Mapping[str, Any]]", start: Place = START
+) -> Iterator[RawRow]:
+    """Rows of a hub data set, or of a shard of it from ``start`` on."""
+    for number, values in enumerate(rows, start=start.row + 1):
+        yield RawRow(f"{name}:{number}", dict(values))
 
 
 def _plain(value: Any) -> Any:
@@ -125,15 +150,17 @@ def _plain(value: Any) -> Any:
 
 def iter_file(path: Path) -> Iterator[RawRow]:
     """Rows of one file. A line that cannot be read becomes a row with a ``problem``."""
-    return (row.read() for row in _iter_unread_file(path))
+    return (row.read() for row in iter_unread_file(path))
 
 
 def count_rows(sources: Sequence[Source]) -> int | None:
     """Rows of all sources, or None where to count them takes as long as to read them."""
     total = 0
     for source in sources:
+        if source.most is not None or source.streaming:
+            return None
         if source.hub_name is not None:
-            total += len(load_hub(source))
+            total += len(cast("Dataset", load_hub(source)))
         elif source.rows is not None:
             if not isinstance(source.rows, Sized):
                 return None
@@ -152,18 +179,29 @@ def count_rows(sources: Sequence[Source]) -> int | None:
     return total
 
 
-def _iter_unread_file(path: Path) -> Iterator[RawRow | Line]:
+def iter_unread_file(path: Path, start: Place = START) -> Iterator[RawRow | Line]:
+    """Rows of one file from ``start`` on, lines not parsed.
+
+    What comes before is passed over unread where it can be: lines of a file that is not packed,
+    row groups of Parquet, batches of Arrow.
+
+    Raises:
+        ValueError: if the file cannot be read.
+    """
     readers: dict[str, Callable[[Path], Iterator[RawRow | Line]]] = {
-        ".jsonl": partial(_iter_lines, parse=_parse_json),
+        ".jsonl": partial(_iter_lines, parse=_parse_json, start=start),
         ".json": _iter_json,
         ".txt": _iter_txt,
         ".csv": _iter_csv,
-        ".parquet": partial(_iter_batches, read=parquet_batches),
-        ".arrow": partial(_iter_batches, read=arrow_batches),
+        ".tar": _iter_tar,
+        ".parquet": partial(_iter_batches, read=parquet_batches, first=start.row),
+        ".arrow": partial(_iter_batches, read=arrow_batches, first=start.row),
     }
+    kind = kind_of_file(path)
+    passed_over = 0 if kind in (".jsonl", ".parquet", ".arrow") else start.row
     try:
         unpacked, most = 0, max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size)
-        for row in readers[kind_of_file(path)](path):
+        for row in islice(readers[kind](path), passed_over, None):
             unpacked += row.size
             if unpacked > most:
                 raise ValueError(
@@ -184,8 +222,8 @@ def _text_size(value: object) -> int:
     return len(value) if isinstance(value, str | bytes) else 0
 
 
-def load_hub(source: Source) -> "Dataset":
-    """The ``datasets.Dataset`` of a hub name, of its split ``train`` by default.
+def load_hub(source: Source, *, streaming: bool = False) -> "Dataset | IterableDataset":
+    """The data set of a hub name, of its split ``train`` by default; read as it goes if streaming.
 
     Raises:
         ValueError: in one line, if it cannot be loaded.
@@ -194,7 +232,8 @@ def load_hub(source: Source) -> "Dataset":
 
     name, config, split = source.hub_parts
     try:
-        return load_dataset(name, *([config] if config else []), split=split)
+        options = {"streaming": True} if streaming else {}
+        return load_dataset(name, *([config] if config else []), split=split, **options)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
@@ -212,7 +251,7 @@ def _iter_txt(path: Path) -> Iterator[RawRow | Line]:
     with _open(path) as file:
         first = next((line for line in _Lines(path, file) if line.strip()), b"")
     if b"||" in first:
-        yield from _iter_lines(path, e2e_row)
+        yield from _iter_lines(path, e2e_row, START)
         return
     with _open(path) as file:
         data = file.read(MOST_ROW + 1)
@@ -232,6 +271,7 @@ class _Lines(Iterator[AnyStr]):
 
     def __init__(self, path: Path, file: IO[AnyStr]) -> None:
         self.number, self.size = 0, 0
+        self.end = 0  # in bytes or characters
         self._path = path
         self._read: Callable[[], AnyStr] = partial(file.readline, MOST_ROW + 1)
 
@@ -240,6 +280,7 @@ class _Lines(Iterator[AnyStr]):
         if not line:
             raise StopIteration
         self.number += 1
+        self.end += len(line)
         self.size += len(line) + LINE_COST
         if self.size > MOST_ROW:
             raise _too_large(f"{self._path}:{self.number}", "the row")
@@ -268,12 +309,24 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _iter_lines(path: Path, parse: Callable[[str], object]) -> Iterator[Line]:
+def _pass_over(file: IO[bytes], size: int) -> None:
+    if file.seekable() and size:
+        size -= file.seek(size - 1)  # of gzip it unpacks
+    while size:
+        block = file.read(min(size, 2**20))
+        if not block:
+            raise EOFError("it is shorter than it was")
+        size -= len(block)
+
+
+def _iter_lines(path: Path, parse: Callable[[str], object], start: Place) -> Iterator[Line]:
     with _open(path) as file:
+        _pass_over(file, start.byte)
         lines = _Lines(path, file)
+        lines.number, lines.end = start
         for line in lines:
             if line.strip():
-                yield Line(f"{path}:{lines.number}", line, parse)
+                yield Line(f"{path}:{lines.number}", line, parse, Place(lines.number, lines.end))
                 lines.size = 0
 
 
@@ -348,13 +401,26 @@ def _iter_csv(path: Path) -> Iterator[RawRow]:
             raise RowError(f"{path}:{reader.line_num + 1}", f"not valid CSV ({error})") from error
 
 
-def _iter_batches(path: Path, read: Callable[[Path], Iterator[Any]]) -> Iterator[RawRow]:
+def _iter_tar(path: Path) -> Iterator[RawRow]:
+    try:
+        with _open(path) as file:
+            for number, row in enumerate(tar_rows(file, most=MOST_ROW), start=1):
+                if row is None:
+                    raise _too_large(f"{path}:{number}", "the row")
+                yield RawRow(f"{path}:{number}", *row)
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _iter_batches(
+    path: Path, read: Callable[[Path, int], Iterator[Any]], first: int
+) -> Iterator[RawRow]:
     """Rows of Arrow's record batches."""
     import pyarrow
 
-    number = 0
+    number = first
     try:
-        for batch in read(path):
+        for batch in read(path, first):
             for values in rows_of(batch, most=MOST_ROW):
                 number += 1
                 if values is None:

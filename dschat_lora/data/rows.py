@@ -1,12 +1,12 @@
 """Row types: a raw row is one of the six, and a stage can use it; checks of data before a run."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns
+from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, split_weight
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import EmptyTextError, is_good, rename, to_canonical
 from dschat_lora.data.messages import EmptyRowError, check_message
@@ -29,6 +29,11 @@ KNOWN_TYPES = (
 # Bytes of a file that start-up checks read whole, in less than a second.
 SMALL_FILE = 16 * 2**20
 CHECKED_ROWS = 1000  # of rows in memory, likewise
+CHECKED_SHARDS = 8  # of a source that is streamed
+# Of each training source under --streaming, for the audit and, without --eval_data_path, for the
+# rows that are held out.
+HEAD_ROWS = 1000
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
     options = row_options(config)
     for source in config_sources(config):
         wanted: DataKind = "samples" if source.option == "sft_only_data_path" else kind
-        for file in source.files:
+        for file in source.files[: CHECKED_SHARDS if source.streaming else None]:
             seen = None if file.stat().st_size <= SMALL_FILE else 1
             rows = 0
             for raw in islice(iter_file(file), seen):
@@ -146,19 +151,29 @@ def _prompts(config: DataConfig) -> Iterator[str | None]:
             yield value if isinstance(value, str) else None
 
 
-def config_sources(config: DataConfig) -> tuple[Source, ...]:
-    """Every source that the options name, training data first."""
-    splits: tuple[str | None, ...] = config.data_split_name or (None,)
-    if len(splits) == 1:
-        splits *= len(config.data_path)
-    options = ("sft_only_data_path", "eval_data_path")
-    return (
-        *(
-            find_source("data_path", entry, split)
-            for entry, split in zip(config.data_path, splits, strict=True)
-        ),
-        *(find_source(option, entry) for option in options for entry in getattr(config, option)),
-    )
+def config_sources(config: DataConfig, *, head: bool = True) -> tuple[Source, ...]:
+    """Every source that the options name, training data first.
+
+    Under ``--streaming`` training sources are their first rows, unless ``head`` is False.
+    """
+    count = len(config.data_path)
+
+    def of_each(values: Sequence[ValueT], default: ValueT) -> Sequence[ValueT]:
+        return values if len(values) > 1 else [*(values or (default,))] * count
+
+    sources, streams = [], config.streaming
+    splits: Sequence[str | None] = of_each(config.data_split_name, None)
+    for typed, split, most in zip(
+        config.data_path, splits, of_each(config.max_source_rows, 0), strict=True
+    ):
+        entry, weight = split_weight(typed)
+        source = find_source("data_path", entry, split)
+        sources.append(replace(source, weight=weight, most=most or None, streaming=streams))
+    for entry in config.sft_only_data_path:
+        sources.append(replace(find_source("sft_only_data_path", entry), streaming=streams))
+    if streams and head:
+        sources = [replace(s, most=min(s.most or HEAD_ROWS, HEAD_ROWS)) for s in sources]
+    return (*sources, *(find_source("eval_data_path", entry) for entry in config.eval_data_path))
 
 
 def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -288,12 +289,12 @@ def write_samples(
 
 
 def write_table(
-    path: Path,
+    path: Path | pa.BufferOutputStream,
     batches: Iterable[Mapping[str, Sequence[Any]]],
     types: Mapping[str, pa.DataType],
     notes: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write rows of columns to an Arrow file, a batch in memory at a time."""
+    """Write rows of columns to an Arrow file or stream, a batch in memory at a time."""
     arrays = ([_arrow(batch[name], stored) for name, stored in types.items()] for batch in batches)
     _write(path, arrays, types, notes)
 
@@ -316,25 +317,30 @@ def join(parts: Iterable[Path], path: Path, kind: DataKind) -> str:
 
 
 def _write(
-    path: Path,
+    path: Path | pa.BufferOutputStream,
     batches: Iterable[Sequence[pa.Array]],
     types: Mapping[str, pa.DataType],
     notes: Mapping[str, bytes] | None = None,
 ) -> None:
     schema = pa.schema([pa.field(*field) for field in types.items()], metadata=notes)
-    with naming(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    with ExitStack() as stack:
+        file = path
+        if isinstance(path, Path):
+            stack.enter_context(naming(path))
+            file = stack.enter_context(pa.OSFile(str(path), "wb"))
+        writer = stack.enter_context(pa.ipc.new_file(file, schema))
         for arrays in batches:
             writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
-def read_table(path: Path) -> tuple[list[Columns], Mapping[bytes, bytes]]:
+def read_table(path: Path | bytes) -> tuple[list[Columns], Mapping[bytes, bytes]]:
     """The batches of columns that :func:`write_table` wrote, memory-mapped, and its notes.
 
     Raises:
         ValueError: if the file is not whole.
         OSError: if it cannot be read.
     """
-    with pa.memory_map(str(path)) as file:
+    with pa.BufferReader(path) if isinstance(path, bytes) else pa.memory_map(str(path)) as file:
         reader = pa.ipc.open_file(file)
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         names, notes = reader.schema.names, reader.schema.metadata or {}

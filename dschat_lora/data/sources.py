@@ -12,10 +12,10 @@ from dschat_lora.config.files import read_json
 from dschat_lora.config.held import PREFIX, held_object, is_held
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]+){0,2}")
-_TEXT, _PACKED = (".jsonl", ".json", ".csv", ".txt"), ("", ".gz", ".zst")
+_TEXT, _PACKED = (".jsonl", ".json", ".csv", ".txt", ".tar"), ("", ".gz", ".zst")
 SUFFIXES = (*(text + packed for text in _TEXT for packed in _PACKED), ".parquet", ".arrow")
 # In words, for messages.
-DATA_FILES = ".jsonl .json .csv .txt (each also .gz or .zst) .parquet .arrow"
+DATA_FILES = ".jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow"
 # What `datasets` and the hub write beside the rows.
 NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 # Levels of directories that are searched for data below the one that is named.
@@ -34,10 +34,13 @@ class Source:
     """One entry of ``--data_path``: its files, or the hub data set it names."""
 
     option: str  # the flag it was given to, without dashes
-    entry: str  # as the user wrote it
+    entry: str  # as the user wrote it, without its weight
     files: tuple[Path, ...]  # empty for a hub name, and for rows in memory
     split: str | None = None  # of a hub name, where ``entry`` does not say it
     rows: Iterable[Mapping[str, Any]] | None = None  # of a Python program
+    weight: float | None = None  # its share of a mixture, before all of them are made to sum to 1
+    most: int | None = None  # rows that are read of it, the first ones
+    streaming: bool = False  # whether it may be too large to be read whole
 
     @property
     def hub_name(self) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
@@ -34,16 +35,27 @@ def map_in_order(
 ) -> Iterator[Result]:
     """``function(task)`` of each task, in order; a single task needs no other process.
 
-    What ``function`` raises is raised here, that of the first task before that of later ones. The
-    other processes end with this one, however that ends.
-
     Raises:
         ChildProcessError: if one of the processes is killed.
     """
     rest = iter(tasks)
     first = list(islice(rest, 2))
-    if workers <= 1 or len(first) < 2:
-        yield from map(function, chain(first, rest))
+    with ordered_map(function, workers=workers if len(first) == 2 else 1) as mapped:
+        yield from mapped(chain(first, rest))
+
+
+@contextmanager
+def ordered_map(
+    function: Callable[[Task], Result], *, workers: int
+) -> Iterator[Callable[[Iterable[Task]], Iterator[Result]]]:
+    """A function that maps tasks by processes, in order; it may be called several times at once.
+
+    What ``function`` raises is raised here, that of the first task before that of later ones. The
+    other processes end with this one, however that ends, and a ``map`` raises ChildProcessError if
+    one of them is killed.
+    """
+    if workers <= 1:
+        yield partial(map, function)
         return
     # A forked worker has the tokenizer already and imports nothing.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
@@ -54,19 +66,24 @@ def map_in_order(
             workers, context, initializer=_set_function, initargs=(function,)
         ) as pool,
     ):
-        waiting: deque[Future[Result]] = deque()
-        try:
-            for task in chain(first, rest):
-                waiting.append(pool.submit(_call, task))
-                if len(waiting) >= TASKS_PER_WORKER * workers:
+
+        def mapped(tasks: Iterable[Task]) -> Iterator[Result]:
+            waiting: deque[Future[Result]] = deque()
+            try:
+                for task in tasks:
+                    waiting.append(pool.submit(_call, task))
+                    if len(waiting) >= TASKS_PER_WORKER * workers:
+                        yield waiting.popleft().result()
+                while waiting:
                     yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool as error:
-            raise ChildProcessError(
-                "a process that prepares data was killed, perhaps for lack of memory; "
-                f"--preprocessing_num_workers {max(1, workers // 2)} needs less of it"
-            ) from error
+            except BrokenProcessPool as error:
+                raise ChildProcessError(
+                    "a process that prepares data was killed, perhaps for lack of memory; "
+                    f"--preprocessing_num_workers {max(1, workers // 2)} needs less of it"
+                ) from error
+
+        try:
+            yield mapped
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -88,17 +88,19 @@ class TrainingLoop:
         log: RunLog,
         restart_clock: Callable[[], None] = lambda: None,
         ends_early: Callable[[], bool] = lambda: False,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare the loop of a run.
 
         ``evaluate`` is called with the optimizer steps made; an interval that ends after
         ``evaluated_up_to()`` steps is due. ``restart_clock`` is called where time was spent on
-        something else than training. ``ends_early`` says whether evaluations ask for an end.
+        something else than training. ``ends_early`` says whether evaluations ask for an end,
+        ``has_ended`` whether the data has no further iteration.
         """
         self._schedule, self._progress, self._log = schedule, progress, log
         self._evaluate, self._evaluated_up_to = evaluate, evaluated_up_to
         self._checkpointer, self._restart_clock = checkpointer, restart_clock
-        self._ends_early = ends_early
+        self._ends_early, self._has_ended = ends_early, has_ended
 
     def begin(self) -> None:
         """Evaluate where that is due before the first iteration."""
@@ -123,10 +125,11 @@ class TrainingLoop:
         """
         failure_detection.after_a_step()
         progress, checkpointer = self._progress, self._checkpointer
-        last = progress.iteration == self._schedule.num_iterations
+        last = progress.iteration == self._schedule.num_iterations or self._has_ended()
         if progress.skipped_in_a_row:
             self._check_skips(scales_loss=scales_loss, last=last)
-        evaluates = self._eval_is_due() and not checkpointer.is_stopping(requests, last=last)
+        is_due = last or self._eval_is_due()
+        evaluates = is_due and not checkpointer.is_stopping(requests, last=last)
         if evaluates:
             self._evaluate_or_stop()
             last = last or self._ends_early()

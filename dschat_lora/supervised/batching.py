@@ -13,6 +13,8 @@ from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import (
     Collator,
     PackedRows,
+    SampleCounts,
+    SampleSources,
     StepLoader,
     TokenBudget,
     fill,
@@ -20,9 +22,19 @@ from dschat_lora.data.loader import (
     make_rows,
 )
 from dschat_lora.data.samples import Samples
+from dschat_lora.data.stream import StreamError
+from dschat_lora.data.stream_loader import Stream, StreamLoader
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import data_rank, data_world_size, local_rank_first
+from dschat_lora.engine.distributed import (
+    broadcast_bytes,
+    broadcast_string,
+    data_rank,
+    data_world_size,
+    local_rank_first,
+    rank,
+    world_size,
+)
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
 from dschat_lora.models.causal_lm import LMHeadModel
@@ -191,23 +203,102 @@ def _cached_rows(
     return local_rank_first(lambda: keep_rows(cache, [*options, digest], make))
 
 
-def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout) -> StepLoader:
+def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamLoader:
+    """This rank's micro-batches of every optimizer step, from rows that are read meanwhile."""
+    config, data, batch = setup.config, setup.config.data, setup.config.batch
+    seed, budget = config.run.seed, _token_budget(setup, batch_layout)
+    step_rows = rows_per_step(setup)
+
+    def pack(counts: SampleCounts, seed: int) -> PackedRows:
+        if budget is not None:
+            return budget.groups(counts, seed=seed)
+        size, packing = config.max_row_tokens, batch_layout.packing
+        return make_rows(counts.positions, max_seq_len=size, packing=packing, seed=seed)
+
+    def next_block(stream: Stream | None) -> bytes:
+        found, error = b"", ""
+        if stream is not None:
+            try:
+                found = stream.next()
+            except (ValueError, OSError) as problem:
+                error = str(problem)
+        if error := broadcast_string(error):
+            raise StreamError(error)
+        return broadcast_bytes(found, 0) if world_size() > 1 else found
+
+    stream = None
+    if rank() == 0:
+        stream = Stream(
+            data,
+            setup.tokenizer,
+            phase=setup.phase,
+            seed=seed,
+            eos_id=int(setup.tokenizer.eos_token_id),
+            kind=setup.kind,
+            left_out=setup.data.left_out,
+        )
+        setup.run.closing.callback(stream.close)
+    setup.run.log.say(
+        f"  stream       blocks of {data.shuffle_buffer_size:,} rows, each shuffled and packed as "
+        f"a whole; steps of up to {step_rows} rows"
+    )
+    return StreamLoader(
+        next_block,
+        stream,
+        pack=pack,
+        steps=config.optim.max_steps,
+        taken=step_rows if budget is None else budget.groups_per_step,
+        names=setup.data.names[: len(data.data_path) + len(data.sft_only_data_path)],
+        kind=setup.kind,
+        say=setup.run.log.say,
+        seed=seed,
+        micro_batch_size=batch.per_device_train_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        rank=data_rank(),
+        world_size=data_world_size(),
+        collate=batch_layout.collate,
+        budget=budget,
+    )
+
+
+def _sample_sources(setup: SupervisedSetup) -> SampleSources:
+    counts, times = setup.data.train_sources, setup.data.times
+    numbers = np.repeat(np.arange(len(counts)), list(counts.values()))
+    return SampleSources(tuple(counts), numbers, [times[name] for name in counts])
+
+
+def rows_per_step(setup: SupervisedSetup) -> int:
+    """Rows, or micro-batches of a budget of tokens, of an optimizer step on all ranks."""
+    batch = setup.config.batch
+    rows: int = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+    return rows * data_world_size()
+
+
+def _token_budget(setup: SupervisedSetup, batch_layout: BatchLayout) -> TokenBudget | None:
+    batch = setup.config.batch
+    if not batch.tokens_per_device:
+        return None
+    micro_batches = batch.gradient_accumulation_steps * data_world_size()
+    return TokenBudget(batch.tokens_per_device, micro_batches, batch_layout.row_tokens)
+
+
+def train_loader(
+    setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout
+) -> StepLoader | StreamLoader:
     """This rank's micro-batches of every optimizer step, from samples perhaps with more in them."""
+    if setup.config.data.streaming:
+        return _stream_loader(setup, batch_layout)
     config, batch = setup.config, setup.config.batch
     counts = batch_layout.collate.counts(setup.data.train)
-    if batch.tokens_per_device:
-        budget = TokenBudget(
-            batch.tokens_per_device,
-            batch.gradient_accumulation_steps * data_world_size(),
-            batch_layout.row_tokens,
-        )
+    budget = _token_budget(setup, batch_layout)
+    if budget is not None:
         options = [*dataclasses.astuple(budget), config.run.seed]
         lengths = np.stack([counts.tokens, counts.positions])
         rows = _cached_rows(
             setup, options, lengths, lambda: budget.groups(counts, seed=config.run.seed)
         )
     else:
-        budget, rows = None, rows_of(setup, counts.positions, batch_layout)
+        rows = rows_of(setup, counts.positions, batch_layout)
     loader = StepLoader(
         samples,
         rows=rows,
@@ -219,6 +310,7 @@ def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLa
         collate=batch_layout.collate,
         counts=counts,
         budget=budget,
+        sources=_sample_sources(setup) if config.data.is_mixture else None,
     )
     log, capacity, kind = setup.run.log, config.max_row_tokens, "rows"
     if budget is not None:

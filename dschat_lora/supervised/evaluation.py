@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX, token_logprobs
-from dschat_lora.data.loader import eval_batches
+from dschat_lora.data.loader import PackedRow, eval_batches
 from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
@@ -18,11 +18,12 @@ from dschat_lora.generation.search import greedy_decode
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import end_ids
+from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.report.log import eval_line
 from dschat_lora.runtime.loop import AnswerLog, EvalResults
 from dschat_lora.supervised.batching import BatchLayout, rows_of
-from dschat_lora.supervised.loop import evaluate
-from dschat_lora.supervised.objectives import Objective, mean_of
+from dschat_lora.supervised.loop import Evaluation, evaluate
+from dschat_lora.supervised.objectives import SUPERVISED, Objective, mean_of
 from dschat_lora.supervised.setup import SupervisedSetup
 
 MAX_ANSWER_TOKENS = 64
@@ -40,7 +41,16 @@ class SupervisedEvaluator:
         objective: Objective,
     ) -> None:
         self._engine, self._samples, self._objective = engine, samples, objective
-        self._rows = rows_of(setup, batch_layout.collate.positions(setup.data.eval), batch_layout)
+        lengths = batch_layout.collate.positions(setup.data.eval)
+        self._rows = rows_of(setup, lengths, batch_layout)
+        #: of a mixture whose loss is a mean over tokens: rows of each source alone
+        self._by_source: dict[str, list[tuple[int, ...]]] = {}
+        names, first = setup.data.eval_sources, 0
+        if setup.config.data.is_mixture and len(names) > 1 and objective is SUPERVISED:
+            for name, size in names.items():
+                own = rows_of(setup, lengths[first : first + size], batch_layout)
+                self._by_source[name] = [tuple(first + index for index in row) for row in own]
+                first += size
         self._collate, self._config = batch_layout.collate, setup.config
         self._interrupts = setup.run.interrupts
         self.results = EvalResults(setup.run, eval_line)
@@ -49,9 +59,20 @@ class SupervisedEvaluator:
         """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
         if step in self.results or not self._rows:
             return
-        result = evaluate(self._engine, self, self._objective)
+        parts = {
+            name: evaluate(self._engine, self._batches(rows), self._objective)
+            for name, rows in self._by_source.items()
+            if rows
+        }
+        if parts:
+            counts = sum((part.counts for part in parts.values()), StepCounts())
+            total = sum(part.loss * part.counts.num_targets for part in parts.values())
+            result = Evaluation(total / max(1, counts.num_targets), counts, {})
+        else:
+            result = evaluate(self._engine, self, self._objective)
         metrics = {
             "loss": result.loss,
+            **{f"loss/{name}": part.loss for name, part in parts.items()},
             "tokens": result.counts.num_targets,
             "samples": result.counts.num_samples,
             **result.means,
@@ -73,9 +94,12 @@ class SupervisedEvaluator:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, each time anew."""
+        return self._batches(self._rows)
+
+    def _batches(self, rows: Sequence[PackedRow]) -> Iterator[Any]:
         batches = eval_batches(
             self._samples,
-            rows=self._rows,
+            rows=rows,
             batch_size=self._config.batch.per_device_eval_batch_size,
             rank=data_rank(),
             world_size=data_world_size(),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import OptimConfig, RunConfig
 from dschat_lora.data.loader import StepLoader, Window
+from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.distributed import (
     data_rank,
@@ -140,6 +141,8 @@ def train_steps(
         mean = _mean_loss(sums, counts, objective)
         means: Means = {n: next(values) / max(1, counts.num_samples) for n in result.columns}
         means = objective.combine(means) | _nll_mean(sums, counts)
+        if isinstance(window, Window):
+            means |= window.metrics
         yield TrainStep(mean, counts, outcome, learning_rates, list(values), means)
 
 
@@ -228,7 +231,7 @@ def make_train_schedule(optim: OptimConfig, run: RunConfig, steps_per_epoch: int
 
 def fit(
     engine: TrainEngine[nn.Module],
-    loader: StepLoader,
+    loader: StepLoader | StreamLoader,
     objective: Objective,
     schedule: TrainSchedule,
     *,
@@ -257,6 +260,7 @@ def fit(
         log=log,
         restart_clock=meter.start,
         ends_early=ends_early,
+        has_ended=lambda: isinstance(loader, StreamLoader) and loader.has_ended,
     )
     loop.begin()
     if ends_early():  # before it was resumed
@@ -285,20 +289,16 @@ def fit(
 
 
 def seeded_windows(
-    loader: StepLoader, schedule: TrainSchedule, *, start: int, seed: int
+    loader: StepLoader | StreamLoader, schedule: TrainSchedule, *, start: int, seed: int
 ) -> Iterator[Window]:
     """The micro-batches of each step of the schedule from ``start`` on, in turn.
 
     Dropout draws from (seed, step, share of the data) alone: a resumed run draws what it would
     have drawn, and ranks that hold one model between them draw alike.
     """
-    step = start
-    while step < schedule.num_steps:
-        epoch, first = divmod(step, loader.steps_per_epoch)
-        for window in islice(loader.epoch(epoch, first), schedule.num_steps - step):
-            torch.manual_seed(stream_seed("dropout", seed, step, data_rank()))
-            step += 1
-            yield window
+    for step, window in zip(range(start, schedule.num_steps), loader.steps(start), strict=False):
+        torch.manual_seed(stream_seed("dropout", seed, step, data_rank()))
+        yield window
 
 
 def step_metrics(result: TrainStep, *, epoch: float) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class SupervisedSetup:
     adapted: AdaptedModel
     identity: dict[str, Any]
     run: OpenRun[SupervisedConfig]
+    phase: int  # of --data_split
+    kind: DataKind
 
 
 def set_up(
@@ -145,7 +147,9 @@ def set_up(
         run.closing.enter_context(explaining_memory(adapted, config, settings, run.directory))
         identity = state_identity(adapted, tokenizer, data, settings)
         shard_model(adapted.model, settings)
-    return SupervisedSetup(config, source, tokenizer, data, settings, adapted, identity, run)
+    return SupervisedSetup(
+        config, source, tokenizer, data, settings, adapted, identity, run, phase, kind
+    )
 
 
 def _ruled(

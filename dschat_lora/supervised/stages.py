@@ -11,7 +11,7 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
-from dschat_lora.data.loader import Collator, SampleCounts
+from dschat_lora.data.loader import Collator, SampleCounts, StepLoader
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.distributed import data_world_size, device
@@ -38,7 +38,7 @@ from dschat_lora.supervised.kto import say_balance
 from dschat_lora.supervised.loop import make_train_schedule
 from dschat_lora.supervised.objectives import SUPERVISED, reward_objective
 from dschat_lora.supervised.setup import SupervisedSetup, build_engine, note_unused_margins, set_up
-from dschat_lora.supervised.train import make_answers, size_warnings, train
+from dschat_lora.supervised.train import check_repeats, make_answers, size_warnings, train
 
 
 def run_sft(config: SupervisedConfig, caller: Caller = NOBODY) -> Path | None:
@@ -131,8 +131,15 @@ def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None =
     The model is taken to keep the sequences of a row apart: a run looks at its weights.
     """
     config, run = setup.config, setup.run
+    if config.data.streaming:
+        run.log.say(f"  steps        {config.optim.max_steps:,}, of rows that are streamed")
+        say_sample(run, config.data, setup.tokenizer, kind)
+        say_options(run)
+        return
     loader = train_loader(setup, setup.data.train, _planned_layout(setup, kind, pairs))
+    assert isinstance(loader, StepLoader), "it was said what is streamed"
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
+    check_repeats(setup, schedule)
     for warning in size_warnings(setup, loader, schedule):
         run.log.say(f"  warning      {warning}")
     passes = schedule.num_steps / max(1, loader.steps_per_epoch)

@@ -1,7 +1,8 @@
 """Training, evaluating and saving in the supervised stages, once engine and data are there."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from dschat_lora.config.groups import is_on
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.samples import Samples, TokenSet
+from dschat_lora.data.stream import StreamError
+from dschat_lora.data.stream_loader import StreamLoader, describe_sources
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.state import EngineState
@@ -25,7 +28,7 @@ from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.loop import AnswerLog, EvalResults, RateFactor, standard_schedule
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import trained_elements
-from dschat_lora.supervised.batching import BatchLayout, train_loader
+from dschat_lora.supervised.batching import BatchLayout, rows_per_step, train_loader
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,
     SupervisedEvaluator,
@@ -71,6 +74,7 @@ def train(
     config, run = setup.config, setup.run
     loader = train_loader(setup, data.train, batch_layout)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
+    check_repeats(setup, schedule)
     for warning in size_warnings(setup, loader, schedule):
         run.log.say(f"  warning      {warning}")
     evaluator = SupervisedEvaluator(setup, engine, data.eval, batch_layout, objective)
@@ -91,7 +95,7 @@ def train(
         if step in (0, schedule.num_steps):
             evaluator.check_finite(step)
 
-    with run.interrupts.deferred():
+    with run.interrupts.deferred(), _stops_with_the_data(checkpointer, progress):
         fit(
             engine,
             loader,
@@ -107,11 +111,31 @@ def train(
             extra_flops=extra_flops,
             ends_early=partial(ends_early, run, evaluator.results),
         )
+    if isinstance(loader, StreamLoader):
+        _record_stream(run, loader, step=progress.step)
     if schedule.num_steps and answers is not None:
         answers.show("after")
     # Without a step there is nothing to save, unless base and adapter are to become one model.
     if schedule.num_steps or config.run.merge_adapter:
         finish(setup, engine, results=evaluator.before_and_after(), meter=meter)
+
+
+@contextmanager
+def _stops_with_the_data(checkpointer: Checkpointer, progress: TrainProgress) -> Iterator[None]:
+    """Where the data cannot be read on, save the steps up to there, then raise; on every rank."""
+    try:
+        yield
+    except StreamError:
+        checkpointer.save_rest(progress.step, "stopped by the data")
+        raise
+
+
+def _record_stream(run: OpenRun[SupervisedConfig], loader: StreamLoader, *, step: int) -> None:
+    """Record what was read, and say where the data ended before the run."""
+    state = loader.state()
+    run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
+    if loader.has_ended and step < loader.steps_per_epoch:
+        run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")
 
 
 def ends_early(run: OpenRun[SupervisedConfig], results: EvalResults) -> bool:
@@ -133,15 +157,41 @@ def evaluations_since_best(losses: Sequence[float]) -> int:
     return len(known) - 1 - known.index(min(known)) if known else 0
 
 
-def size_warnings(setup: SupervisedSetup, loader: StepLoader, schedule: TrainSchedule) -> list[str]:
+def check_repeats(setup: SupervisedSetup, schedule: TrainSchedule) -> None:
+    """Refuse to use rows more often than ``--max_repeats``, where their number is known.
+
+    Raises:
+        ValueError: naming the source.
+    """
+    data, times = setup.config.data, setup.data.times
+    if data.streaming:
+        return
+    bounds = dict(zip(times, data.max_repeats * max(1, len(times)), strict=False))
+    epochs = math.ceil(schedule.num_steps / max(1, schedule.iterations_per_epoch))
+    for name, bound in bounds.items():
+        # The same rows are upsampled in every epoch.
+        used = epochs * math.ceil(round(times[name], 9))
+        if bound and used > bound:
+            raise ValueError(
+                f"--max_repeats {bound}: the run would use rows of {name} {used} times; give it a "
+                "smaller share, fewer epochs or steps, or a larger --max_repeats"
+            )
+
+
+def size_warnings(
+    setup: SupervisedSetup, loader: StepLoader | StreamLoader, schedule: TrainSchedule
+) -> list[str]:
     """What is doubtful about the run's length, its batches, and the rank for so much data."""
-    optim, counts = setup.config.optim, loader.counts
+    optim = setup.config.optim
     own = length_warning(
         num_steps=schedule.num_steps,
         num_warmup_steps=optim.num_warmup_steps,
         scheduler=optim.lr_scheduler_type,
     )
     found = [] if own is None else [own]
+    if isinstance(loader, StreamLoader):
+        return found
+    counts = loader.counts
     return found + capacity_warnings(
         setup.config.lora,
         samples_per_step=len(counts.tokens) / max(1, loader.steps_per_epoch),
@@ -154,10 +204,15 @@ def size_warnings(setup: SupervisedSetup, loader: StepLoader, schedule: TrainSch
 def _make_checkpointer(
     setup: SupervisedSetup,
     engine: TrainEngine[BackboneModel],
-    loader: StepLoader,
+    loader: StepLoader | StreamLoader,
     parts: dict[str, Stateful],
     on_checkpoint: Callable[[int], None] | None,
 ) -> Checkpointer:
+    rows: dict[str, Any]
+    if isinstance(loader, StreamLoader):
+        rows, parts = {"stream": describe_sources(setup.config.data)}, {**parts, "stream": loader}
+    else:
+        rows = {"packing": loader.packs, "rows": loader.num_rows}
     return Checkpointer(
         setup.run,
         engines={"model": EngineState(engine, setup.adapted.model)},
@@ -165,9 +220,8 @@ def _make_checkpointer(
         identity={
             **setup.identity,
             "stage": setup.run.stage,
-            "packing": loader.packs,
-            "rows": loader.num_rows,
-            "rows_per_step": loader.rows_per_step,
+            **rows,
+            "rows_per_step": rows_per_step(setup),
             "tokens_per_device": setup.config.batch.tokens_per_device or None,
         },
         on_checkpoint=on_checkpoint,

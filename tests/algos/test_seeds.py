@@ -6,6 +6,7 @@ import torch
 
 from dschat_lora.algos.seeds import stream_entropy, stream_seed
 from dschat_lora.config.groups import OptimConfig, RunConfig
+from dschat_lora.data.loader import StepLoader
 from dschat_lora.supervised.loop import make_train_schedule, seeded_windows
 
 KEYS = [
@@ -48,6 +49,7 @@ class Steps:
     """Stands for a loader: each micro-batch is the number of its step."""
 
     steps_per_epoch = 4
+    steps = StepLoader.steps
 
     def epoch(self, number, start_step=0):
         for step in range(start_step, self.steps_per_epoch):

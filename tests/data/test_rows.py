@@ -209,24 +209,24 @@ def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
         (
             "trian.jsonl",
             "--data_path trian.jsonl does not exist (in .: train.jsonl); give a file (.jsonl .json "
-            ".csv .txt (each also .gz or .zst) .parquet .arrow), a directory of them, a pattern "
-            "such as 'data/*.jsonl', or a hub name such as org/name",
+            ".csv .txt .tar (each also .gz or .zst) .parquet .arrow), a directory of them, a "
+            "pattern such as 'data/*.jsonl', or a hub name such as org/name",
         ),
         (
             "data/train.jsonl",
             "--data_path data/train.jsonl does not exist (nor does the directory data); give a "
-            "file (.jsonl .json .csv .txt (each also .gz or .zst) .parquet .arrow), a directory of "
-            "them, a pattern such as 'data/*.jsonl', or a hub name such as org/name",
+            "file (.jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow), a "
+            "directory of them, a pattern such as 'data/*.jsonl', or a hub name such as org/name",
         ),
         (
             "notes.md",
-            "--data_path notes.md is a file of another kind; use .jsonl .json .csv .txt (each also "
-            ".gz or .zst) .parquet .arrow, a directory of such files, or a hub name",
+            "--data_path notes.md is a file of another kind; use .jsonl .json .csv .txt .tar (each "
+            "also .gz or .zst) .parquet .arrow, a directory of such files, or a hub name",
         ),
         (
             "bare",
             "--data_path bare is a directory without a data file; it holds other.md; files may "
-            "be .jsonl .json .csv .txt (each also .gz or .zst) .parquet .arrow",
+            "be .jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow",
         ),
     ],
 )

@@ -225,7 +225,7 @@ def test_a_pattern_gives_the_data_files_that_match(tmp_path):
     (tmp_path / "data" / "README.md").write_text("about")
     assert texts("data/[ab].jsonl") == ["a", "b"]
     assert texts("data/*") == texts("**/*.jsonl") == ["a", "b", "c"]
-    kinds = ".jsonl .json .csv .txt (each also .gz or .zst) .parquet .arrow"
+    kinds = ".jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow"
     assert reason("data/*.md") == (
         f"--data_path data/*.md matches no data file ({kinds}), but README.md"
     )

@@ -1,0 +1,435 @@
+"""Rows read while training: shards of sources, places in them, mixtures, and blocks of samples."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dschat_lora.algos.seeds import permutation
+from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.readers import (
+    Line,
+    Place,
+    RawRow,
+    RowError,
+    hub_rows,
+    iter_unread,
+    iter_unread_file,
+    load_hub,
+)
+from dschat_lora.data.record_files import BYTES_PER_FILE, RowCounts, RowReader
+from dschat_lora.data.records import row_digest
+from dschat_lora.data.rows import DataKind
+from dschat_lora.data.samples import COLUMNS, AnySample, TokenSet, read_table, write_table
+from dschat_lora.data.sources import Source, kind_of_file
+from dschat_lora.data.tokenize import TokenRule, tokenize
+from dschat_lora.data.workers import ordered_map
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+Indices = NDArray[np.int64]
+ROWS_PER_CHUNK = 256  # that a worker tokenises at a time
+WAITS = (1.0, 2.0, 4.0)  # seconds before a shard that cannot be read is tried again
+
+MAX_EXAMPLES = 5  # bad rows of a block that are quoted
+# Why rows are not used, besides what is wrong with bad ones.
+FATES = NOT_LEARNT, HELD_OUT, TOO_LONG = "not learnt", "held out", "too long"
+
+
+class StreamError(ValueError):
+    """Data that could not be read on while training."""
+
+
+Placed = tuple[RawRow | Line, Place]  # a row, and the place after it
+
+
+class Position(NamedTuple):
+    """How far a pool has been read."""
+
+    epoch: int = 0  # passes that are done
+    shard: int = 0  # place in the order of this pass
+    row: int = 0  # of that shard; see :class:`Place`
+    byte: int = 0
+    rows: int = 0  # that were read in this pass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file, a shard of a hub data set, or rows of a Python program."""
+
+    name: str
+    source: int  # its number
+    number: int  # among all shards of its pool
+    rows_from: Callable[[Place], Iterable[Placed]]
+
+    def read(self, start: Place) -> Iterator[Placed]:
+        """Its rows from ``start`` on, each with the place after it.
+
+        A failure to read is met by reading on from there, a few times.
+
+        Raises:
+            StreamError: if it cannot be read for all that, or a row is too large.
+        """
+        failures = 0
+        while True:
+            try:
+                for row, place in self.rows_from(start):
+                    start, failures = place, 0
+                    yield row, place
+                return
+            except RowError as error:
+                raise StreamError(str(error)) from error
+            except _failures() as error:
+                if failures == len(WAITS):
+                    reason = str(error).strip().split("\n")[0]
+                    raise StreamError(
+                        f"{self.name} could not be read on after row {start.row:,}, tried "
+                        f"{failures + 1} times: {reason}"
+                    ) from error
+            time.sleep(WAITS[failures])
+            failures += 1
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What reading a damaged file, or one of a server, raises."""
+    from httpx import HTTPError  # of huggingface_hub
+
+    return OSError, ValueError, RuntimeError, EOFError, HTTPError
+
+
+def find_shards(sources: Sequence[Source], numbers: Sequence[int]) -> list[Shard]:
+    """The shards of these of the sources, in order."""
+    shards: list[Shard] = []
+
+    def add(name: str, source: int, rows_from: Callable[[Place], Iterable[Placed]]) -> None:
+        shards.append(Shard(name, source, len(shards), rows_from))
+
+    for number in numbers:
+        source = sources[number]
+        if source.most is not None or source.rows is not None:
+            add(source.name, number, partial(_whole_source, source))
+            continue
+        for file in source.files:
+            add(str(file), number, partial(_file, file))
+        if source.hub_name is not None:
+            whole = cast("IterableDataset", load_hub(source, streaming=True))
+            for index in range(whole.num_shards):
+                name = f"{source.hub_name}, shard {index + 1}"
+                add(name, number, partial(_hub_shard, name, whole, index))
+    return shards
+
+
+def _counted(rows: Iterable[RawRow | Line], start: Place) -> Iterator[Placed]:
+    return ((row, Place(number)) for number, row in enumerate(rows, start.row + 1))
+
+
+def _whole_source(source: Source, start: Place) -> Iterator[Placed]:
+    return _counted(islice(iter_unread(source), start.row, None), start)
+
+
+def _file(path: Path, start: Place) -> Iterator[Placed]:
+    rows = iter_unread_file(path, start)
+    if kind_of_file(path) == ".jsonl":
+        return ((line, line.end) for line in rows if isinstance(line, Line))
+    return _counted(rows, start)
+
+
+def _hub_shard(name: str, whole: "IterableDataset", index: int, start: Place) -> Iterator[Placed]:
+    shard = whole.shard(whole.num_shards, index)
+    return _counted(hub_rows(name, shard.skip(start.row) if start.row else shard, start), start)
+
+
+class StreamedRow(NamedTuple):
+    """A row as samples, or the end of a pass over its pool."""
+
+    key: tuple[int, ...]  # of files: pass, shard and row, by which rows are in order
+    source: int
+    samples: Sequence[AnySample]  # none where the row is not used
+    after: Position
+    fate: str = ""  # why it is not used, where it is not
+    ends_pass: bool = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of one shard, not tokenised yet; none at the end of a pass."""
+
+    source: int
+    shard: int
+    rows: Sequence[RawRow | Line]
+    after: Sequence[Position]  # each of them, or the pass
+
+
+@dataclass(frozen=True)
+class ChunkReader:
+    """Makes samples of rows; called in worker processes."""
+
+    reader: RowReader
+    encoder: Encoder
+    rule: TokenRule
+    left_out: frozenset[bytes]  # digests of rows, and of prompts, that are held out
+
+    def __call__(self, chunk: Chunk) -> list[StreamedRow]:
+        """One for each row of the chunk, or for the end of a pass.
+
+        Raises:
+            ValueError: for a row that cannot be used, unless such rows are skipped.
+        """
+        if not chunk.rows:
+            return [StreamedRow((), chunk.source, (), chunk.after[0], ends_pass=True)]
+        made, kept = [], []
+        for row, after in zip(chunk.rows, chunk.after, strict=True):
+            counts = RowCounts()
+            records, prompt = self.reader.records(row.read(), counts)
+            fate = counts.examples[0] if counts.examples else NOT_LEARNT
+            if records and self.left_out & {row_digest(records, self.reader.kind), prompt}:
+                records, fate = (), HELD_OUT
+            kept.append(records)
+            key = (after.epoch, chunk.shard, after.row)
+            made.append(StreamedRow(key, chunk.source, (), after, fate))
+        found = iter(tokenize([r for records in kept for r in records], self.encoder, self.rule))
+        for place, records in enumerate(kept):
+            samples = [each for _ in records for each in next(found).samples]
+            if records:
+                made[place] = made[place]._replace(samples=samples, fate=TOO_LONG)
+        return made
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Sources that are read as one, pass after pass, their shards in another order each time."""
+
+    number: int
+    name: str
+    shards: Sequence[Shard]
+    seed: int
+    share: float = 1.0
+    passes: int = 0  # most of them; 0: no bound
+
+    def chunks(self, start: Position) -> Iterator[Chunk]:
+        """Its rows from ``start`` on.
+
+        Raises:
+            ValueError: if it has no rows, or they cannot be read.
+        """
+        position = start
+        while not self.passes or position.epoch < self.passes:
+            order = permutation(len(self.shards), "shards", self.seed, self.number, position.epoch)
+            for place in range(position.shard, len(order)):
+                if place > position.shard:
+                    position = Position(position.epoch, place, rows=position.rows)
+                for chunk in self._chunks_of(self.shards[order[place]], position):
+                    position = chunk.after[-1]
+                    yield chunk
+            if not position.rows:
+                raise StreamError(f"{self.name} has no rows")
+            position = Position(position.epoch + 1)
+            yield Chunk(self.shards[0].source, 0, [], [position])
+
+    def _chunks_of(self, shard: Shard, position: Position) -> Iterator[Chunk]:
+        unread: list[RawRow | Line] = []
+        after: list[Position] = []
+        size = 0
+        try:
+            for row, place in shard.read(Place(position.row, position.byte)):
+                position = position._replace(row=place.row, byte=place.byte, rows=position.rows + 1)
+                unread.append(row)
+                after.append(position)
+                size += row.size
+                if len(unread) == ROWS_PER_CHUNK or size >= BYTES_PER_FILE:
+                    yield Chunk(shard.source, shard.number, unread, after)
+                    unread, after, size = [], [], 0
+        except StreamError:
+            if unread:
+                yield Chunk(shard.source, shard.number, unread, after)
+            raise
+        if unread:
+            yield Chunk(shard.source, shard.number, unread, after)
+
+    def passes_at(self, position: Position) -> float:
+        """Passes that are done, the last one by its shards."""
+        return position.epoch + position.shard / len(self.shards)
+
+
+class Mixed(NamedTuple):
+    """How far pools have been read, and how much was drawn from each."""
+
+    positions: tuple[Position, ...]
+    drawn: tuple[int, ...]  # rows since the last pool ended
+    ended: tuple[bool, ...]
+
+    @classmethod
+    def start(cls, pools: Sequence[Pool]) -> "Mixed":
+        """Nothing is read yet."""
+        size = len(pools)
+        return cls((Position(),) * size, (0,) * size, (False,) * size)
+
+    @classmethod
+    def of(cls, values: Any) -> "Mixed":
+        """The one that became JSON."""
+        positions, drawn, ended = values
+        return cls(tuple(Position(*each) for each in positions), tuple(drawn), tuple(ended))
+
+
+def next_pool(shares: Sequence[float], drawn: Sequence[int], ended: Sequence[bool]) -> int:
+    """The pool that the next row makes the most of its share of rows good (error diffusion)."""
+    active = [number for number, is_over in enumerate(ended) if not is_over]
+    whole, total = sum(shares[n] for n in active), sum(drawn[n] for n in active) + 1
+    return max(active, key=lambda n: (shares[n] / whole * total - drawn[n], -n))
+
+
+@dataclass
+class Mixture:
+    """Rows of several pools by their shares, or of one pool pass by pass."""
+
+    pools: Sequence[Pool]
+    rows: Sequence[Iterator[StreamedRow]]  # of each pool, from ``at`` on
+    at: Mixed  # after the rows that were taken
+    _next: tuple[list[StreamedRow], Mixed] | None = None
+    _used: Counter[int] = field(default_factory=Counter)  # by pool: usable rows of this pass
+
+    def __post_init__(self) -> None:
+        for number, position in enumerate(self.at.positions):
+            self._used[number] = position.rows  # unknown, of a pass that is gone on with
+
+    def peek(self) -> StreamedRow | None:
+        """The next row to use, or end of a pass of a single pool; None if all have ended."""
+        if self._next is None:
+            self._next = self._find()
+        rows = self._next[0]
+        last = rows[-1] if rows else None
+        return last if last and (last.samples or last.ends_pass) else None
+
+    def take(self) -> list[StreamedRow]:
+        """Rows up to the next one, which is the last of them; the others are not used."""
+        self.peek()
+        assert self._next is not None
+        (rows, self.at), self._next = self._next, None
+        return rows
+
+    def _find(self) -> tuple[list[StreamedRow], Mixed]:
+        seen, at = [], self.at
+        while not all(at.ended):
+            number = next_pool([pool.share for pool in self.pools], at.drawn, at.ended)
+            row = next(self.rows[number], None)
+            if row is None:
+                ended = (*at.ended[:number], True, *at.ended[number + 1 :])
+                at = Mixed(at.positions, (0,) * len(ended), ended)
+                continue
+            positions = (*at.positions[:number], row.after, *at.positions[number + 1 :])
+            at = at._replace(positions=positions)
+            if row.ends_pass:
+                if not self._used.pop(number, 0):
+                    raise StreamError(f"none of the rows of {self.pools[number].name} can be used")
+                if len(self.pools) > 1:
+                    continue
+            seen.append(row)
+            if row.samples:
+                self._used[number] += 1
+                drawn = (*at.drawn[:number], at.drawn[number] + 1, *at.drawn[number + 1 :])
+                at = at._replace(drawn=drawn)
+            if row.samples or row.ends_pass:
+                break
+        return seen, at
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Samples that are shuffled and packed together."""
+
+    samples: TokenSet
+    sources: Indices  # (n,) number of each sample's source
+    start: dict[str, Any]  # from where it is read again
+    passes: dict[str, tuple[float, float]]  # over each pool, before it and after it
+    unused: dict[str, int]  # rows that are not used, by reason
+    bad: list[str]  # some of those that cannot be
+    ends_epoch: bool
+    ends_stream: bool
+
+    @classmethod
+    def decode(cls, content: bytes, kind: DataKind) -> "Block":
+        """The block that :func:`read_blocks` gives as bytes."""
+        (columns,), notes = read_table(content)
+        sources = columns.pop("source").values.astype(np.int64)
+        return cls(TokenSet([columns], kind), sources, **json.loads(notes[b"block"]))
+
+
+def take_block(mixture: Mixture, size: int) -> tuple[list[StreamedRow], list[StreamedRow], bool]:
+    """Up to ``size`` rows, those that are not used, and whether a pass of a single pool ends."""
+    taken: list[StreamedRow] = []
+    others: list[StreamedRow] = []
+    while (row := mixture.peek()) is not None and (row.ends_pass or len(taken) < size):
+        *unused, row = mixture.take()
+        others += unused
+        if row.ends_pass:
+            break
+        taken.append(row)
+    assert taken, "a pass without a row is refused"
+    ends_epoch = row is not None and row.ends_pass and len(mixture.pools) == 1
+    if mixture.peek() is None:
+        others += mixture.take()  # what is behind the last row
+    return taken, others, ends_epoch
+
+
+def read_blocks(
+    pools: Sequence[Pool],
+    reader: ChunkReader,
+    start: dict[str, Any] | None,
+    *,
+    size: int,
+    workers: int,
+) -> Generator[bytes, None, None]:
+    """Blocks of ``size`` rows from ``start`` on, each as :meth:`Block.decode` reads it.
+
+    Of a single pool a block ends with a pass too. Within a block rows are in the order of the
+    files, so that one that holds a whole pass is what preparing the files gives.
+
+    Raises:
+        ValueError: if rows cannot be read or used.
+    """
+    kind = reader.rule.kind
+    at, epoch, number = Mixed.start(pools), 0, 0
+    if start is not None:
+        at, epoch, number = Mixed.of(start["at"]), start["epoch"], start["block"]
+    with ordered_map(reader, workers=workers) as mapped:
+        rows = [
+            (row for made in mapped(pool.chunks(position)) for row in made)
+            for pool, position in zip(pools, at.positions, strict=True)
+        ]
+        mixture = Mixture(pools, rows, at)
+        while mixture.peek() is not None:
+            before = mixture.at
+            taken, others, ends_epoch = take_block(mixture, size)
+            bad = [row.fate for row in others if row.fate not in FATES]
+            notes = {
+                "start": {"at": before, "epoch": epoch, "block": number},
+                "passes": {
+                    pool.name: [pool.passes_at(at.positions[n]) for at in (before, mixture.at)]
+                    for n, pool in enumerate(pools)
+                },
+                "unused": Counter("bad" if row.fate not in FATES else row.fate for row in others),
+                "bad": bad[:MAX_EXAMPLES],
+                "ends_epoch": ends_epoch,
+                "ends_stream": mixture.peek() is None,
+            }
+            epoch, number = (epoch + 1, 0) if ends_epoch else (epoch, number + 1)
+            taken.sort(key=lambda row: (row.source, row.key))
+            samples = [(row.source, each) for row in taken for each in row.samples]
+            columns: dict[str, list[Any]] = {
+                name: [getattr(each, name) for _, each in samples] for name in COLUMNS[kind]
+            }
+            columns["source"] = [source for source, _ in samples]
+            content = pa.BufferOutputStream()
+            types = {**COLUMNS[kind], "source": pa.int32()}
+            write_table(content, [columns], types, {"block": json.dumps(notes).encode()})
+            yield content.getvalue().to_pybytes()

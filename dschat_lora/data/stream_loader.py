@@ -1,0 +1,278 @@
+"""Optimizer steps of rows that are read while training."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import chain
+from queue import Full, Queue
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+
+from dschat_lora.algos.seeds import permutation, stream_seed
+from dschat_lora.config.data import DataConfig
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.collect import mixture_shares
+from dschat_lora.data.encoder import Tokenizer, make_encoder
+from dschat_lora.data.loader import (
+    PackedRow,
+    PackedRows,
+    SampleCounts,
+    SampleSources,
+    StepLoader,
+    Window,
+)
+from dschat_lora.data.prepare import num_workers, source_names, token_rule
+from dschat_lora.data.record_files import RowReader
+from dschat_lora.data.rows import DataKind, config_sources, row_options
+from dschat_lora.data.stream import MAX_EXAMPLES, Block, ChunkReader, Pool, find_shards, read_blocks
+
+POLL = 0.1  # seconds between two looks at whether reading is to end
+PATIENCE = 10  # seconds in which it does, unless a read hangs
+# The rows of samples with these counts, by a seed: of ``TokenBudget.groups`` or ``make_rows``.
+Packer = Callable[[SampleCounts, int], PackedRows]
+
+
+def describe_sources(config: DataConfig) -> str:
+    """32 hex digits of what is streamed, by names of files and by shares."""
+    text = json.dumps(
+        [
+            [source.option, source.weight, source.most, source.hub_name]
+            + [file.name for file in source.files]
+            for source in config_sources(config, head=False)
+        ]
+        + [config.mixture_temperature, config.shuffle_buffer_size]
+    )
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Stream:
+    """Blocks of tokenised rows, read ahead by a thread and its worker processes."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        phase: int,
+        seed: int,
+        eos_id: int,
+        kind: DataKind,
+        left_out: frozenset[bytes],
+    ) -> None:
+        """Find the shards of all training sources.
+
+        ``left_out`` are digests of rows and prompts that are not trained on.
+
+        Raises:
+            ValueError: if a source cannot be found.
+        """
+        sources = config_sources(config, head=False)
+        names = source_names(sources)
+        options = ("data_path", *(("sft_only_data_path",) if phase == 1 else ()))
+        used = [number for number, source in enumerate(sources) if source.option in options]
+        self._size, self._workers = config.shuffle_buffer_size, num_workers(config)
+        chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
+        reader = RowReader(row_options(config), chat, kind, skips=config.bad_rows == "skip")
+        rule = token_rule(config, eos_id, kind)
+        self._reader = ChunkReader(reader, make_encoder(tokenizer), rule, left_out)
+        groups, shares = [used], {used[0]: 1.0}
+        if config.has_shares:
+            weights = {number: sources[number].weight or 0.0 for number in used}
+            groups = [[number] for number in used]
+            shares = mixture_shares(weights, config.mixture_temperature)
+        repeats = (config.max_repeats or (0,)) * (len(groups) if len(config.max_repeats) < 2 else 1)
+        self.pools = [
+            Pool(
+                index,
+                names[numbers[0]] if len(numbers) == 1 else "the data",
+                find_shards(sources, numbers),
+                seed,
+                shares[numbers[0]],
+                repeats[index],
+            )
+            for index, numbers in enumerate(groups)
+        ]
+        self._queue: Queue[bytes | Exception] = Queue(maxsize=1)
+        self._ends, self._thread = Event(), Thread(target=self._read, daemon=True)
+        self._start: dict[str, Any] | None = None
+
+    def begin(self, start: dict[str, Any] | None) -> None:
+        """Read ahead from the block that begins there, or from the first."""
+        assert not self._thread.is_alive()
+        self._start = start
+        self._thread = Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def next(self) -> bytes:
+        """The next block.
+
+        Raises:
+            ValueError: if rows cannot be read or used.
+        """
+        found = self._queue.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the thread and its processes."""
+        self._ends.set()
+        if self._thread.is_alive():
+            self._thread.join(PATIENCE)
+
+    def _read(self) -> None:
+        blocks = read_blocks(
+            self.pools, self._reader, self._start, size=self._size, workers=self._workers
+        )
+        with closing(blocks):
+            try:
+                for content in blocks:
+                    if not self._put(content):
+                        return
+            except Exception as error:  # noqa: BLE001 (raised where the block is waited for)
+                self._put(error)
+
+    def _put(self, item: bytes | Exception) -> bool:
+        while not self._ends.is_set():
+            try:
+                self._queue.put(item, timeout=POLL)
+            except Full:
+                continue
+            return True
+        return False
+
+
+class StreamLoader:
+    """``steps()`` yields this rank's micro-batches of every optimizer step, as a ``StepLoader``.
+
+    A step takes the next rows of the blocks in turn, each of which is packed and permuted by a
+    seed of its own; the last step of an epoch takes what is left. So a step depends on the data,
+    the seed and the product of micro batch, accumulation and ranks alone. :meth:`state` says where
+    the block of the next row begins, and how many of its rows were used: to resume is to read
+    this one block again.
+    """
+
+    def __init__(
+        self,
+        share: Callable[[Stream | None], bytes],
+        stream: Stream | None,
+        *,
+        pack: Packer,
+        steps: int,
+        taken: int,
+        names: Sequence[str],
+        kind: DataKind,
+        seed: int,
+        say: Callable[[str], object],
+        **options: Any,
+    ) -> None:
+        """Prepare the steps; nothing is read yet.
+
+        ``share`` gives every rank the next block of rank 0's ``stream``, or raises there what that
+        raises; ``pack`` makes rows of samples by their counts and a seed; ``steps`` are those of
+        the run; ``taken`` are the rows, or groups of a budget, of a step; ``names`` those of the
+        training sources; ``options`` are a ``StepLoader``'s.
+        """
+        self._share, self._stream, self._pack, self._seed = share, stream, pack, seed
+        self._taken, self._names, self._kind, self._say = taken, names, kind, say
+        self._options = {**options, "seed": seed}
+        self.steps_per_epoch = steps  # as the length of a pass is not known
+        self._state: dict[str, Any] = {
+            "start": None,  # of the block of the last row; None: nothing was read
+            "used": 0,  # rows of that block
+            "unused": Counter(),  # rows of the data, by reason
+            "read": Counter(),  # samples and tokens, by the name of their source
+        }
+        #: whether the step that was yielded last is the last one that the data gives
+        self.has_ended = False
+
+    def state(self) -> dict[str, Any]:
+        return self._state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        counters = {name: Counter(state[name]) for name in ("unused", "read")}
+        self._state = {**state, **counters}
+
+    def steps(self, start: int) -> Iterator[Window]:
+        """Steps from the state on, which is that before step ``start``, until the data ends.
+
+        Raises:
+            ValueError: where the data cannot be read on.
+        """
+        state = self._state
+        if self._stream is not None:
+            self._stream.begin(state["start"])
+        block: Block | None = None
+        rows: list[PackedRow] = []
+        used, is_known = state["used"], state["start"] is not None
+        while not self.has_ended:
+            members: list[tuple[Block, PackedRow]] = []
+            while len(members) < self._taken:
+                if block is None or used == len(rows):
+                    if block is not None:
+                        if block.ends_stream or (block.ends_epoch and members):
+                            break
+                        used, is_known = 0, False
+                    block = Block.decode(self._share(self._stream), self._kind)
+                    rows = self._rows_of(block)
+                    if not is_known:
+                        self._tell(block)
+                    continue
+                new = rows[used : used + self._taken - len(members)]
+                members += [(block, row) for row in new]
+                used += len(new)
+            if block is None or not members:
+                return
+            self.has_ended = block.ends_stream and used == len(rows)
+            self._state = {**self._state, "start": block.start, "used": used}
+            yield self._window(members, used / len(rows))
+
+    def _rows_of(self, block: Block) -> list[PackedRow]:
+        """The block's rows as samples' numbers, in the order in which steps take them."""
+        number, epoch = block.start["block"], block.start["epoch"]
+        # A block that is a whole epoch is what the files give when they are prepared.
+        seed = stream_seed("block", self._seed, number) if number else self._seed
+        rows = self._pack(self._options["collate"].counts(block.samples), seed)
+        return [rows[place] for place in permutation(len(rows), "epoch", seed, epoch)]
+
+    def _tell(self, block: Block) -> None:
+        """Count and say what is to be known of a block besides its samples."""
+        unused = self._state["unused"]
+        self._state = {**self._state, "unused": unused + Counter(block.unused)}
+        quoted = unused["bad"] if not block.start["epoch"] else MAX_EXAMPLES
+        for example in block.bad[: max(0, MAX_EXAMPLES - quoted)]:
+            self._say(f"  bad row      {example}")
+        for name, (before, after) in block.passes.items():
+            passes = int(after)
+            # A small source of a mixture may be read very often.
+            if passes > int(before) and passes & (passes - 1) == 0 and not block.ends_stream:
+                often = "once" if passes == 1 else f"{passes} times"
+                self._say(f"  note         {name} was read {often} and is read again")
+
+    def _window(self, members: Sequence[tuple[Block, PackedRow]], share: float) -> Window:
+        """This rank's micro-batches of these rows; ``share`` of the last block's were used."""
+        blocks = list(dict.fromkeys(block for block, _ in members))
+        chosen = [[(blocks.index(block), index) for index in row] for block, row in members]
+        # In the order of the whole data, as samples of equal length are sorted by their numbers.
+        places = sorted(chain.from_iterable(chosen))
+        numbers = {place: number for number, place in enumerate(places)}
+        rows = [tuple(numbers[place] for place in row) for row in chosen]
+        samples = [blocks[block].samples[index] for block, index in places]
+        numbers_of = np.array([blocks[block].sources[index] for block, index in places])
+        sources = SampleSources(self._names, numbers_of) if len(self._names) > 1 else None
+        loader = StepLoader(samples, rows=rows, sources=sources, **self._options)
+        window = loader.window(rows)
+        passes = {
+            name: before + share * (after - before)
+            for name, (before, after) in blocks[-1].passes.items()
+        }
+        metrics = {**window.metrics, "epoch": min(passes.values())}
+        self._state = {**self._state, "read": self._state["read"] + Counter(window.metrics)}
+        if len(passes) > 1:
+            metrics |= {f"epochs/{name}": value for name, value in passes.items()}
+        return replace(window, metrics=metrics)

@@ -1,0 +1,168 @@
+"""Shares of several sources, of prepared rows; refusals of what cannot be mixed or streamed."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hand_tokenizers import build_byte_tokenizer
+
+from dschat_lora.config.data import DataConfig, split_weight
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.collect import mixture_shares, mixture_weights
+from dschat_lora.data.loader import SampleSources, StepLoader, make_rows
+from dschat_lora.data.prepare import prepare
+from dschat_lora.data.rows import config_sources
+from dschat_lora.data.stream import Place, find_shards
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("a", 30), ("b", 120), ("c", 50)):
+        rows = [{"prompt": f"{name}{i}:", "completion": " x"} for i in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def prepared(files, *paths, **options):
+    config = DataConfig(data_path=paths, **{"eval_ratio": 0.0, "max_seq_len": 64} | options)
+    tokenizer = build_byte_tokenizer()
+    found = prepare(config, tokenizer, phase=1, seed=3, eos_id=2, cache_dir=files / "cache")
+    texts = [tokenizer.decode(found.train[i].input_ids) for i in range(len(found.train))]
+    return found, [text.removeprefix("<s>").split(":")[0] for text in texts]
+
+
+def test_an_epoch_has_as_many_rows_as_all_sources_in_the_shares_that_are_asked(files):
+    found, names = prepared(files, "a.jsonl:0.6", "b.jsonl:0.3", "c.jsonl:0.1")
+    assert Counter(name[0] for name in names) == {"a": 120, "b": 60, "c": 20}
+    assert set(Counter(name for name in names if name[0] == "a").values()) == {4}
+    assert set(Counter(name for name in names if name[0] in "bc").values()) == {1}
+    assert found.train_sources == {"a.jsonl": 120, "b.jsonl": 60, "c.jsonl": 20}
+    assert found.times == pytest.approx({"a.jsonl": 4.0, "b.jsonl": 0.5, "c.jsonl": 0.4})
+
+
+def test_a_temperature_lifts_small_sources(files):
+    _, names = prepared(files, "a.jsonl", "b.jsonl", mixture_temperature=2.0)
+    # 30 and 120 rows are as 1 to 4, their square roots as 1 to 2.
+    assert Counter(name[0] for name in names) == {"a": 50, "b": 100}
+    assert mixture_shares({0: 1.0, 1: 4.0}, 2.0) == pytest.approx({0: 1 / 3, 1: 2 / 3})
+    assert mixture_shares({0: 1e300, 1: 5e299}, 0.5) == pytest.approx({0: 0.8, 1: 0.2})
+    weights = mixture_weights({0: 30, 1: 120}, {0: 1.0, 1: 1.0}, 1.0)
+    assert weights == {0: 2.5, 1: 0.625}
+
+
+def test_a_source_may_be_cut_to_its_first_rows(files):
+    found, names = prepared(files, "a.jsonl", "b.jsonl", max_source_rows=(5, 0))
+    assert [name for name in names if name[0] == "a"] == [f"a{i}" for i in range(5)]
+    assert found.audit.train_rows == 125
+    config = DataConfig(data_path=("a.jsonl",), max_source_rows=(5,), streaming=True)
+    (shard,) = find_shards(config_sources(config, head=False), [0])
+    assert [row.location for row, _ in shard.read(Place(3))] == ["a.jsonl:4", "a.jsonl:5"]
+
+
+def test_steps_count_samples_tokens_and_epochs_of_each_source(files):
+    found, names = prepared(files, "a.jsonl:3", "b.jsonl:1")
+    sizes, collate = found.train_sources, SampleCollator(0)
+    numbers = [0] * sizes["a.jsonl"] + [1] * sizes["b.jsonl"]
+    counts = collate.counts(found.train)
+    loader = StepLoader(
+        found.train,
+        rows=make_rows(counts.positions, max_seq_len=64, packing=True, seed=3),
+        micro_batch_size=4,
+        gradient_accumulation_steps=1,
+        rank=0,
+        world_size=1,
+        seed=3,
+        collate=collate,
+        counts=counts,
+        sources=SampleSources(tuple(sizes), np.array(numbers), (3.75, 0.3125)),
+    )
+    windows = list(loader.epoch(1))
+    total = Counter()
+    for window in windows:
+        metrics = {n: v for n, v in window.metrics.items() if not n.startswith("epochs/")}
+        assert metrics["tokens/a.jsonl"] + metrics["tokens/b.jsonl"] == window.counts["num_tokens"]
+        total.update(metrics)
+    assert total["samples/a.jsonl"] == sum(name[0] == "a" for name in names) == 113
+    assert total["samples/b.jsonl"] == sum(name[0] == "b" for name in names) == 38
+    assert windows[-1].metrics["epochs/a.jsonl"] == 7.5
+
+
+def test_a_number_behind_the_last_colon_is_a_weight_unless_a_file_has_that_name(files):
+    assert split_weight("a.jsonl:0.6") == ("a.jsonl", 0.6)
+    assert split_weight("org/name:config:split:2") == ("org/name:config:split", 2.0)
+    assert split_weight("org/name:train") == ("org/name:train", None)
+    (files / "b:2").write_text("")
+    assert split_weight("b:2") == ("b:2", None)
+    for odd in ("~nobody-of-that-name/b", "a" * 5000, r"C:\data\b"):
+        assert split_weight(f"{odd}:2") == (odd, 2.0)
+    assert [s.weight for s in config_sources(DataConfig(data_path=("a.jsonl:.5",)))] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"data_path": ("a:1", "b")},
+            "--data_path a:1 b: give every entry a share > 0, as in a.jsonl:0.6 b/:0.4, or none",
+        ),
+        (
+            {"data_path": ("a:1", "b:0")},
+            "--data_path a:1 b:0: give every entry a share > 0, as in a.jsonl:0.6 b/:0.4, or none",
+        ),
+        (
+            {"data_path": ("a:1", "b:2"), "data_weights": (1.0, 2.0)},
+            "--data_weights counts uses in an epoch, and --data_path or --mixture_temperature sets "
+            "shares of a mixture; give one of them",
+        ),
+        (
+            {"data_path": ("a", "b"), "max_repeats": (1, 2, 3)},
+            "--max_repeats must be one number >= 0, or one for each of the 2 --data_path, got "
+            "'1 2 3'",
+        ),
+        (
+            {"data_path": ("a",), "streaming": True, "data_split": "2,4,4"},
+            "--data_split needs to know the number of rows, which --streaming does not; give "
+            "--data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own",
+        ),
+        (
+            {"data_path": ("a", "b"), "streaming": True, "mixture_temperature": 2.0},
+            "--mixture_temperature 2 needs shares in --data_path, as in a.jsonl:0.6 b/:0.4: "
+            "--streaming does not know the rows",
+        ),
+        (
+            {"data_path": ("a:1", "b:0.5"), "mixture_temperature": 0.0005},
+            "--mixture_temperature 0.0005 leaves some of --data_path a:1 b:0.5 no share; raise it",
+        ),
+        (
+            {"data_path": ("a", "b"), "streaming": True, "max_repeats": (1, 2)},
+            "--max_repeats 1 2: --streaming reads sources without shares as one; give one number",
+        ),
+    ],
+)
+def test_what_cannot_be_mixed_or_streamed_is_refused(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DataConfig(**options)
+
+
+def test_a_hub_set_is_streamed_by_its_shards_from_any_row(monkeypatch):
+    rows = Dataset.from_dict({"text": [f"t{i}" for i in range(10)]})
+    asked = []
+
+    def load_dataset(name, *config, split, streaming):
+        asked.append((name, *config, split, streaming))
+        return rows.to_iterable_dataset(num_shards=3)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    config = DataConfig(data_path=("org/name:c:train:0.5",), streaming=True)
+    shards = find_shards(config_sources(config, head=False), [0])
+    assert asked == [("org/name", "c", "train", True)]
+    whole = [[(row.location, row.values["text"]) for row, _ in s.read(Place())] for s in shards]
+    assert [text for shard in whole for _, text in shard] == [f"t{i}" for i in range(10)]
+    assert whole[1][0][0] == "org/name:c:train, shard 2:1"
+    for shard, content in zip(shards, whole, strict=True):
+        rest = [(row.location, row.values["text"]) for row, _ in shard.read(Place(2))]
+        assert rest == content[2:]

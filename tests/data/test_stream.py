@@ -1,0 +1,440 @@
+"""Rows that are read while training: the same steps however they are read, and where they end."""
+
+import gzip
+import io
+import json
+import re
+import tarfile
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+from hand_tokenizers import build_byte_tokenizer
+
+from dschat_lora.config.data import DataConfig
+from dschat_lora.data import readers, stream
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.loader import StepLoader, TokenBudget, make_rows
+from dschat_lora.data.prepare import prepare
+from dschat_lora.data.stream import StreamError, next_pool
+from dschat_lora.data.stream_loader import Stream, StreamLoader
+
+EOS, SEED, LENGTH = 2, 5, 48
+ROW = SampleCollator(0)
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(stream, "WAITS", (0.0, 0.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Three files of 40, 7 and 30 rows of 8 to 30 tokens."""
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+def write_shards(directory, sizes=(40, 7, 30), tag="row"):
+    draw = np.random.default_rng(0)
+    for number, size in enumerate(sizes):
+        rows = [
+            {"prompt": f"{tag} {number}.{i}:", "completion": " x" + "x" * int(draw.integers(20))}
+            for i in range(size)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"part{number}.jsonl").write_text(text)
+    return directory
+
+
+def config_of(*paths, **options):
+    options = {"max_seq_len": LENGTH, "eval_ratio": 0.0, "streaming": True} | options
+    options = {"preprocessing_num_workers": 1} | options
+    return DataConfig(data_path=tuple(map(str, paths)), **options)
+
+
+def streamed(*paths, state=None, world=1, rank=0, budget=None, say=print, left_out=(), **options):
+    """A loader of 4 rows a step, from the state that another one had."""
+    config = config_of(*paths, **options)
+    reader = Stream(
+        config,
+        build_byte_tokenizer(),
+        phase=1,
+        seed=SEED,
+        eos_id=EOS,
+        kind="samples",
+        left_out=frozenset(left_out),
+    )
+
+    def pack(counts, seed):
+        if budget is not None:
+            return budget.groups(counts, seed=seed)
+        return make_rows(counts.positions, max_seq_len=LENGTH, packing=True, seed=seed)
+
+    loader = StreamLoader(
+        lambda each: each.next(),
+        reader,
+        pack=pack,
+        steps=1000,
+        taken=4 if budget is None else budget.groups_per_step,
+        names=[path.name for path in paths],
+        kind="samples",
+        seed=SEED,
+        say=say,
+        micro_batch_size=1 if budget is not None else 4 // world,
+        gradient_accumulation_steps=1 if budget is None else budget.micro_batches // world,
+        rank=rank,
+        world_size=world,
+        collate=ROW,
+        budget=budget,
+    )
+    if state is not None:
+        loader.restore(json.loads(json.dumps(state)))
+    return loader
+
+
+def steps_of(loader, count):
+    """The rows of the next steps, each the tokens of a row of a batch."""
+    try:
+        return [rows_of(window) for window in islice(loader.steps(0), count)]
+    finally:
+        loader._stream.close()
+
+
+def rows_of(window):
+    return [tuple(ids.tolist()) for batch in window for ids in batch.input_ids]
+
+
+def texts_of(rows):
+    """The prompts of the samples in rows of bytes."""
+    text = build_byte_tokenizer().decode([token for row in rows for token in row])
+    return re.findall(r"\w+ \d+\.\d+(?=:)", text)
+
+
+@pytest.mark.parametrize("tokens", [None, 60])
+def test_one_block_gives_the_steps_of_prepared_files(shards, tmp_path, tokens):
+    config = config_of(shards, streaming=False)
+    tokenizer = build_byte_tokenizer()
+    prepared = prepare(
+        config, tokenizer, phase=1, seed=SEED, eos_id=EOS, cache_dir=tmp_path / "cache"
+    )
+    counts = ROW.counts(prepared.train)
+    budget = TokenBudget(tokens, 4, 60) if tokens else None
+    rows = make_rows(counts.positions, max_seq_len=LENGTH, packing=True, seed=SEED)
+    whole = StepLoader(
+        prepared.train,
+        rows=budget.groups(counts, seed=SEED) if budget else rows,
+        micro_batch_size=1 if budget else 4,
+        gradient_accumulation_steps=4 if budget else 1,
+        rank=0,
+        world_size=1,
+        seed=SEED,
+        collate=ROW,
+        budget=budget,
+    )
+    count = 2 * whole.steps_per_epoch + 3  # three passes, whose shards have other orders
+    expected = [rows_of(window) for window in islice(whole.steps(0), count)]
+    assert steps_of(streamed(shards, budget=budget), count) == expected
+
+
+def test_a_pass_in_small_blocks_has_every_row_once(shards):
+    loader = streamed(shards, shuffle_buffer_size=10)
+    epochs = Counter()
+    passes = []
+    for window in loader.steps(0):
+        whole = window.metrics["epoch"]
+        if whole > 2:
+            break
+        passes.append(sorted(texts_of(rows_of(window))))
+        epochs.update(texts_of(rows_of(window)))
+    loader._stream.close()
+    assert len(epochs) == 77
+    assert set(epochs.values()) == {2}
+
+
+def test_blocks_of_two_passes_are_in_another_order(shards):
+    steps = steps_of(streamed(shards, shuffle_buffer_size=10), 60)
+    found = [name for rows in steps for name in texts_of(rows)]
+    assert found[:40] != found[77:117]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_steps_do_not_depend_on_the_workers(shards, workers):
+    alone = steps_of(streamed(shards, shuffle_buffer_size=10), 30)
+    options = {"shuffle_buffer_size": 10, "preprocessing_num_workers": workers}
+    assert steps_of(streamed(shards, **options), 30) == alone
+
+
+def test_two_ranks_have_the_rows_of_one(shards):
+    alone = steps_of(streamed(shards, shuffle_buffer_size=10), 30)
+    ranks = [
+        steps_of(streamed(shards, shuffle_buffer_size=10, world=2, rank=rank), 30)
+        for rank in range(2)
+    ]
+    content = [
+        sorted(texts_of(first) + texts_of(second)) for first, second in zip(*ranks, strict=True)
+    ]
+    assert content == [sorted(texts_of(rows)) for rows in alone]
+
+
+def test_a_run_goes_on_from_every_step_as_if_it_had_not_ended(shards):
+    options = {"shuffle_buffer_size": 10, "max_seq_len": 24}  # some rows are too long
+    whole, states = [], []
+    loader = streamed(shards, **options)
+    for window in islice(loader.steps(0), 30):
+        whole.append((rows_of(window), window.metrics))
+        states.append(loader.state())
+    loader._stream.close()
+    assert states[-1]["unused"]["too long"] > 0
+    for step, state in enumerate(states[:-3], start=1):
+        resumed = streamed(shards, **options, state=state)
+        found = [(rows_of(window), window.metrics) for window in islice(resumed.steps(step), 3)]
+        resumed._stream.close()
+        assert found == whole[step : step + 3]
+        assert resumed.state()["unused"] == states[step + 2]["unused"]
+
+
+KINDS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar", "csv", "json")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_read_on_from_every_place_of_a_file(tmp_path, kind):
+    file = write_rows(tmp_path / f"rows.{kind}", 30)
+    placed = list(stream._file(file, stream.Place()))
+    whole = [row.read().values for row, _ in placed]
+    assert [values["completion"] for values in whole] == [f" {i}" for i in range(30)]
+    for number, (_, place) in enumerate(placed, start=1):
+        rest = list(stream._file(file, place))
+        assert [row.read().values for row, _ in rest] == whole[number:]
+        assert [after for _, after in rest] == [after for _, after in placed[number:]]
+        assert [r.location for r, _ in rest] == [r.location for r, _ in placed[number:]]
+
+
+def write_rows(path, count):
+    rows = [{"prompt": f"{i}:", "completion": f" {i}"} for i in range(count)]
+    lines = "\n".join(json.dumps(row) for row in rows).replace("\n", "\n\n", 3) + "\n"
+    kind = path.name.partition(".")[2]
+    if kind == "jsonl":
+        path.write_text(lines)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif kind == "jsonl.zst":
+        path.write_bytes(zstandard.compress(lines.encode()))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "csv":
+        cells = [f'"{row["prompt"]}","{row["completion"]}"' for row in rows]
+        path.write_text("\n".join(["prompt,completion", *cells]))
+    elif kind == "parquet":
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    else:
+        with tarfile.open(path, "w") as archive:
+            for number, row in enumerate(rows):
+                for extension, text in (("json", json.dumps(row)), ("meta.txt", "x")):
+                    member = tarfile.TarInfo(f"a/{number:04}.{extension}")
+                    member.size = len(text)
+                    archive.addfile(member, io.BytesIO(text.encode()))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_file_that_became_shorter_is_not_taken_for_read(tmp_path, kind):
+    file = write_rows(tmp_path / f"rows.{kind}", 30)
+    *_, (_, end) = stream._file(file, stream.Place())
+    assert list(stream._file(file, end)) == []
+    write_rows(file, 20)
+    with pytest.raises((ValueError, EOFError), match="it is shorter than it was"):
+        list(stream._file(file, end))
+
+
+def test_members_of_a_tar_file_that_are_no_sample_are_passed_over(tmp_path, monkeypatch):
+    names = "._0.json README ./0.json ./0.TXT d.x/.DS_Store d.x/1.json d.x/1.en.txt 1.json".split()
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number, name in enumerate(names):
+            text = json.dumps({"n": number}).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+        link = tarfile.TarInfo("2.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    rows = [row.values for row in readers.iter_file(tmp_path / "a.tar")]
+    assert rows == [{"n": 2, "text": '{"n": 3}'}, {"n": 5, "en.txt": '{"n": 6}'}, {"n": 7}]
+    # Files without content have their names.
+    monkeypatch.setattr("dschat_lora.data.readers.MOST_ROW", 2000)
+    with tarfile.open(tmp_path / "b.tar", "w") as archive:
+        for number in range(4):
+            archive.addfile(tarfile.TarInfo(f"0.x{number}"))
+    with pytest.raises(ValueError, match="the row holds more than 2,000 bytes"):
+        list(readers.iter_file(tmp_path / "b.tar"))
+
+
+def test_what_is_before_the_block_is_not_read_again(shards, monkeypatch):
+    loader = streamed(shards, shuffle_buffer_size=10)
+    positions = []
+    for _ in islice(loader.steps(0), 12):
+        start = loader.state()["start"]
+        positions.append(stream.Position(*start["at"][0][0]))
+    loader._stream.close()
+    (position, *_) = [each for each in positions if each.shard and each.byte]
+    seen = []
+    honest = readers._Lines.__next__
+
+    def counting(lines):
+        seen.append(honest(lines))
+        return seen[-1]
+
+    monkeypatch.setattr(readers._Lines, "__next__", counting)
+    chunk = next(loader._stream.pools[0].chunks(position))
+    text = (shards / f"part{chunk.shard}.jsonl").read_bytes()
+    assert seen == text[position.byte :].splitlines(keepends=True)
+    assert seen == [row.text for row in chunk.rows]
+    assert len(seen) < text.count(b"\n")
+
+
+# ----------------------------------------------------------------------------------- failures
+
+
+def failing(path, *, at, times):
+    """``iter_unread_file``, which fails so often at a row of this file."""
+    honest, failures = readers.iter_unread_file, []
+
+    def read(file, start):
+        for row in honest(file, start):
+            if file.name == path and row.location.endswith(f":{at}") and len(failures) < times:
+                failures.append(start)
+                raise ValueError(f"{file} cannot be read: connection lost")
+            yield row
+
+    return read
+
+
+def test_a_shard_that_fails_for_a_while_is_read_on(shards, monkeypatch):
+    whole = steps_of(streamed(shards, shuffle_buffer_size=10), 30)
+    monkeypatch.setattr(stream, "iter_unread_file", failing("part2.jsonl", at=9, times=3))
+    assert steps_of(streamed(shards, shuffle_buffer_size=10), 30) == whole
+
+
+def test_a_shard_that_cannot_be_read_is_named_after_all_that_came_before(shards, monkeypatch):
+    monkeypatch.setattr(stream, "iter_unread_file", failing("part2.jsonl", at=29, times=4))
+    loader = streamed(shards, shuffle_buffer_size=10)
+    with pytest.raises(StreamError) as caught:
+        list(loader.steps(0))
+    loader._stream.close()
+    assert str(caught.value) == (
+        f"{shards}/part2.jsonl could not be read on after row 28, tried 4 times: "
+        f"{shards}/part2.jsonl cannot be read: connection lost"
+    )
+    monkeypatch.undo()
+    state = loader.state()
+    resumed = steps_of(streamed(shards, shuffle_buffer_size=10, state=state), 4)
+    whole = steps_of(streamed(shards, shuffle_buffer_size=10), 40)
+    done = whole.index(resumed[0])
+    assert done > 0
+    assert whole[done : done + 4] == resumed
+
+
+def test_a_bad_row_stops_or_is_counted_and_quoted(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"row 0.{i}:", "completion": " x"} for i in range(9)]
+    long = {"prompt": "row 0.9:", "completion": " x" * LENGTH}
+    file.write_text("\n".join([*map(json.dumps, rows), "{", json.dumps(long)]) + "\n")
+    loader, said = streamed(file), []
+    with pytest.raises(ValueError, match=r"rows.jsonl:10: not valid JSON"):
+        next(loader.steps(0))
+    loader._stream.close()
+    loader = streamed(file, bad_rows="skip", say=said.append)
+    for _ in islice(loader.steps(0), 3):
+        pass
+    loader._stream.close()
+    bad = f"  bad row      {file}:10: not valid JSON"
+    assert [line.partition(" (")[0] for line in said if line.startswith("  bad")] == [bad]
+    assert loader.state()["unused"] == {"bad": 3, "too long": 3}  # three passes
+
+
+def test_held_out_rows_and_prompts_are_left_out(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"row 0.{i // 2}:", "completion": f" {i}"} for i in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = build_byte_tokenizer()
+    config = config_of(file, eval_ratio=0.2)
+    prepared = prepare(
+        config, tokenizer, phase=1, seed=SEED, eos_id=EOS, cache_dir=tmp_path / "cache"
+    )
+    samples = [prepared.eval[number].input_ids for number in range(len(prepared.eval))]
+    held_out = set(texts_of(samples))
+    loader = streamed(file, left_out=prepared.left_out, max_repeats=(1,))
+    found = Counter(name for window in loader.steps(0) for name in texts_of(rows_of(window)))
+    loader._stream.close()
+    assert len(held_out) == 6
+    assert set(found) == {f"row 0.{i}" for i in range(30)} - held_out
+    assert set(found.values()) == {2}
+    assert loader.state()["unused"] == {"held out": 12}
+
+
+# ------------------------------------------------------------------------------------ mixtures
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Three sources, each with one file, of 300, 90 and 50 rows."""
+    found = []
+    for name, size in (("a", 300), ("b", 90), ("c", 50)):
+        directory = tmp_path_factory.mktemp(name)
+        found.append(write_shards(directory, (size // 2, size - size // 2), tag=name))
+    return found
+
+
+def mixed(sources, *shares, **options):
+    paths = [f"{path}:{share}" for path, share in zip(sources, shares, strict=True)]
+    return streamed(*map(type(sources[0]), paths), **options)
+
+
+def test_a_mixture_has_its_shares_at_every_block_and_nearly_at_every_step(sources):
+    shares = (0.6, 0.3, 0.1)
+    loader = mixed(sources, *shares, shuffle_buffer_size=50)
+    total = Counter()
+    for step, window in enumerate(islice(loader.steps(0), 400), start=1):
+        total.update(name[0] for name in texts_of(rows_of(window)))
+        if step >= 100:
+            for name, share in zip("abc", shares, strict=True):
+                assert abs(total[name] / total.total() - share) < 0.01
+    loader._stream.close()
+    read, names = loader.state()["read"], [path.name for path in sources]
+    assert [read[f"samples/{name}:{s}"] for name, s in zip(names, shares, strict=True)] == [
+        total[name] for name in "abc"
+    ]
+    start = loader.state()["start"]["at"]
+    drawn = start[1]
+    for rows, share in zip(drawn, shares, strict=True):
+        assert abs(rows - share * sum(drawn)) < 1
+
+
+def test_a_mixture_goes_on_from_every_step(sources):
+    options = {"shuffle_buffer_size": 20, "max_repeats": (1, 1, 2)}
+    loader = mixed(sources, 2, 5, 3, **options)
+    whole, states = [], []
+    for window in loader.steps(0):
+        whole.append((rows_of(window), window.metrics))
+        states.append(loader.state())
+    loader._stream.close()
+    seen = Counter(name for rows, _ in whole for name in texts_of(rows))
+    assert {n: c for n, c in seen.items() if n[0] == "c"} == {n: 2 for n in seen if n[0] == "c"}
+    assert Counter(n[0] for n in seen) == {"a": 300, "b": 90, "c": 50}
+    assert {c for n, c in seen.items() if n[0] in "ab"} == {1}
+    for step in range(0, len(whole) - 3, 7):
+        resumed = mixed(sources, 2, 5, 3, **options, state=states[step])
+        found = [(rows_of(w), w.metrics) for w in islice(resumed.steps(step), 3)]
+        resumed._stream.close()
+        assert found == whole[step + 1 : step + 4]
+
+
+def test_the_pool_that_is_furthest_behind_is_next():
+    drawn = [0, 0, 0]
+    for _ in range(10):
+        drawn[next_pool([6, 3, 1], drawn, [False] * 3)] += 1
+    assert drawn == [6, 3, 1]
+    assert next_pool([6, 3, 1], [0, 0, 0], [True, False, False]) == 1
