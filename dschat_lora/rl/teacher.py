@@ -52,7 +52,9 @@ class TeacherPrompts:
         return found
 
     def _text(self, response: Response) -> str:
-        row = parse_row(RawRow("--teacher_system_prompt", json.loads(response.columns)), self.options)
+        row = parse_row(
+            RawRow("--teacher_system_prompt", json.loads(response.columns)), self.options
+        )
         names: tuple[str, ...] = ("messages" if row.kind == "conversation" else "prompt",)
         if row.kind == "preference" and "prompt" not in row.values:
             names = ("chosen", "rejected")  # which begin with it

@@ -81,7 +81,11 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
                 keeps_cache = False
                 generator.release()
                 run.log.report_event(progress.step, "note", NOTE, label="note")
-            loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
+            last = loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
+            if config.ppo.guard == "stop" and not last:
+                (failed,) = sum_over_processes([float(trainer.diagnostics.failed)])
+                if failed:
+                    checkpointer.stop(progress.step, by="--guard stop")
     if progress.responses and not progress.step:
         raise ValueError(
             f"none of the {progress.responses:,} responses of {progress.iteration} iterations "

@@ -89,6 +89,8 @@ class RlhfTrainer:
             samples_tokens=config.batch.draws_from_policy and setup.answers is None,
             own_engine=config.batch.rollout_engine == "own",
             learns_from_rewards=not config.ppo.rules.distills,
+            guards=config.ppo.guard != "off",
+            kl_budget=config.ppo.kl_budget,
         )
         self.pretraining = self.average = None
         if setup.text is not None:

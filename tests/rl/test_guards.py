@@ -1,0 +1,48 @@
+"""Runs of step 3 that a guard ends, and what is refused of guards."""
+
+import re
+
+import pytest
+
+import dschat_lora as dl
+from api.programs import ROLLOUTS, ROWS, brevity, numbers
+from dschat_lora.rl.algorithms import PpoConfig
+
+OPTIONS = {
+    **ROLLOUTS,
+    **{"max_steps": 5, "eval_prompts": 0, "kl_budget": 1e-3, "rewards": [brevity]},
+    **{"actor_lora_dim": 4, "actor_lora_learning_rate": 1e-2},
+}
+
+
+@pytest.mark.stage
+def test_a_guard_stops_a_run_at_a_checkpoint_from_which_it_goes_on(tmp_path, capsys):
+    whole = dl.rlhf(data=ROWS, **OPTIONS)
+    (warned,) = [line for line in whole.metrics if "--kl_budget" in line.get("message", "")]
+    assert whole.status == "finished"
+    assert 0 < warned["step"] < 5
+    home = {"output_dir": tmp_path / "out"}
+    run = dl.rlhf(data=ROWS, **{**OPTIONS, "quiet": False}, guard="stop", **home)
+    assert run.status == "stopped"
+    assert run.record["status"] == f"stopped by --guard stop at step {warned['step']}"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is above --kl_budget 0.001" in said
+    assert f"stopped by --guard stop after step {warned['step']}; go on with: " in said
+    assert numbers(run) == numbers(whole)[: len(run.metrics)]
+    assert not (tmp_path / "out" / "actor").exists()
+    rest = dl.rlhf(data=ROWS, **OPTIONS, guard="warn", resume="latest", **home)
+    assert rest.status == "finished"
+    assert numbers(rest) == numbers(whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kl_budget": -1.0}, "--kl_budget must be >= 0, got -1.0"),
+        ({"kl_budget": 2.0, "guard": "off"}, "the reference, which --guard off does not watch: "),
+        ({"kl_budget": 2.0, "algorithm": "distill"}, "which --algorithm distill does not watch"),
+    ],
+)
+def test_budgets_that_nothing_watches_are_refused(options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        PpoConfig(**options)
