@@ -755,6 +755,7 @@ def rlhf(
     rollout_is_threshold: float = 2.0,
     rollout_is_threshold_lower: float = 0.0,
     entropy_coef: float = 0.0,
+    target_entropy: float = 0.0,
     target_kl: float = 0.0,
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
@@ -955,6 +956,7 @@ def rlhf(
         rollout_is_threshold (float): largest weight of --rollout_correction
         rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
         entropy_coef (float): weight of the entropy bonus
+        target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
@@ -1143,6 +1145,7 @@ def distill(
     rollout_is_threshold: float = 2.0,
     rollout_is_threshold_lower: float = 0.0,
     entropy_coef: float = 0.0,
+    target_entropy: float = 0.0,
     target_kl: float = 0.0,
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
@@ -1336,6 +1339,7 @@ def distill(
         rollout_is_threshold (float): largest weight of --rollout_correction
         rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
         entropy_coef (float): weight of the entropy bonus
+        target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any

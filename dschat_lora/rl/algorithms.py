@@ -174,6 +174,11 @@ class PpoConfig:
         0.0, help="smallest weight: below it tis gives this one, mis 0"
     )
     entropy_coef: float = option(0.0, help="weight of the entropy bonus")
+    target_entropy: float = option(
+        0.0,
+        help="nats per token below which --entropy_coef grows by 0.005 an iteration, and above "
+        "which it shrinks and the bonus rests; 0: it stays",
+    )
     target_kl: float = option(
         0.0,
         help="end an iteration's updates when the policy has moved this far from where it began "
@@ -198,7 +203,7 @@ class PpoConfig:
                 object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs")
         require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
-        require_numbers(self, ">= 0", "kl_budget")
+        require_numbers(self, ">= 0", "kl_budget", "target_entropy")
         if self.kl_budget and (self.guard == "off" or self.rules.distills):
             other = "--algorithm distill" if self.rules.distills else "--guard off"
             raise ValueError(
@@ -244,6 +249,11 @@ class PpoConfig:
     def rules(self) -> Algorithm:
         """What the algorithm is by its paper."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss may have an entropy bonus at some iteration."""
+        return self.entropy_coef > 0 or self.target_entropy > 0
 
     @property
     def correction(self) -> RolloutCorrection | None:

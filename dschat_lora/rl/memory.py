@@ -77,7 +77,7 @@ def divergence_bytes(config: RlhfConfig) -> int | None:
     beta = config.teacher.beta
     if beta is None or not config.ppo.rules.distills:
         return None
-    return 4 * (9 + 4 * (0 < beta < 1) + 3 * (config.ppo.entropy_coef > 0))
+    return 4 * (9 + 4 * (0 < beta < 1) + 3 * config.ppo.has_entropy_bonus)
 
 
 def unpacking_for_rollouts(

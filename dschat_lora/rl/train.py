@@ -62,6 +62,8 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     checkpointer.restore(num_steps=schedule.num_steps)
     if progress.kl_start != config.ppo.kl_coef:  # another one from here on
         progress.kl_coef = progress.kl_start = config.ppo.kl_coef
+    if progress.entropy_start != config.ppo.entropy_coef:
+        progress.entropy_coef = progress.entropy_start = config.ppo.entropy_coef
     loop = TrainingLoop(
         schedule,
         progress,

@@ -24,7 +24,7 @@ def packed(samples):
 
 
 def noise_of(samples, **changed):
-    """What is added to the embeddings of a packed row, by a backbone with attributes ``changed``."""
+    """What is added to the embeddings of a packed row; the backbone has attributes ``changed``."""
     network = CausalLMLoss(tiny_model("opt"), neftune_noise_alpha=ALPHA).train()
     vars(network.backbone).update(changed)
     found, add = [], network.backbone.add_noise

@@ -1,4 +1,4 @@
-"""Runs of step 3 that a guard ends, and what is refused of guards."""
+"""Runs of step 3 that a guard ends, or whose entropy is steered; what is refused of guards."""
 
 import re
 
@@ -33,6 +33,26 @@ def test_a_guard_stops_a_run_at_a_checkpoint_from_which_it_goes_on(tmp_path, cap
     rest = dl.rlhf(data=ROWS, **OPTIONS, guard="warn", resume="latest", **home)
     assert rest.status == "finished"
     assert numbers(rest) == numbers(whole)
+
+
+@pytest.mark.stage
+def test_an_entropy_is_steered_by_its_bonus_and_a_stopped_run_steers_on(tmp_path):
+    """A target that no policy reaches raises the weight, one below all of them never acts."""
+    options = {**OPTIONS, "kl_budget": 0.0, "max_steps": 3}
+    high = dl.rlhf(data=ROWS, **options, target_entropy=50.0)
+    steps = [line for line in high.metrics if line["kind"] == "train"]
+    assert [line["entropy_coef"] for line in steps] == pytest.approx([0.005, 0.01, 0.015])
+    plain = dl.rlhf(data=ROWS, **options)
+    assert plain.metrics[1]["policy_loss"] - steps[1]["policy_loss"] == pytest.approx(
+        0.005 * steps[1]["entropy"], rel=0.1
+    )
+    low = dl.rlhf(data=ROWS, **options, target_entropy=1e-9, entropy_coef=0.02)
+    found = [line["entropy_coef"] for line in low.metrics if line["kind"] == "train"]
+    assert found == [0.0, 0.0, 0.0]
+    stop = [lambda event, step, metrics: "stop" if step == 1 else None]
+    home = {"output_dir": tmp_path / "out", "target_entropy": 50.0}
+    dl.rlhf(data=ROWS, **options, callbacks=stop, **home)
+    assert numbers(dl.rlhf(data=ROWS, **options, resume="latest", **home)) == numbers(high)
 
 
 @pytest.mark.parametrize(
