@@ -791,7 +791,10 @@ def rlhf(
     rollout_is_threshold_lower: float = 0.0,
     use_rollout_logprobs: bool = False,
     entropy_coef: float = 0.0,
+    target_entropy: float = 0.0,
     target_kl: float = 0.0,
+    guard: Literal['warn', 'stop', 'off'] = 'warn',
+    kl_budget: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
@@ -995,7 +998,10 @@ def rlhf(
         rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
         use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass: faster; they differ by rounding, which sampler_error shows
         entropy_coef (float): weight of the entropy bonus
+        target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
+        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
+        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
@@ -1187,7 +1193,10 @@ def distill(
     rollout_is_threshold_lower: float = 0.0,
     use_rollout_logprobs: bool = False,
     entropy_coef: float = 0.0,
+    target_entropy: float = 0.0,
     target_kl: float = 0.0,
+    guard: Literal['warn', 'stop', 'off'] = 'warn',
+    kl_budget: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
@@ -1384,7 +1393,10 @@ def distill(
         rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
         use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass: faster; they differ by rounding, which sampler_error shows
         entropy_coef (float): weight of the entropy bonus
+        target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
+        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
+        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's

@@ -63,6 +63,7 @@ def estimate_memory(
     reuse_distance: int = REUSE_DISTANCE,
     bucket_size: int = BUCKET_SIZE,
     chunk_logits: int = MAX_CHUNK_LOGITS,
+    logit_bytes: int | None = None,
 ) -> MemoryEstimate:
     """Bytes per device of training ``model``, which may be on the meta device.
 
@@ -74,7 +75,8 @@ def estimate_memory(
     and at ZeRO 3 weights too. Where a step ``accumulates`` gradients of several micro-batches, they
     lie beside the next one's activations; else those of 16-bit weights come as activations go.
     ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements. ``chunk_logits`` is the
-    most logits that the loss forms at a time.
+    most logits that the loss forms at a time, and ``logit_bytes`` what it takes for each where it
+    is not cross-entropy, and forms them whole on every rank.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -100,7 +102,7 @@ def estimate_memory(
         gradient_checkpointing=gradient_checkpointing,
         offload_activations=offload_activations,
     )
-    loss = _loss_bytes(model, shape, positions, width, chunk_logits)
+    loss = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
     update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
     update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
@@ -298,7 +300,12 @@ class _KeptBytes:
 
 
 def _loss_bytes(
-    model: Any, shape: ModelShape, positions: int, width: int, chunk_logits: int
+    model: Any,
+    shape: ModelShape,
+    positions: int,
+    width: int,
+    chunk_logits: int,
+    logit_bytes: int | None,
 ) -> int:
     """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep.
 
@@ -308,9 +315,10 @@ def _loss_bytes(
     if shape.head is None:
         return 0
     head = model.get_output_embeddings()
-    ranks = head.split.group.size if isinstance(head, ParallelLinear) else 1
+    shared = isinstance(head, ParallelLinear) and logit_bytes is None
+    ranks = head.split.group.size if shared else 1
     chunk = min(positions * -(-shape.vocab_size // ranks), chunk_logits)
-    per_logit = 8 if width == 4 else 2 * width + 8
+    per_logit = logit_bytes or (8 if width == 4 else 2 * width + 8)
     gradients = positions * shape.hidden_size * width
     if shape.head.trained:
         gradients += (4 + width) * shape.vocab_size * shape.hidden_size

@@ -179,10 +179,24 @@ class PpoConfig:
         "they differ by rounding, which sampler_error shows",
     )
     entropy_coef: float = option(0.0, help="weight of the entropy bonus")
+    target_entropy: float = option(
+        0.0,
+        help="nats per token below which --entropy_coef grows by 0.005 an iteration, and above "
+        "which it shrinks and the bonus rests; 0: it stays",
+    )
     target_kl: float = option(
         0.0,
         help="end an iteration's updates when the policy has moved this far from where it began "
         "(mean nats per token); 0: never",
+    )
+    guard: Literal["warn", "stop", "off"] = option(
+        "warn",
+        help="where the entropy collapses, responses double or halve their length or stop to end, "
+        "the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is "
+        "spent: warn, stop with a checkpoint, or go on silently (off)",
+    )
+    kl_budget: float = option(
+        0.0, help="divergence from the reference that --guard allows, nats per response; 0: any"
     )
 
     def __post_init__(self) -> None:
@@ -194,6 +208,13 @@ class PpoConfig:
                 object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs")
         require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
+        require_numbers(self, ">= 0", "kl_budget", "target_entropy")
+        if self.kl_budget and (self.guard == "off" or self.rules.distills):
+            other = "--algorithm distill" if self.rules.distills else "--guard off"
+            raise ValueError(
+                f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
+                f"{other} does not watch: leave one of them out"
+            )
         require_numbers(
             self, ">= 0", "dynamic_sampling", "critic_warmup_iterations", "importance_cap"
         )
@@ -239,6 +260,11 @@ class PpoConfig:
         """Whether old log-probabilities of all responses are in advantages or weights."""
         compares_scores = self.rules.compares and self.kl_in == "loss"
         return not compares_scores or self.correction is not None
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss may have an entropy bonus at some iteration."""
+        return self.entropy_coef > 0 or self.target_entropy > 0
 
     @property
     def correction(self) -> RolloutCorrection | None:

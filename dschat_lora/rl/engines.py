@@ -188,7 +188,7 @@ class Engines:
 def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
     config, roles = setup.config, setup.roles
-    entropy_trains = config.ppo.entropy_coef > 0
+    entropy_trains = config.ppo.has_entropy_bonus
     own: dict[str, Any] = {
         "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
         "reference": Policy(roles.reference.model),

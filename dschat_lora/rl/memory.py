@@ -62,9 +62,22 @@ def trained_models(
             recomputes=is_on(getattr(config, name).gradient_checkpointing),
             tokens=config.batch.tokens_per_device,
             offloads=offloads_inputs(config),
+            logit_bytes=divergence_bytes(config) if name == "actor" else None,
         )
         for name, each in roles.trained.items()
     }
+
+
+def divergence_bytes(config: RlhfConfig) -> int | None:
+    """Bytes at a time for each logit of a chunk that is compared with a teacher's; None: none is.
+
+    They are tables in fp32, as torch's profiler counts them: of both models, their logarithms, and
+    what the backward pass makes.
+    """
+    beta = config.teacher.beta
+    if beta is None or not config.ppo.rules.distills:
+        return None
+    return 4 * (9 + 4 * (0 < beta < 1) + 3 * config.ppo.has_entropy_bonus)
 
 
 def unpacking_for_rollouts(

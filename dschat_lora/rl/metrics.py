@@ -321,9 +321,13 @@ ENGINE_LIMIT = 0.5
 # Divergence of sampler and policy in nats per token, and share of tokens without weight, that are
 # worth a warning.
 MISMATCH_TOLERANCE, MASKED_TOLERANCE = 0.01, 0.2
+# Mean length of responses by that of the first window, up or down, that is a drift.
+LENGTH_DRIFT = 2
+# Failures that --guard is about; the others are warned of in any case.
+GUARDED = frozenset({"entropy", "eos", "length", "kl_budget", "judge", "held_out"})
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
-    "failed_episodes",
+    *("failed_episodes", "response_length"),
     *(
         "ratio_error",
         "score_clip_fraction",
@@ -366,7 +370,10 @@ def check_sampler(metrics: Mapping[str, Any], dtype: str, engine: str = "own") -
 
 @dataclass
 class Diagnostics:
-    """Warns of failures after an iteration or evaluation, of each once until it has passed."""
+    """Warns of failures after an iteration or evaluation, of each once until it has passed.
+
+    ``failed`` says whether one that is guarded was warned of since the latest iteration began.
+    """
 
     dtype: str  # compute type, which bounds rounding errors
     # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
@@ -375,6 +382,9 @@ class Diagnostics:
     own_engine: bool = True
     samplers_logprobs: bool = False  # old log-probabilities are the decode loop's
     learns_from_rewards: bool = True
+    guards: bool = True  # whether those of GUARDED are looked for
+    kl_budget: float = 0.0  # nats per response; 0: any
+    failed: bool = False
     first: list[dict[str, float]] = field(default_factory=list)
     latest: list[dict[str, float]] = field(default_factory=list)
     iterations: int = 0
@@ -384,7 +394,7 @@ class Diagnostics:
     def iteration(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an iteration with these metrics."""
         row = _numbers(metrics, _METRICS)
-        self.iterations += 1
+        self.iterations, self.failed = self.iterations + 1, False
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
@@ -394,11 +404,13 @@ class Diagnostics:
             "mismatch": self._mismatch(row),
             "masked": self._masked(row),
             "dropped": self._dropped(row),
+            "kl_budget": self._kl_budget(),
         }
         if len(self.latest) == WINDOW:
             found |= {
                 "kl": self._negative_kl(),
                 "eos": self._eos(),
+                "length": self._length(),
                 "entropy": self._entropy(),
                 "critic": self._critic(),
                 "equal": self._equal_rewards(),
@@ -408,9 +420,12 @@ class Diagnostics:
 
     def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""
-        row = _numbers(metrics, ("reward", "judge", "judge_standard_error"))
+        names = ("reward", "reward_standard_error", "judge", "judge_standard_error")
+        row = _numbers(metrics, names)
+        if (trained := self._mean(self.latest, "reward")) is not None:
+            row["train_reward"] = trained
         self.evaluations.append(row)
-        return self._new({"judge": self._judged()})
+        return self._new({"judge": self._judged(), "held_out": self._held_out()})
 
     def state(self) -> dict[str, Any]:
         names = ("first", "latest", "iterations", "evaluations")
@@ -425,7 +440,10 @@ class Diagnostics:
 
     def _new(self, found: dict[str, str | None]) -> list[str]:
         """The messages of failures that were not active; ``found`` is by name, None: none."""
+        if not self.guards:
+            found = {name: text for name, text in found.items() if name not in GUARDED}
         new = [text for name, text in found.items() if text and name not in self.active]
+        self.failed |= any(text in new for name, text in found.items() if name in GUARDED)
         present = [name for name, text in found.items() if text]
         self.active = [*(name for name in self.active if name not in found), *present]
         return new
@@ -500,6 +518,26 @@ class Diagnostics:
             f"only {after:.0%} of the responses end by themselves, {before:.0%} did at the start: "
             "the policy forgets to stop; raise --kl_coef or --missing_eos_penalty, or "
             "--max_answer_seq_len if answers need the room"
+        )
+
+    def _length(self) -> str | None:
+        rows = self.first, self.latest
+        before, after = (self._mean(each, "response_length") for each in rows)
+        if not before or not after or 1 / LENGTH_DRIFT < after / before < LENGTH_DRIFT:
+            return None
+        return (
+            f"responses have become {'longer' if after > before else 'shorter'} by a factor of "
+            f"{max(after / before, before / after):.2g}, {after:.3g} tokens from {before:.3g}: "
+            "unless that is the task, the reward pays for length; raise --kl_coef or change it"
+        )
+
+    def _kl_budget(self) -> str | None:
+        kl = self._mean(self.latest, "kl")
+        if not self.kl_budget or kl is None or kl <= self.kl_budget:
+            return None
+        return (
+            f"the divergence from the reference, {kl:.3g} nats per response, is above --kl_budget "
+            f"{self.kl_budget:g}: raise --kl_coef, lower the learning rate, or stop earlier"
         )
 
     def _entropy(self) -> str | None:
@@ -581,6 +619,27 @@ class Diagnostics:
             f"the reward rose on held-out prompts ({first['reward']:.3g} to {last['reward']:.3g}) "
             f"while the judge's score fell ({first['judge']:.3g} to {last['judge']:.3g}): the "
             "policy exploits the reward model; raise --kl_coef, stop earlier, or mend the reward"
+        )
+
+    def _held_out(self) -> str | None:
+        """Against the best evaluation before, by two standard errors of the difference."""
+        if len(self.evaluations) < 2 or not self.learns_from_rewards:
+            return None
+        *earlier, last = self.evaluations
+        known = [row for row in earlier if math.isfinite(row.get("reward", math.nan))]
+        best = max(known, key=lambda row: row["reward"], default=last)
+        errors = [row.get("reward_standard_error", math.nan) for row in (best, last)]
+        # Before the first iteration none is known: those that followed tell.
+        trained = best.get("train_reward", self._mean(self.first, "reward"))
+        if trained is None or "reward" not in last:
+            return None
+        gain, loss = last.get("train_reward", math.nan) - trained, best["reward"] - last["reward"]
+        if not (gain > 0 and loss > 2 * math.hypot(*errors)):
+            return None
+        return (
+            f"the reward rose in training ({trained:.3g} to {last['train_reward']:.3g}) while it "
+            f"fell on held-out prompts ({best['reward']:.3g} to {last['reward']:.3g}): the policy "
+            "learns its prompts by heart; use more prompts, raise --kl_coef, or stop earlier"
         )
 
 

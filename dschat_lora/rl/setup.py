@@ -13,6 +13,7 @@ from dschat_lora.config.groups import is_on
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import describe_tokenizer, make_encoder
 from dschat_lora.data.prepare import Prepared
+from dschat_lora.data.rows import row_options
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, data_world_size, device
 from dschat_lora.lora.collectives import TensorGroup
@@ -431,6 +432,7 @@ def _teacher_prompts(
         make_encoder(tokenizer),
         tokenizer,
         most=getattr(fields, "max_position_embeddings", None) or sys.maxsize,
+        options=row_options(config.data.data),
     )
 
 

@@ -9,26 +9,32 @@ import numpy as np
 from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.layouts import TOKEN_IDS, message
+from dschat_lora.data.messages import Message, content_text
+from dschat_lora.data.readers import RawRow
+from dschat_lora.data.records import to_records
+from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions, parse_row
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import Response
-from dschat_lora.rl.rewards import prompt_of
 
 
 @dataclass(frozen=True)
 class TeacherPrompts:
-    """Puts a system message before each prompt, for the teacher alone to read."""
+    """Puts a system message at the head of each prompt, for the teacher alone to read."""
 
     system: str
     chat: Chat
     encoder: Encoder
     tokenizer: Tokenizer
     most: int  # positions of the teacher
+    options: RowOptions = DEFAULT_OPTIONS  # by which the rows were read
 
     def __call__(self, responses: Sequence[Response]) -> list[Response]:
         """The responses with what the teacher reads in the place of their prompts.
 
-        Before a prompt that is text, the system message stands as text.
+        A row of messages, in whatever layout, gets it by the chat template, before the text of a
+        system message that it has. Before a prompt that is text, it stands as text.
 
         Raises:
             ValueError: if the chat template refuses it, or the teacher has too few positions.
@@ -46,12 +52,25 @@ class TeacherPrompts:
         return found
 
     def _text(self, response: Response) -> str:
-        columns = json.loads(response.columns or b"{}")
-        prompt = prompt_of(columns, self.tokenizer.decode(response.prompt))
-        if isinstance(prompt, str):
-            return self.system + prompt
-        messages = [{"role": "system", "content": self.system}, *prompt]
-        return self.chat.with_columns(columns).render(messages, add_generation_prompt=True)
+        row = parse_row(
+            RawRow("--teacher_system_prompt", json.loads(response.columns)), self.options
+        )
+        names: tuple[str, ...] = ("messages" if row.kind == "conversation" else "prompt",)
+        if row.kind == "preference" and "prompt" not in row.values:
+            names = ("chosen", "rejected")  # which begin with it
+        has_messages = isinstance(row.values[names[0]], list) and row.layout != TOKEN_IDS
+        if has_messages:
+            headed = {name: self._headed(row.values[name]) for name in names}
+            row = replace(row, values={**row.values, **headed})
+        prompt = to_records(row, self.chat, "prompts")[0].prompt
+        return prompt if has_messages else self.system + prompt
+
+    def _headed(self, messages: Sequence[Message]) -> list[Message]:
+        first, *rest = messages
+        if first["role"] != "system":
+            return [message("system", self.system), *messages]
+        text = f"{self.system}\n\n{content_text(first['content'])}"
+        return [{**first, "content": text}, *rest]
 
 
 def answer_of(sample: SequenceSample, *, group: int) -> Response:

@@ -62,6 +62,8 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     checkpointer.restore(num_steps=schedule.num_steps)
     if progress.kl_start != config.ppo.kl_coef:  # another one from here on
         progress.kl_coef = progress.kl_start = config.ppo.kl_coef
+    if progress.entropy_start != config.ppo.entropy_coef:
+        progress.entropy_coef = progress.entropy_start = config.ppo.entropy_coef
     loop = TrainingLoop(
         schedule,
         progress,
@@ -81,7 +83,11 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
                 keeps_cache = False
                 generator.release()
                 run.log.report_event(progress.step, "note", NOTE, label="note")
-            loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
+            last = loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
+            if config.ppo.guard == "stop" and not last:
+                (failed,) = sum_over_processes([float(trainer.diagnostics.failed)])
+                if failed:
+                    checkpointer.stop(progress.step, by="--guard stop")
     if progress.responses and not progress.step:
         raise ValueError(
             f"none of the {progress.responses:,} responses of {progress.iteration} iterations "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, response_sums
+from dschat_lora.algos.entropy import adapted_entropy_coef, applied_entropy_coef
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.data.samples import PromptSample
@@ -87,13 +88,20 @@ class RlhfTrainer:
         self.schedule = make_rlhf_schedule(config, len(setup.prompts.train))
         self.generator = make_generator(setup, engines)
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
-        self.progress = RlhfProgress(kl_coef=config.ppo.kl_coef, kl_start=config.ppo.kl_coef)
+        self.progress = RlhfProgress(
+            kl_coef=config.ppo.kl_coef,
+            kl_start=config.ppo.kl_coef,
+            entropy_coef=config.ppo.entropy_coef,
+            entropy_start=config.ppo.entropy_coef,
+        )
         self.diagnostics = Diagnostics(
             setup.settings["actor"].dtype,
             samples_tokens=config.batch.draws_from_policy and setup.answers is None,
             own_engine=config.batch.rollout_engine == "own",
             samplers_logprobs=config.ppo.use_rollout_logprobs,
             learns_from_rewards=not config.ppo.rules.distills,
+            guards=config.ppo.guard != "off",
+            kl_budget=config.ppo.kl_budget,
         )
         self.pretraining = self.average = None
         if setup.text is not None:
@@ -125,6 +133,14 @@ class RlhfTrainer:
         """The roles that learn at this iteration: the critic alone while it warms up."""
         warms_up = self.progress.iteration < self.config.ppo.critic_warmup_iterations
         return ("critic",) if warms_up and self.config.has_critic else ("actor", "critic")
+
+    @property
+    def entropy_coef(self) -> float:
+        """The weight of the entropy bonus at this iteration."""
+        coef, target = self.progress.entropy_coef, self.config.ppo.target_entropy
+        if not target:
+            return coef
+        return applied_entropy_coef(coef, entropy=self.progress.entropy, target=target)
 
     def state(self) -> TrainerState:
         """How far the run is, for reward functions."""
@@ -213,6 +229,7 @@ class RlhfTrainer:
             **version_metrics(responses, progress.iteration - 1),
             **self._cut(progress.iteration - 1),
             "kl_coef": progress.kl_coef,
+            **({"entropy_coef": self.entropy_coef} if config.ppo.target_entropy else {}),
             "updates": len(results),
             **({} if resampled is None else resampled.metrics),
             **self._throughput(
@@ -387,7 +404,7 @@ class RlhfTrainer:
             experience = replace(experience, values=self._rescale(experience.values))
         return Updater(
             self.engines,
-            ppo,
+            replace(ppo, entropy_coef=self.entropy_coef),
             experience,
             estimate_advantages=partial(
                 advantages_and_returns, rewards=rewards, config=ppo, kl_coef=kl_coef
@@ -427,9 +444,9 @@ class RlhfTrainer:
         return results
 
     def _advance(self, experience: Experience, results: Sequence[StepResult]) -> None:
-        """Count the iteration, and adapt the KL coefficient."""
+        """Count the iteration, and adapt the coefficients of KL and entropy."""
         progress, responses, config = self.progress, experience.responses, self.config.ppo
-        adapts = config.adaptive_kl_target > 0 and "actor" in self.learning
+        actor_learns = "actor" in self.learning
         progress.iteration += 1
         progress.responses += len(responses)
         progress.tokens += sum(map(len, responses))
@@ -437,7 +454,13 @@ class RlhfTrainer:
             return
         kl = response_sums(experience.kl(), experience.mask)[experience.counts]
         progress.kl_spent = float(kl.double().mean())
-        if adapts and math.isfinite(progress.kl_spent):
+        if config.target_entropy and actor_learns:
+            tokens = sum(result.num_tokens for result in results)
+            progress.entropy = sum(each.entropy * each.num_tokens for each in results) / tokens
+            progress.entropy_coef = adapted_entropy_coef(
+                progress.entropy_coef, entropy=progress.entropy, target=config.target_entropy
+            )
+        if config.adaptive_kl_target and actor_learns and math.isfinite(progress.kl_spent):
             progress.kl_coef = adapted_kl_coef(
                 progress.kl_coef,
                 kl=progress.kl_spent,
@@ -619,15 +642,20 @@ class RlhfProgress(Progress):
     tokens: int = 0
     kl_coef: float = 0.0
     kl_start: float = 0.0  # what the user gave for it
+    entropy_coef: float = 0.0
+    entropy_start: float = 0.0  # what the user gave for it
+    entropy: float = 0.0  # latest mean, nats per token, where that steers the coefficient
     kl_spent: float = 0.0  # latest divergence from the reference, nats per response
     moments: dict[str, float] = field(default_factory=dict)  # of scores
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
+        # An earlier version kept nothing of the entropy.
+        super().restore(self.state() | state)
         # What is not finite went through JSON as text.
         self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)
+        self.entropy = float(self.entropy)
         self.moments = {name: float(value) for name, value in self.moments.items()}
 
 

@@ -200,18 +200,20 @@ class Checkpointer:
         self._last_step, self._last_time = step, time.monotonic()
         self._saves, self._seconds = self._saves + 1, self._seconds + self._last_time - start
 
-    def stop(self, step: int) -> NoReturn:
+    def stop(self, step: int, *, by: str = "a callback") -> NoReturn:
         """Save the steps since the last checkpoint, and end the run.
 
+        ``by`` says who asked for it, where no signal did.
+
         Raises:
-            Stopped: with the exit code of the signal, or 0 for a callback, when the checkpoint is
+            Stopped: with the exit code of the signal, or 0 without one, when the checkpoint is
                 complete.
         """
         number = int(max_over_ranks(float(self._run.interrupts.received)))
-        self.save_rest(step, f"stopped by {name_of(number) if number else 'a callback'}")
+        self.save_rest(step, f"stopped by {name_of(number) if number else by}")
         if number:
             end_by_signal(self._run, number, step)
-        self._run.record.update({"status": f"stopped by a callback at step {step}"})
+        self._run.record.update({"status": f"stopped by {by} at step {step}"})
         raise Stopped(0)
 
     def save_rest(self, step: int, why: str) -> None:

@@ -54,6 +54,7 @@ class TrainedModel:
     tokens: int = 0  # of a micro-batch, which stand in for rows; 0: by rows
     sequences: int = 1  # of a row
     offloads: bool = False  # the inputs of its blocks, where they are recomputed
+    logit_bytes: int | None = None  # of a loss over whole distributions; None: cross-entropy
 
     def estimate(
         self,
@@ -69,6 +70,7 @@ class TrainedModel:
         A step on fewer ``rows`` at a time has more micro-batches.
         """
         rows, length = self._grid(rows, length)
+        small = device_type() == "cpu" and self.logit_bytes is None
         return estimate_memory(
             self.model,
             rows=rows,
@@ -80,7 +82,8 @@ class TrainedModel:
             offload=self.settings.offload,
             offload_activations=offload_activations,
             accumulates=self.settings.accumulation_steps > 1 or rows < self.rows,
-            chunk_logits=MAX_CHUNK_LOGITS_CPU if device_type() == "cpu" else MAX_CHUNK_LOGITS,
+            chunk_logits=MAX_CHUNK_LOGITS_CPU if small else MAX_CHUNK_LOGITS,
+            logit_bytes=self.logit_bytes,
             **self.settings.gathering(zero_stage),
         )
 

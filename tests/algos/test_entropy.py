@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dschat_lora.algos.entropy import adapted_entropy_coef, applied_entropy_coef
 from dschat_lora.algos.logprobs import linear_logprobs, linear_logprobs_entropy, token_entropy
 from helpers.watching import LargestTensor
 
@@ -175,3 +176,16 @@ def test_tokens_ruled_out_have_no_part_in_the_entropy_nor_a_gradient():
         torch.ones(1, 1), barred.detach().T, None, torch.tensor([0])
     )
     torch.testing.assert_close(reported, entropy.detach())
+
+
+def test_the_coefficient_rises_below_the_target_and_falls_above_it_to_0():
+    """By hand, with the paper's step of 0.005."""
+    coef, applied = 0.0, []
+    for entropy in (0.1, 0.1, 0.3, 0.2, math.nan, 0.25, 0.25, 0.25):
+        coef = adapted_entropy_coef(coef, entropy=entropy, target=0.2)
+        applied.append((coef, applied_entropy_coef(coef, entropy=entropy, target=0.2)))
+    expected = [(0.005, 0.005), (0.01, 0.01), (0.005, 0.0), (0.005, 0.005), (0.005, 0.0)]
+    expected += [(0.0, 0.0)] * 3
+    for found, wanted in zip(applied, expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-12)
+    assert coef == 0.0

@@ -3,9 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from dschat_lora.config.options import parse_config
 from dschat_lora.models import causal_lm
 from dschat_lora.models.causal_lm import DivergenceHead
+from dschat_lora.rl.config import DistillConfig
+from dschat_lora.rl.memory import divergence_bytes
 from helpers.tiny import VOCAB, tiny_model
 
 N, TEMPERATURE = 11, 0.8
@@ -86,3 +91,28 @@ def test_without_a_position_the_graph_still_spans_the_students_states():
     *_, divergences = head(own, states(2)[:0], torch.arange(0), 1.0)
     assert divergences.shape == (0,)
     assert torch.autograd.grad(divergences.sum(), own)[0].shape == own.shape
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1], ids=["alone", "with entropies"])
+@pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl", "jsd"])
+def test_estimated_bytes_of_a_chunk_are_those_that_torchs_profiler_counts(
+    loss, entropy_coef, monkeypatch
+):
+    argv = ["--distill_loss", loss, "--entropy_coef", str(entropy_coef)]
+    config = parse_config(DistillConfig, argv)
+    vocabulary, rows, width = 4096, 64, 4
+    monkeypatch.setattr(causal_lm, "MAX_CHUNK_LOGITS", vocabulary * rows)
+    sizes = {"hidden_size": width, "intermediate_size": 4, "num_hidden_layers": 1}
+    shape = LlamaConfig(vocab_size=vocabulary, num_attention_heads=1, **sizes)
+    both = [LlamaForCausalLM(shape).requires_grad_(False) for _ in range(2)]
+    head = DivergenceHead(*both, beta=config.teacher.beta, entropy_trains=entropy_coef > 0)
+    own, other = torch.randn(2, 2 * rows, width).unbind()
+    tokens = torch.zeros(2 * rows, dtype=torch.int64)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        _, entropies, divergences = head(own.requires_grad_(), other, tokens, TEMPERATURE)
+        (divergences.sum() - (entropies.sum() if entropy_coef else 0)).backward()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda each: each.start_ns())
+    changes = torch.tensor([each.nbytes() for each in events])
+    per_logit = float(changes.cumsum(0).max()) / (vocabulary * rows)
+    assert per_logit == pytest.approx(divergence_bytes(config), rel=0.01)

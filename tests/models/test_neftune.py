@@ -1,5 +1,7 @@
 """NEFTune's noise is that of transformers, and of each sequence's own length in packed rows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -21,9 +23,10 @@ def packed(samples):
     return SampleCollator(pad_id=0)([samples])
 
 
-def noise_of(samples, monkeypatch, kind="opt"):
-    """What is added to the embeddings of a packed row, with its samples' lengths."""
-    network = CausalLMLoss(tiny_model(kind), neftune_noise_alpha=ALPHA).train()
+def noise_of(samples, **changed):
+    """What is added to the embeddings of a packed row; the backbone has attributes ``changed``."""
+    network = CausalLMLoss(tiny_model("opt"), neftune_noise_alpha=ALPHA).train()
+    vars(network.backbone).update(changed)
     found, add = [], network.backbone.add_noise
 
     def watched(module, inputs, output):
@@ -54,15 +57,28 @@ def test_loss_of_a_single_sequence_is_that_of_transformers_hook(kind):
     assert abs(ours - plain) > 1e-3 * abs(plain)
 
 
-def test_noise_of_a_packed_row_is_bounded_by_each_sequences_own_length(monkeypatch):
+def test_noise_of_a_packed_row_is_bounded_by_each_sequences_own_length():
     samples = [s for s in ragged_samples(40) if len(s.input_ids) in (5, 16)]
     short = next(s for s in samples if len(s.input_ids) == 5)
     long = next(s for s in samples if len(s.input_ids) == 16)
-    noise = noise_of([short, long], monkeypatch)
+    noise = noise_of([short, long])
     for rows, length in ((noise[:5], 5), (noise[5:21], 16)):
         bound = ALPHA / (length * 32) ** 0.5
         largest = rows.abs().max().item()
         assert 0.95 * bound < largest <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("by_spans", [True, False], ids=["tokens alone", "whole rows"])
+def test_padding_that_ranks_share_tokens_by_has_no_noise(by_spans):
+    """Under sequence parallelism a row is made as long as the ranks can divide."""
+    sample = next(s for s in ragged_samples(40) if len(s.input_ids) == 5)
+    group = SimpleNamespace(sequence_parallel=True, size=4)
+    noise = noise_of([sample], by_spans=by_spans, _group=group)
+    assert len(noise) % 4 == 0
+    assert (noise[:5] != 0).any(1).all()
+    padding = noise[len(packed([sample]).input_ids[0]) :]
+    assert len(padding) > 0
+    assert (padding == 0).all()
 
 
 def test_evaluation_has_no_noise():

@@ -160,6 +160,22 @@ SEARCHES = [
 ]
 
 
+def test_a_divergence_from_a_teacher_takes_its_chunk_of_tables(home):
+    """2^25 logits at a time, of 36 bytes for a KL and 52 for the JSD, 12 for cross-entropy."""
+    options = {"actor_model_name_or_path": "Qwen/Qwen3-0.6B", "teacher_system_prompt": "x"}
+
+    def logits(loss):
+        found = plan_stage("distill", {**options, "distill_loss": loss}, home, card=None)
+        return found.plan.memory.roles["actor"].logits
+
+    plain = logits("sampled_reverse_kl")
+    assert [logits(loss) - plain for loss in ("reverse_kl", "forward_kl", "jsd")] == [
+        2**25 * (36 - 12),
+        2**25 * (36 - 12),
+        2**25 * (52 - 12),
+    ]
+
+
 @pytest.mark.parametrize(("name", "options", "processes", "share"), SEARCHES)
 def test_the_command_that_is_printed_fits_and_takes_the_same_step(
     tiny, name, options, processes, share

@@ -20,6 +20,7 @@ HEALTHY = {
     "score_clip_fraction": 0.01,
     "reward": 1.0,
     "loss": 0.1,
+    "response_length": 10.0,
 }
 
 
@@ -50,6 +51,8 @@ CASES = {
     "negative divergence": ({}, {"kl": -0.5}, "divergence from the reference is negative", 4),
     "forgotten ends": ({}, {"eos_rate": 0.1}, "responses end by themselves", 3),
     "collapsed entropy": ({}, {"entropy": 0.1}, "entropy has collapsed", 5),
+    "longer responses": ({}, {"response_length": 30.0}, "have become longer by a factor of 2.2", 3),
+    "shorter responses": ({}, {"response_length": 2.0}, "shorter by a factor of 2.8", 4),
     "equal rewards": ({}, {"reward_std": 0.0}, "got the same reward", 5),
     "clipped scores": ({}, {"score_clip_fraction": 0.5}, "are at --clip_reward_value", 3),
     "unlike sampler": ({}, {"sampler_error": 0.3}, "drawn from another policy", 1),
@@ -284,3 +287,80 @@ def test_an_engine_of_another_model_stops_the_run():
         check_sampler({"sampler_error": 0.6}, "fp32", "http://a")
     with pytest.raises(ValueError, match="decoded or trained wrongly here"):
         check_sampler({"sampler_error": 0.4}, "fp32")
+
+
+# ------------------------------------------------------------------------------ guards
+
+
+def evaluated(looking, reward, error=0.1):
+    return looking.evaluation({"reward": reward, "reward_standard_error": error})
+
+
+def test_a_reward_that_rises_in_training_alone_is_reported_against_the_best_evaluation():
+    looking = diagnostics()
+    assert evaluated(looking, 1.0) == []
+    said(looking, times(WINDOW, reward=1.0))
+    assert evaluated(looking, 2.0) == []
+    said(looking, times(WINDOW, reward=1.5))
+    assert evaluated(looking, 1.75) == []  # sqrt(2) * 0.1 is its error
+    (text,) = evaluated(looking, 1.7)
+    assert "rose in training (1 to 1.5) while it fell on held-out prompts (2 to 1.7)" in text
+    assert looking.failed
+
+
+@pytest.mark.parametrize(
+    ("rewards", "held_out", "error"),
+    [
+        ((1.0, 1.0), (2.0, 1.0), 0.1),  # no rise in training
+        ((1.0, 0.5), (2.0, 1.0), 0.1),
+        ((1.0, 1.5), (2.0, 1.9), 0.1),  # noise
+        ((1.0, 1.5), (1.0, 2.0), 0.1),
+        ((1.0, 1.5), (2.0, 1.0), math.nan),  # of one prompt
+        ((1.0, 1.5), (math.nan, 1.0), 0.1),
+        ((1.0, 1.5), (2.0, math.nan), 0.1),
+    ],
+)
+def test_held_out_rewards_that_prove_nothing_are_no_news(rewards, held_out, error):
+    looking = diagnostics()
+    for reward, found in zip(rewards, held_out, strict=True):
+        said(looking, times(WINDOW, reward=reward))
+        assert evaluated(looking, found, error) == []
+    assert not looking.failed
+
+
+def test_a_rise_since_before_training_is_one_since_its_first_iterations():
+    looking = diagnostics()
+    evaluated(looking, 2.0)
+    said(looking, times(WINDOW, reward=1.0) + times(WINDOW, reward=1.2))
+    (text,) = evaluated(looking, 1.0)
+    assert "training (1 to 1.2)" in text
+
+
+def test_a_budget_of_divergence_is_that_of_the_latest_iterations():
+    looking = Diagnostics("fp32", samples_tokens=True, kl_budget=2.0)
+    rows = [*times(4, kl=1.0), {"kl": 5.0}, *times(4, kl=3.0)]
+    found = said(looking, rows)  # means: 1 ... 1.8, then 2.2
+    assert [bool(each) for each in found] == [False] * 5 + [True] + [False] * 3
+    assert "2.2 nats per response, is above --kl_budget 2" in found[5][0]
+    assert said(diagnostics(), rows) == [[]] * 9
+
+
+def test_without_guards_their_failures_are_not_warned_of_and_others_are():
+    looking = Diagnostics("fp32", samples_tokens=True, guards=False, kl_budget=0.1)
+    row = {"entropy": 0.01, "response_length": 99.0, "eos_rate": 0.0, "ratio_error": 0.5}
+    found = [text for each in said(looking, times(WINDOW) + times(9, **row)) for text in each]
+    assert len(found) == 1
+    assert "do not see the same input" in found[0]
+    assert not looking.failed
+
+
+def test_only_what_is_guarded_counts_as_failed_and_only_until_the_next_iteration():
+    looking = diagnostics()
+    said(looking, [{"ratio_error": 0.5}])
+    assert not looking.failed
+    said(looking, times(WINDOW) + times(5, entropy=0.1))
+    assert looking.failed
+    evaluated(looking, 1.0)  # which follows it, and is in order
+    assert looking.failed
+    said(looking, [{"entropy": 0.1}])
+    assert not looking.failed

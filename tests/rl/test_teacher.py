@@ -1,6 +1,8 @@
 """Distillation: what a teacher reads and says, what weights it takes, and what is refused."""
 
+import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.rl import engines as engines_module
 from dschat_lora.rl.algorithms import PpoConfig
@@ -72,6 +75,33 @@ def test_a_system_message_is_rendered_with_messages_and_stands_before_text(token
     assert "Be brief." in rendered
     expected = [tokenizer.decode(ids) for ids in encode([rendered, rendered, "Be brief. Hi"])]
     assert read == expected
+
+
+def test_a_system_message_heads_a_row_of_any_layout_and_joins_its_own(tokenizer):
+    def read(row, options=DEFAULT_OPTIONS):
+        asked = replace(prompts_of(tokenizer, "Be brief."), options=options)
+        (found,) = asked([Response((5,), (6,), True, 0, json.dumps(row).encode())])
+        return tokenizer.decode(found.reference_prompt)
+
+    def rendered(system, text="Hi"):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        return make_chat(tokenizer).render(messages, add_generation_prompt=True)
+
+    alone, joined = rendered("Be brief."), rendered("Be brief.\n\nBe kind.")
+    alpaca = {"instruction": "Hi", "output": "Yes."}
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]
+    hi, kind = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind."}
+    yes, no = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
+    assert read(alpaca) == alone
+    assert read({**alpaca, "input": "There"}) == rendered("Be brief.", "Hi\nThere")
+    assert read({**alpaca, "system": "Be kind."}) == joined
+    assert read({"conversations": turns}) == alone
+    assert read({"conversations": turns, "system": "Be kind."}) == joined
+    assert read({"messages": [kind, hi, yes]}) == joined
+    assert read({"prompt": [kind, hi]}) == joined
+    assert read({"chosen": [kind, hi, yes], "rejected": [kind, hi, no]}) == joined
+    assert read({"asked": [hi]}, RowOptions({"prompt": "asked"})) == alone
+    assert read({"prompt": "Hi", "completion": "Yes."}) == "Be brief.Hi"
 
 
 def test_a_system_message_too_long_for_the_teacher_is_refused(tokenizer):
