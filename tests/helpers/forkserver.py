@@ -48,7 +48,11 @@ def import_everything():
     gc.disable()  # nothing of it is garbage
     modules = pkgutil.walk_packages(dschat_lora.__path__, "dschat_lora.")
     for name in [module.name for module in modules if not module.name.endswith("__main__")] + LATE:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if str(error.name).startswith("dschat_lora"):
+                raise  # else it is of an extra that is not installed
     # Compiles a thousand regular expressions, which else the first model of each child does.
     get_checkpoint_conversion_mapping("opt")
     torch.set_num_threads(1)
