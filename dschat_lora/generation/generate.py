@@ -177,19 +177,18 @@ class Decoder:
         responses.start(flat, [n for n in bounds for _ in range(copies)] or None)
         if not prompts and keep_going is None:
             return responses
+        enough = len(prompts) if needed is None else needed
         if self._num_drafts and keep_going is None:
             asked = [prompt for prompt in prompts for _ in range(copies)]
             self._draw_in_slots(
-                asked, responses, copies, needed, keeps_prefixes=prefixes is not None
+                asked, responses, copies, enough, keeps_prefixes=prefixes is not None
             )
             return responses
         rows = self._rows_for(len(flat), columns) if prompts else None
         with self._kernels():
             if rows is not None:
                 rows.start(prompts, responses, copies=copies, source=before, prefixes=prefixes)
-            self._run(
-                rows, responses, keep_going, copies, len(prompts) if needed is None else needed
-            )
+            self._run(rows, responses, keep_going, copies, enough)
         return responses
 
     def _draw_in_slots(
@@ -197,7 +196,7 @@ class Decoder:
         prompts: Sequence[Sequence[int]],
         responses: Responses,
         copies: int,
-        needed: int | None,
+        needed: int,
         *,
         keeps_prefixes: bool,
     ) -> None:

@@ -432,8 +432,8 @@ def draw_in_slots(
     responses: Responses,
     *,
     most_rows: int,
-    copies: int = 1,
-    needed: int | None = None,
+    copies: int,
+    needed: int,
 ) -> None:
     """Draw all sequences of ``responses``, one to each prompt; a row that has ended is refilled.
 
@@ -444,13 +444,11 @@ def draw_in_slots(
     only as far as it is what was drawn: so drafts change no text.
     """
     device, group, limits = rows.device, group_of(rows.model), responses.limits
-    lengths = (len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-    rows.reserve(min(most_rows, len(prompts)), max(lengths))
+    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    rows.reserve(min(most_rows, len(prompts)), longest)
     waiting, running = deque(range(len(prompts))), list[int]()
-    drawn = [0] * len(prompts)  # tokens of each sequence
-    last = [0] * len(prompts)
+    drawn, last = ([0] * len(prompts) for _ in range(2))  # tokens of each sequence, and the last
     left = [copies] * (len(prompts) // copies)  # of each group
-    needed = len(left) if needed is None else needed
 
     def draw(logits: Tensor, sequences: Sequence[int], numbers: Sequence[int]) -> Iterator[int]:
         own, at = to_device(torch.tensor([sequences, numbers]), device)
@@ -483,10 +481,11 @@ def draw_in_slots(
         numbers = [drawn[running[row]] + at for row, at in places]
         found = draw(rows.step(given)[row_of, at], sequences, numbers)
         tokens = [list(islice(found, len(own))) for own in given]
-        kept = []
-        for own, (_, *draft) in zip(tokens, given, strict=True):
-            end = next((n for n, t in enumerate(own) if t in responses.end_ids), len(draft))
-            kept.append(min(end, common_prefix(own, draft)))
+        ends = [[t in responses.end_ids for t in own[:-1]] + [True] for own in tokens]
+        kept = [
+            min(end.index(True), common_prefix(own, draft))
+            for end, own, (_, *draft) in zip(ends, tokens, given, strict=True)
+        ]
         rows.keep(kept)
         take([own[: count + 1] for own, count in zip(tokens, kept, strict=True)])
     for row in reversed(range(len(running))):
