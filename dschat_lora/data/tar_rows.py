@@ -43,7 +43,7 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in archive:
         if member.isfile() and all(part.rpartition("/")[2] for part in _parts(member)):
             yield member
-        archive.members.clear()  # of all that were read
+        archive.members.clear()  # type: ignore[attr-defined]  # those that were read
 
 
 def _parts(member: tarfile.TarInfo) -> tuple[str, str]:

@@ -481,7 +481,7 @@ class Generator:
         return [_from_row(row, blank[int(row[0])], width) for row in rows]
 
     @contextmanager
-    def _weights(self) -> Iterator[tuple[Callable[..., Any], KeepGoing | None]]:
+    def _weights(self) -> Iterator[tuple[Any, KeepGoing | None]]:
         """What to decode with, and where ranks must run as many passes, ``keep_going``."""
         if self._servers is not None:
             with self._servers.decoding() as decode:
