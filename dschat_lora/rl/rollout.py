@@ -478,7 +478,9 @@ class Generator:
             return [response_from_json(found[n], each.columns) for n, each in enumerate(blank)]
         whole = gather_over_ranks(_table(own, width).to(self._engine.device)).cpu()
         rows = whole[whole[:, 0].argsort()]
-        return [_from_row(row, blank[int(row[0])], width) for row in rows]
+        # Of some prompts there may be none.
+        numbers = range(len(blank)) if len(rows) == len(blank) else rows[:, 0].long().tolist()
+        return [_from_row(row, blank[n], width) for row, n in zip(rows, numbers, strict=True)]
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[Any, KeepGoing | None]]:
