@@ -109,7 +109,8 @@ def judge_maker(option: str, name: str | None) -> Any:
     """
     if name is None:
         return None
-    RewardsConfig(**{option: name})  # refuses what names no function
+    named: dict[str, Any] = {option: name}
+    RewardsConfig(**named)  # refuses what names no function
     if not (is_builtin(name) or is_remote(name)):
         check_function(option, name)
     return partial(late("pipeline.judge:make_judge"), option, name)
