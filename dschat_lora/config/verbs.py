@@ -338,8 +338,7 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
   dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
   dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9
-  dschat-lora generate output/sft --data_path q.jsonl --output_path best.jsonl \\
-    --do_sample --num_return_sequences 8 --keep best --reward_model output/reward""",
+  dschat-lora generate output/sft Hi --keep all --reward_model output/reward""",
     "eval": """examples:
   dschat-lora eval output/sft held_out.jsonl   perplexity; of pairs accuracy too
   dschat-lora eval output/reward pairs.jsonl --json   accuracy, margin, scores
