@@ -276,8 +276,12 @@ def merge(argv: list[str]) -> None:
 def generate(argv: list[str]) -> None:
     """Run ``dschat-lora generate``."""
     config = parsed_config("generate RUN [PROMPT ...]", GenerateConfig, argv, "prompts")
+    make_judge = verbs.judge_maker("reward_function", config.reward_function)
     check_reading(config, ("CAUSAL_LM",))
-    late("supervised.generate:generate_answers")(config)
+    if config.keep is None:
+        late("supervised.generate:generate_answers")(config)
+    else:
+        late("supervised.best_of_n:write_kept_answers")(config, make_judge)
 
 
 def evaluate(argv: list[str]) -> None:

@@ -24,13 +24,13 @@ from dschat_lora.runtime.checks import check_function
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_reading
 
-_OF_COMMANDS = ("output_path", "json", "html")
+_OF_COMMANDS = ("output_path", "json", "html", "keep", "min_reward")
 ConfigT = TypeVar("ConfigT")
 Message = Mapping[str, str]
 _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
 
 
-@with_options(GenerateConfig, *_NAMED, "output_path", "json")
+@with_options(GenerateConfig, *_NAMED, *_OF_COMMANDS, "reward_model", "reward_function")
 def generate(
     model: Model | None, prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
 ) -> list[str]:
@@ -97,13 +97,23 @@ def evaluate(model: Model | None, data: Data | None, **options: Any) -> dict[str
 
 def eval_parts(config: EvalConfig) -> tuple[bool, Any]:
     """Whether a reward model is evaluated, and what makes the judge, if there is one."""
-    name = config.judge_function
+    judge = judge_maker("judge_function", config.judge_function)
+    return check_eval(config), judge
+
+
+def judge_maker(option: str, name: str | None) -> Any:
+    """What makes the judge that an option names, None without a name.
+
+    Raises:
+        ValueError: if the name is none of a function.
+    """
     if name is None:
-        return check_eval(config), None
-    RewardsConfig(judge_function=name)  # refuses what names no function
+        return None
+    named: dict[str, Any] = {option: name}
+    RewardsConfig(**named)  # refuses what names no function
     if not (is_builtin(name) or is_remote(name)):
-        check_function("judge_function", name)
-    return check_eval(config), partial(late("pipeline.judge:make_judge"), name)
+        check_function(option, name)
+    return partial(late("pipeline.judge:make_judge"), option, name)
 
 
 @with_options(MergeConfig, *_NAMED, "json")

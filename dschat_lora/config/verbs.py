@@ -97,6 +97,21 @@ class GenerateConfig(ReadingConfig):
     num_return_sequences: int = option(1, help="answers to each prompt, with --do_sample")
     seed: int = option(1234, help="of the draws")
     prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP)
+    keep: Literal["best", "pair", "all"] | None = option(
+        None,
+        help="write rows to train on, of answers that a reward chooses: the best one of each "
+        "prompt for sft, it and the worst one as a pair for dpo, or all of them for sft",
+    )
+    reward_model: str | None = option(None, help="reward model that scores the answers of --keep")
+    reward_function: str | None = option(
+        None,
+        help="module:function that scores them instead, as in step 3; builtin:NAME for one that "
+        "comes along",
+    )
+    min_reward: float | None = option(
+        None,
+        help="keep no answer of a lower score (rejection sampling); default: any score will do",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,6 +125,21 @@ class GenerateConfig(ReadingConfig):
             raise ValueError(
                 f"--num_return_sequences {self.num_return_sequences} needs --do_sample: greedy "
                 "answers are all the same"
+            )
+        rewards = [n for n in ("reward_model", "reward_function") if getattr(self, n) is not None]
+        if self.keep is None:
+            for name in (*rewards, *(["min_reward"] if self.min_reward is not None else [])):
+                raise ValueError(f"--{name} needs --keep: best, pair or all")
+            return
+        if len(rewards) != 1:
+            raise ValueError(
+                f"--keep {self.keep} needs --reward_model or --reward_function to score the "
+                f"answers, and {'both are' if rewards else 'neither is'} given"
+            )
+        if self.keep != "all" and self.num_return_sequences == 1:
+            raise ValueError(
+                f"--keep {self.keep} chooses among several answers, and --num_return_sequences is "
+                "1: add --do_sample --num_return_sequences 8"
             )
 
 
@@ -307,7 +337,8 @@ EXAMPLES: Mapping[str, str] = {
     "generate": """examples:
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
   dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
-  dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
+  dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9
+  dschat-lora generate output/sft Hi --keep all --reward_model output/reward""",
     "eval": """examples:
   dschat-lora eval output/sft held_out.jsonl   perplexity; of pairs accuracy too
   dschat-lora eval output/reward pairs.jsonl --json   accuracy, margin, scores

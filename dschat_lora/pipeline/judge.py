@@ -16,7 +16,7 @@ from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
-from dschat_lora.data.records import to_records
+from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -28,8 +28,9 @@ from dschat_lora.models.loading import PreTrainedModel, Tokenizer
 from dschat_lora.report.terminal import prints_on_stderr
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.rewards import load_function
+from dschat_lora.supervised.generate import Answer
 from dschat_lora.supervised.inference import LossMeter, load_policy
-from dschat_lora.supervised.measure import Judge, OwnAnswer
+from dschat_lora.supervised.measure import Judge
 from dschat_lora.supervised.score import score_files
 
 MAX_NEW_TOKENS = 48
@@ -38,21 +39,27 @@ BATCH_SIZE = 100
 DRAWS = 4  # sampled answers to a prompt
 
 
-def make_judge(name: str, tokenizer: Tokenizer, columns: Sequence[str]) -> Judge:
-    """The function of ``--judge_function``, for data with these columns.
+def make_judge(option: str, name: str, tokenizer: Tokenizer, columns: Sequence[str]) -> Judge:
+    """The function that ``option`` names, for data with these columns.
 
     Raises:
         ValueError: if it cannot be used.
     """
-    function = load_function("judge_function", name, tokenizer)
+    function = load_function(option, name, tokenizer)
     function.check_columns(columns)
 
-    def scores_of(answers: Sequence[OwnAnswer]) -> list[float | None]:
+    def scores_of(answers: Sequence[tuple[TextRecord, Answer]]) -> list[float | None]:
         responses = [
-            Response(each.prompt, each.tokens, each.ended, number, each.columns)
-            for number, each in enumerate(answers)
+            Response(
+                tuple(answer.prompt),
+                tuple(answer.tokens),
+                answer.ended,
+                number,
+                record.columns.encode(),
+            )
+            for number, (record, answer) in enumerate(answers)
         ]
-        with prints_on_stderr():  # the standard output has nothing but the measures
+        with prints_on_stderr():  # the standard output has nothing but what the verb says
             scores = function.own_scores(responses)
         return [None if math.isnan(each) else each for each in scores]
 

@@ -155,6 +155,8 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
     if isinstance(config, GenerateConfig):
         for entry in config.data_path:
             find_source("data_path", entry)  # of any kind: each row has a prompt
+        if config.reward_model is not None:
+            find_of_kind(config.reward_model, ("SEQ_CLS",), option="--reward_model")
     elif config.data_path:  # those of evaluations by tasks are elsewhere
         scored = isinstance(config, EvalConfig) and (config.reward_model or config.judge_function)
         check_sources(

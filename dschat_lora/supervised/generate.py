@@ -36,6 +36,7 @@ BATCHES_AT_A_TIME = 64
 class Answer:
     """A continuation of a prompt."""
 
+    prompt: Sequence[int]  # token ids
     text: str  # without special tokens
     tokens: list[int]  # its end token included, if it has one
     ended: bool  # by an end token, and not by the limit
@@ -78,14 +79,15 @@ class AnswerGenerator:
                 weights = broken_parameters(dict(self._policy.model.named_parameters()))
                 if weights:
                     raise ValueError(undrawn_reason(weights))
-            flat = list(map(self._answer, responses.tokens(), undrawn))
+            asked = [prompts[i] for i in chunk for _ in range(copies)]
+            flat = list(map(self._answer, asked, responses.tokens(), undrawn))
             for place, i in enumerate(chunk):
                 found[i] = flat[place * copies :][:copies]
         return found
 
-    def _answer(self, ids: list[int], undrawn: bool) -> Answer:
+    def _answer(self, prompt: Sequence[int], ids: list[int], undrawn: bool) -> Answer:
         text = self._tokenizer.decode(ids[: len(ids) - undrawn], skip_special_tokens=True)
-        return Answer(text, ids, not undrawn and ids[-1] in self._ends, undrawn)
+        return Answer(prompt, text, ids, not undrawn and ids[-1] in self._ends, undrawn)
 
 
 def answer_prompts(
@@ -197,7 +199,7 @@ def prompt_ids(
 def _chunks(config: GenerateConfig, policy: LoadedPolicy, size: int) -> Iterator[list[TextRecord]]:
     """Prompts of the line, then of the files."""
     chat, records = make_chat(policy.tokenizer, config.loading.chat_template_kwargs), []
-    for record in _records(config, chat):
+    for record in all_prompts(config, chat):
         records.append(record)
         if len(records) == size * BATCHES_AT_A_TIME:
             yield records
@@ -206,7 +208,8 @@ def _chunks(config: GenerateConfig, policy: LoadedPolicy, size: int) -> Iterator
         yield records
 
 
-def _records(config: GenerateConfig, chat: Chat) -> Iterator[TextRecord]:
+def all_prompts(config: GenerateConfig, chat: Chat) -> Iterator[TextRecord]:
+    """The prompts of the line, then those of the rows."""
     for number, text in enumerate(config.prompts, start=1):
         if config.chat:
             messages = [{"role": "user", "content": text}]

@@ -7,7 +7,7 @@ from itertools import islice
 from statistics import fmean, stdev
 from typing import TypeVar
 
-from dschat_lora.config.verbs import EvalConfig
+from dschat_lora.config.verbs import EvalConfig, ReadingConfig
 from dschat_lora.data.chat import Span, make_chat
 from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.records import TextRecord
@@ -17,6 +17,7 @@ from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.supervised.generate import (
+    Answer,
     AnswerGenerator,
     prompt_ids,
     room_for_prompts,
@@ -37,18 +38,8 @@ ROWS_AT_A_TIME = 1024
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class OwnAnswer:
-    """The model's own answer to the prompt of a row."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]  # up to and including end-of-sequence, if it came
-    ended: bool  # whether it did
-    columns: bytes  # the row, as JSON
-
-
-# Scores of answers, None for one that is not to count.
-Judge = Callable[[Sequence[OwnAnswer]], Sequence[float | None]]
+# Scores of answers to the prompts of records, None for one that is not to count.
+Judge = Callable[[Sequence[tuple[TextRecord, Answer]]], Sequence[float | None]]
 # A judge for a tokenizer, and the columns that it may ask for.
 MakeJudge = Callable[[Tokenizer, Sequence[str]], Judge]
 
@@ -211,7 +202,7 @@ def own_scores(config: EvalConfig, policy: LoadedPolicy, judge: Judge | None) ->
     """Scores of the model's own greedy answers by reward model and judge; empty without either."""
     if config.reward_model is None and judge is None:
         return {}
-    scorer = None if config.reward_model is None else scorer_of(config, config.reward_model)
+    scorer = None if config.reward_model is None else model_judge(config, config.reward_model)
     chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
     generate = AnswerGenerator(
@@ -226,19 +217,10 @@ def own_scores(config: EvalConfig, policy: LoadedPolicy, judge: Judge | None) ->
         answers = generate([prompt for _, prompt in kept], seeds=[[0]] * len(kept))
         if any(own.undrawn for (own,) in answers):
             raise ValueError(f"the model's answers cannot be scored: {undrawn_reason(())}")
+        shown = [(record, own[0]) for (record, _), own in zip(kept, answers, strict=True)]
         if scorer is not None:
-            records = [
-                record._replace(spans=(*record.context, Span(own[0].text, target=True)))
-                for (record, _), own in zip(kept, answers, strict=True)
-            ]
-            rewards += [score for score in scorer.scores(records) if score is not None]
+            rewards += [score for score in scorer(shown) if score is not None]
         if judge is not None:
-            shown = [
-                OwnAnswer(
-                    tuple(prompt), tuple(own[0].tokens), own[0].ended, record.columns.encode()
-                )
-                for (record, prompt), own in zip(kept, answers, strict=True)
-            ]
             judged += [score for score in judge(shown) if score is not None]
         ended += [own[0].ended for own in answers]
     if not rewards and not judged:
@@ -257,11 +239,22 @@ def mean_and_error(name: str, scores: Sequence[float]) -> dict[str, float]:
     return found
 
 
-def scorer_of(config: EvalConfig, reward_model: str) -> Scorer:
-    """The reward model, loaded as the model that is evaluated."""
+def scorer_of(config: ReadingConfig, reward_model: str) -> Scorer:
+    """The reward model, loaded as the model that is read."""
     model = replace(config.model, model_name_or_path=reward_model)
     size = config.per_device_eval_batch_size
     return Scorer(model, batch_size=size, max_seq_len=config.max_seq_len)
+
+
+def model_judge(config: ReadingConfig, reward_model: str) -> Judge:
+    """The reward model as a judge; answers that are too long for it do not count."""
+    scorer = scorer_of(config, reward_model)
+    return lambda answers: scorer.scores(
+        [
+            record._replace(spans=(*record.context, Span(answer.text, target=True)))
+            for record, answer in answers
+        ]
+    )
 
 
 def chunks(items: Iterator[T], size: int = ROWS_AT_A_TIME) -> Iterator[list[T]]:
