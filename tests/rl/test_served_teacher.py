@@ -266,7 +266,9 @@ def test_a_run_goes_on_with_the_teacher_at_another_address_after_its_loss(tmp_pa
         dl.distill(
             teacher=f"{address}/v1#teacher", output_dir=home, callbacks=[stop_server], **common
         )
-    assert [each.step for each in checkpoints_of(home)] == [1]
+    assert len(checkpoints_of(home)) == 1
     with serving(teacher) as other:
         rest = dl.distill(teacher=f"{other}#teacher", output_dir=home, resume="latest", **common)
     assert rest.status == "finished"
+    steps = [line["step"] for line in rest.metrics if line["kind"] == "train"]
+    assert steps == [1, 2, 3]
