@@ -946,7 +946,7 @@ def rlhf(
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine may take for a response
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response
         rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
@@ -1005,7 +1005,7 @@ def rlhf(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
-        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher of --algorithm distill: a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; by default the actor as it was, with --teacher_system_prompt
+        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher of --algorithm distill: a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; or a server of vLLM or `dschat-lora serve`, http://HOST:PORT/v1, with #NAME where it has several models; by default the actor as it was, with --teacher_system_prompt
         teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
         distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
@@ -1265,7 +1265,8 @@ def distill(
         model: the student, as in ``sft``.
         data: rows with prompts.
         teacher: a model of the student's tokenizer, as ``model``; an adapter on the student's base
-            shares its weights. By default the student as it was, with ``teacher_system_prompt``.
+            shares its weights. A server's address, such as ``http://127.0.0.1:8000/v1``, too. By
+            default the student as it was, with ``teacher_system_prompt``.
         rewards: what measures responses, as in ``rlhf``; nothing is learnt from it.
         eval_data: held-out prompts.
         output_dir: as in ``sft``.
@@ -1340,7 +1341,7 @@ def distill(
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine may take for a response
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response
         rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy

@@ -272,7 +272,8 @@ def distill(
         model: the student, as in ``sft``.
         data: rows with prompts.
         teacher: a model of the student's tokenizer, as ``model``; an adapter on the student's base
-            shares its weights. By default the student as it was, with ``teacher_system_prompt``.
+            shares its weights. A server's address, such as ``http://127.0.0.1:8000/v1``, too. By
+            default the student as it was, with ``teacher_system_prompt``.
         rewards: what measures responses, as in ``rlhf``; nothing is learnt from it.
         eval_data: held-out prompts.
         output_dir: as in ``sft``.

@@ -194,10 +194,11 @@ class AnswerResponse(Response):
             self._answers.leave()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wholes = [Delta() for _ in self._turns]
+        wholes, of_prompts = [Delta() for _ in self._turns], dict[int, Sequence[float]]()
         try:
             async for index, piece in self._answers.pieces():
                 wholes[index] = _joined(wholes[index], self._turns[index].add(piece))
+                of_prompts[index] = piece.prompt_logprobs
         except ApiError as error:
             await JSONResponse(error.body, error.status)(scope, receive, send)
             return
@@ -210,8 +211,12 @@ class AnswerResponse(Response):
                 if whole.calls:
                     content["message"]["tool_calls"] = whole.calls
             ended: dict[str, Any] = {"logprobs": whole.logprobs, "finish_reason": whole.finish}
+            prompt = self._request.prompts[index // self._request.n]
+            if self._request.options.prompt_logprobs:  # as vLLM: nothing of the first token
+                found = zip(prompt[1:], of_prompts[index], strict=True)
+                described = [{str(n): {"logprob": max(x, -9999.0)}} for n, x in found]
+                ended["prompt_logprobs"] = [None, *described]
             if self._request.options.return_token_ids:
-                prompt = self._request.prompts[index // self._request.n]
                 ended |= {"token_ids": list(whole.ids), "prompt_token_ids": list(prompt)}
             choices.append({"index": index, **content, **ended})
         kind = "chat.completion" if is_chat else "text_completion"

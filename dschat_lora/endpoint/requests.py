@@ -112,6 +112,7 @@ class AnswerOptions:
     stop_token_ids: tuple[int, ...] = ()  # that end it, beside the model's own ends
     ignore_eos: bool = False  # the model's own ends do not
     return_token_ids: bool = False
+    prompt_logprobs: bool = False  # log-probabilities of the prompt's tokens, at temperature 1
     # Log-probabilities in what tokens are drawn from; else at temperature 1, of all tokens.
     processed_logprobs: bool = False
 
@@ -254,8 +255,12 @@ def text_request(
             raise invalid(f"tokens of prompt must be in [0, {size - 1}]", "prompt")
         prompts.append(tuple(each))
     logprobs = fields.number("logprobs", 0, _MAX_LOGPROBS, whole=True)
+    scores = fields.number("prompt_logprobs", 0, 0, whole=True) is not None
     request = _request(fields, model, tuple(prompts), defaults, default_tokens=16)
-    return replace(request, options=replace(request.options, logprobs=logprobs))
+    if scores and request.stream:
+        raise invalid("prompt_logprobs is for stream: false", "prompt_logprobs")
+    options = replace(request.options, logprobs=logprobs, prompt_logprobs=scores)
+    return replace(request, options=options)
 
 
 def checked_messages(messages: object, param: str = "messages") -> list[Message]:

@@ -36,6 +36,8 @@ class Piece:
     # Of each of ``ids`` the most probable tokens in its place and their log-probabilities.
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached: int = 0  # tokens of the prompt that were not computed again
+    # Of the prompt's tokens but the first, in nats, with the last piece, where they were asked for.
+    prompt_logprobs: Sequence[float] = ()
 
     @property
     def is_last(self) -> bool:

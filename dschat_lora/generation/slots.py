@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.algos.segments import to_device
 from dschat_lora.generation.batch_state import COLUMN_BUCKET, next_logits, padded_left
 from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps, graphs_for
@@ -29,6 +30,8 @@ from dschat_lora.lora.mixed import AdapterRows
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
 from dschat_lora.models.causal_lm import fp32_logits
+
+SCORED_TOKENS = 512  # of a prompt, whose logits are held at a time
 
 
 class SlotCache(RecurrentStates):
@@ -251,7 +254,7 @@ class SlotRows:
                     [known[i] for i in batch],
                     rows=[len(self) + i for i in batch],
                     adapters=[adapters[i] for i in batch],
-                )
+                )[:, -1]
                 for batch in batches.values()
             ]
         )
@@ -266,6 +269,22 @@ class SlotRows:
         self._lookups += (PromptLookup(prompt, self._num_drafts) for prompt in prompts)
         place = {i: n for n, i in enumerate(order)}
         return logits[[place[i] for i in alike]], [known[i] for i in alike]
+
+    def prompt_logprobs(self, prompt: Sequence[int], adapter: int) -> list[float]:
+        """Log-probabilities in nats of a prompt's tokens but the first; no row joins for them."""
+        row, found = len(self), list[Tensor]()
+        self.reserve(row + 1, len(prompt) + 1)
+        self._cache.put(row, {}, 0)
+        following = to_device(torch.tensor(prompt[1:], dtype=torch.int64), self.device)
+        # Logits of all tokens at once would take much memory; recurrent layers read a row whole.
+        size = len(prompt) if self._recurrent else SCORED_TOKENS
+        for first in range(0, len(prompt) - 1, size):
+            end = min(first + size, len(prompt) - 1)
+            logits = self._read(
+                [prompt[:end]], [first], rows=[row], adapters=[adapter], last=end - first
+            )
+            found.append(token_logprobs(logits[0], following[first:end]))
+        return torch.cat(found).tolist() if found else []
 
     def _take_prefix(self, row: int, prompt: Sequence[int], adapter: int) -> int:
         """Put what is known of a prompt into a row; how many tokens, of which the last is none."""
@@ -291,8 +310,9 @@ class SlotRows:
         *,
         rows: Sequence[int],
         adapters: Sequence[int],
+        last: int = 1,
     ) -> Tensor:
-        """(B, V) logits after prompts, of whose tokens the first ``known`` are in their rows."""
+        """(B, last, V) logits at the ends of prompts, whose first ``known`` are in their rows."""
         rests = [prompt[first:] for prompt, first in zip(prompts, known, strict=True)]
         ids, real = padded_left(rests, self._pad_id, self.device)
         lengths, firsts, row = (
@@ -306,7 +326,7 @@ class SlotRows:
         if self._has_few_shapes:
             width += -width % COLUMN_BUCKET
         self._cache.read_prompts(row, columns, width)
-        return self._forward(ids, positions, width, adapters)[:, -1]
+        return self._forward(ids, positions, width, adapters, last)
 
     def propose(self, tokens: Sequence[int], rooms: Sequence[int]) -> list[list[int]]:
         """What :meth:`step` takes: each row's next token, and a draft of up to so many after it."""

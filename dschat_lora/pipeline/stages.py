@@ -138,7 +138,7 @@ def with_placeholders(stage: str, options: Mapping[str, Any], home: Path) -> dic
     values = dict(options)
     for option in _MODELS:
         given = values.get(option)
-        if not isinstance(given, str) or Path(given).expanduser().is_dir():
+        if not isinstance(given, str) or "://" in given or Path(given).expanduser().is_dir():
             continue
         if Path(given).name == "config.json" and Path(given).expanduser().is_file():
             values[option] = str(Path(given).expanduser().parent)

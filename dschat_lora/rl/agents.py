@@ -337,7 +337,7 @@ class Agents:
         if options.grammar is not None:
             field = options.grammar.field
             raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
-        for field in ("stop_token_ids", "ignore_eos"):
+        for field in ("stop_token_ids", "ignore_eos", "prompt_logprobs"):
             if getattr(options, field):
                 raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
         if options.logprobs:

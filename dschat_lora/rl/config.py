@@ -127,7 +127,8 @@ class RolloutConfig:
         "adapter; default: one in memory, for servers on this machine",
     )
     rollout_timeout: float = option(
-        600.0, help="seconds that a server of --rollout_engine may take for a response"
+        600.0,
+        help="seconds that a server of --rollout_engine, or a teacher's, may take for a response",
     )
     rollouts_ahead: int = option(
         0,
@@ -467,6 +468,19 @@ class RlhfConfig(StageConfig):
                 "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
                 f"{self.teacher.on_policy_share:g} takes some from the data: leave one of them out"
             )
+        if self.teacher.server is not None:
+            address, _ = self.teacher.server
+            require(
+                _is_address(address),
+                "teacher_model_name_or_path",
+                self.teacher.teacher_model_name_or_path,
+                "the address of a server, such as http://127.0.0.1:8000/v1, or a model",
+            )
+            if self.batch.temperature != 1:
+                raise ValueError(
+                    f"--temperature {self.batch.temperature:g} is also of the teacher's "
+                    f"log-probabilities, which the server {address} gives at 1: leave it out"
+                )
 
     @property
     def fixed(self) -> frozenset[str]:

@@ -20,6 +20,7 @@ from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.roles import Network
 from dschat_lora.rl.rollout import Generator
+from dschat_lora.rl.served_teacher import ServedTeacher
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
@@ -97,6 +98,7 @@ class Engines:
     temperature: float  # of all log-probabilities
     shares_prompts: bool = False  # whether responses to one prompt may be branches of one row
     retry: Retry = field(default_factory=Retry)  # of passes that run out of memory
+    teacher: ServedTeacher | None = None  # in the place of a reference
 
     @property
     def trained(self) -> Mapping[str, TrainEngine[Network]]:
@@ -191,11 +193,13 @@ def build_engines(setup: RlhfSetup) -> Engines:
     entropy_trains = config.ppo.has_entropy_bonus
     own: dict[str, Any] = {
         "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
-        "reference": Policy(roles.reference.model),
     }
+    if roles.reference is not None:
+        own["reference"] = Policy(roles.reference.model)
     beta = config.teacher.beta
     scorers: dict[str, Any] = {}
     if config.ppo.rules.distills and beta is not None:
+        assert roles.reference is not None, "options refuse it with a server"
         own["divergence"] = DivergenceHead(
             roles.actor.model, roles.reference.model, beta=beta, entropy_trains=entropy_trains
         )
@@ -206,7 +210,7 @@ def build_engines(setup: RlhfSetup) -> Engines:
     actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
-    engines = Engines(actor, critic, reward, config.batch.temperature)
+    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher)
     if config.load.compile:
         # Those that decode are other modules, and not compiled.
         for each in roles.models.values():
@@ -230,9 +234,11 @@ def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfCon
     device = engines.actor.device
     roles = {n: role for e in engines.trained.values() for n, role in e.module.roles.items()}
     # Of one model each, and so of one architecture; but for a teacher, which may be of another.
-    actor, reference = (engines.actor.module.policy(name) for name in ("actor", "reference"))
-    of_one = actor.model.config.to_dict() == reference.model.config.to_dict()
-    policies = [[actor, reference]] if of_one else [[actor], [reference]]
+    policies = [[engines.actor.module.policy("actor")]]
+    if engines.teacher is None:
+        reference = engines.actor.module.policy("reference")
+        of_one = policies[0][0].model.config.to_dict() == reference.model.config.to_dict()
+        policies = [[*policies[0], reference]] if of_one else [*policies, [reference]]
     groups: list[list[Any]] = [
         *policies,
         [roles[name] for name in ("critic", "reward") if name in roles],

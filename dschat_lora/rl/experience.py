@@ -146,6 +146,7 @@ def score_responses(
     device = engines.actor.device
     mask = response_mask(responses, device)
     with_old = deferred < len(batches)
+    wait = None if engines.teacher is None else engines.teacher.begin(responses)
     table = _outputs(
         engines,
         batches,
@@ -157,7 +158,8 @@ def score_responses(
     scores, tables = table[:, 0], list(torch.split(table[:, 1:], mask.shape[1], dim=1))
     if known is None:
         known = _added(engines, responses, scorer, scores, state)
-    ref_logprobs, logprobs = tables.pop(0), None
+    ref_logprobs = tables.pop(0) if wait is None else padded(wait(), mask)
+    logprobs = None
     if with_old:
         drawn = (response.logprobs for response in responses)
         logprobs = padded(drawn, mask) if from_sampler else tables.pop(0)
@@ -263,17 +265,21 @@ def _outputs(
     from_sampler: bool,
     with_scores: bool,
 ) -> Tensor:
-    """(N, 1 + k R) score, reference log-probabilities, and the actor's and critic's where asked."""
+    """(N, 1 + k R) score, and log-probabilities of the reference and the actor, and values.
+
+    Those of the reference where it is here, the others where they are asked for.
+    """
     rows, with_old = [], deferred < len(batches)
     for number, batch in enumerate(batches):
         batch = batch.to(engines.actor.device)
-        parts = [engines.policy(batch, width, "reference")[0]]
+        parts = [engines.policy(batch, width, "reference")[0]] if engines.teacher is None else []
         if with_old and not from_sampler:
-            unknown = torch.full_like(parts[0], torch.nan)
+            shape = len(batch.numbers), width
+            unknown = torch.full(shape, torch.nan, device=engines.actor.device)
             parts.append(unknown if number < deferred else engines.policy(batch, width)[0])
         if with_old and engines.critic is not None:
             parts.append(engines.values(batch, width))
-        scores = parts[0].new_zeros(len(batch.numbers))
+        scores = torch.zeros(len(batch.numbers), device=engines.actor.device)
         if with_scores and engines.reward is not None:
             scores = engines.scores(batch)
         rows.append(torch.cat([scores[:, None], *parts], dim=1))

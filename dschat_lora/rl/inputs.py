@@ -55,7 +55,9 @@ def find_sources(config: RlhfConfig) -> Sources:
     return Sources(
         _find("actor", config.actor.model_name_or_path, "CAUSAL_LM"),
         None if critic is None else _find("critic", critic, "SEQ_CLS"),
-        None if teacher is None else _find("teacher", teacher, "CAUSAL_LM"),
+        None
+        if teacher is None or config.teacher.server
+        else _find("teacher", teacher, "CAUSAL_LM"),
     )
 
 
@@ -158,7 +160,9 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     ]
     source = "reward"
     if config.ppo.rules.distills:
-        source, by = "teacher", ["the actor as it was" if teacher is None else model_name(teacher)]
+        known = "the actor as it was" if teacher is None else model_name(teacher)
+        served = config.teacher.server and config.teacher.teacher_model_name_or_path
+        source, by = "teacher", [served or known]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
     if config.data.num_prompts:
@@ -228,7 +232,8 @@ def _of_sampling(config: RlhfConfig) -> list[str]:
         unused = sorted({"top_p", "top_k", "rollout_temperature"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
     if not batch.rollout_servers:
-        unused = sorted({"rollout_adapter_dir", "rollout_timeout"} & given)
+        others = {"rollout_timeout"} if config.teacher.server is None else set()
+        unused = sorted(({"rollout_adapter_dir"} | others) & given)
         notes += [f"--{name} has no effect without servers of --rollout_engine" for name in unused]
     if batch.rollout_engine != "own":
         unused = sorted(

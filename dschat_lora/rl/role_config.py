@@ -142,8 +142,9 @@ class TeacherConfig:
     teacher_model_name_or_path: str | None = option(
         None,
         help="the teacher of --algorithm distill: a run, an adapter, a model directory or a hub "
-        "name, of the actor's tokenizer; an adapter on the actor's base shares its weights; by "
-        "default the actor as it was, with --teacher_system_prompt",
+        "name, of the actor's tokenizer; an adapter on the actor's base shares its weights; or a "
+        "server of vLLM or `dschat-lora serve`, http://HOST:PORT/v1, with #NAME where it has "
+        "several models; by default the actor as it was, with --teacher_system_prompt",
     )
     teacher_bits: Literal[16, 4] | None = option(
         None, help="bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits"
@@ -181,6 +182,26 @@ class TeacherConfig:
                 f"--on_policy_share {self.on_policy_share:g} and --teacher_system_prompt: the "
                 "teacher's prompts are made for answers that the actor draws; drop one of them"
             )
+        if self.server is not None and self.beta is not None:
+            raise ValueError(
+                f"--distill_loss {self.distill_loss} needs the teacher's whole vocabulary, and the "
+                f"server {self.server[0]} gives probabilities of the tokens drawn alone: use "
+                "sampled_reverse_kl"
+            )
+        if self.server is not None and self.teacher_bits is not None:
+            raise ValueError(
+                f"--teacher_bits {self.teacher_bits} is of a teacher in memory, and that of the "
+                f"server {self.server[0]} has its own: drop it"
+            )
+
+    @property
+    def server(self) -> tuple[str, str] | None:
+        """Address of the teacher's server without ``/v1``, and its model, or an empty name."""
+        name = self.teacher_model_name_or_path or ""
+        if not name.startswith(("http://", "https://")):
+            return None
+        address, _, model = name.partition("#")
+        return address.rstrip("/").removesuffix("/v1").rstrip("/"), model
 
     @property
     def beta(self) -> float | None:

@@ -36,7 +36,8 @@ class Roles:
     """The models of a run. Those on one base share its parameters."""
 
     actor: AdaptedModel  # trains
-    reference: AdaptedModel  # the actor as it was or the teacher, frozen
+    # the actor as it was or the teacher, frozen; None where a server is the teacher
+    reference: AdaptedModel | None
     critic: AdaptedModel | None  # trains; None where responses are compared instead
     reward: AdaptedModel | None  # frozen; None where a function alone scores
     rollout: PreTrainedModel  # the actor's parameters without an engine's hooks, for generation
@@ -81,10 +82,11 @@ def build_roles(
     with option_errors_for("actor"):
         base = build.language_base(sources.actor) if build.is_frozen("actor") else None
         actor = build.policy(sources.actor, base=base)
-    if sources.teacher is None:
+    reference = None
+    if sources.teacher is None and config.teacher.server is None:
         with option_errors_for("actor"):
             reference = frozen(build.policy(sources.actor, base=base, trained=False))
-    else:
+    elif sources.teacher is not None:
         with option_errors_for("teacher"):
             reference = frozen(build.teacher(sources.teacher, sources.actor, base=base))
     critic = reward = None

@@ -289,11 +289,9 @@ def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: i
     whole = isinstance(tokens, list) and all(
         type(token) is int and 0 <= token < vocabulary_size for token in tokens
     )
-    known = isinstance(logprobs, list) and all(
-        isinstance(value, int | float) and -sys.float_info.max <= value <= 1e-3
-        for value in logprobs
-    )
-    if not (whole and known and 0 < len(tokens) == len(logprobs) <= body["max_tokens"]):
+    if not (
+        whole and are_logprobs(logprobs) and 0 < len(tokens) == len(logprobs) <= body["max_tokens"]
+    ):
         raise ServerError(
             f"its tokens are not up to {body['max_tokens']} of the actor's {vocabulary_size}, each "
             "with a log-probability"
@@ -304,6 +302,13 @@ def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: i
             f"it ended a response for {finish!r} after {len(tokens)} tokens, at {tokens[-1]}"
         )
     return ServerAnswer(tokens, [float(value) for value in logprobs], stopped)
+
+
+def are_logprobs(values: object) -> bool:
+    """Whether a reply has a list of finite log-probabilities here."""
+    return isinstance(values, list) and all(
+        isinstance(value, int | float) and -sys.float_info.max <= value <= 1e-3 for value in values
+    )
 
 
 @dataclass
@@ -485,8 +490,7 @@ class RolloutServers:
                 answer: ServerAnswer | None = None
                 failure: ServerError | None = None
                 try:
-                    reply = server.draw(connection, bodies[number])
-                    answer = read_answer(reply, bodies[number], self.ends, self.vocabulary_size)
+                    answer = self._answer(server, connection, bodies[number])
                 except LostAdapterError as error:
                     failure = self._load_again(server, bodies[number]["model"]) or error
                 except ServerError as error:
@@ -504,6 +508,11 @@ class RolloutServers:
                             self._count_failure(server, failure)
                 if failure is not None and server.lost is None and not work.is_over:
                     time.sleep(_PAUSE)
+
+    def _answer(
+        self, server: RolloutServer, connection: HTTPConnection, body: Body
+    ) -> ServerAnswer:
+        return read_answer(server.draw(connection, body), body, self.ends, self.vocabulary_size)
 
     def _count_failure(self, server: RolloutServer, failure: ServerError) -> None:
         # One that is full is waited for as long as for an answer.

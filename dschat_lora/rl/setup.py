@@ -15,7 +15,7 @@ from dschat_lora.data.encoder import describe_tokenizer, make_encoder
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import row_options
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_rank, data_world_size, device
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, world_size
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
@@ -53,6 +53,7 @@ from dschat_lora.rl.rewards import (
 from dschat_lora.rl.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.roles import Roles, build_roles
 from dschat_lora.rl.rollout import end_of_text
+from dschat_lora.rl.served_teacher import ServedTeacher, open_teacher
 from dschat_lora.rl.stateful_environment import StatefulEnvironment, load_environment
 from dschat_lora.rl.teacher import TeacherPrompts
 from dschat_lora.rl.throughput import FlopCounter
@@ -106,6 +107,7 @@ class RlhfSetup:
     plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
+    teacher: ServedTeacher | None = None  # in the place of a reference among the roles
 
     @property
     def teacher_scores(self) -> bool:
@@ -129,6 +131,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     _check_layers(config, sources, group)
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
+    teacher = _open_teacher(config, tokenizer, run)
     episodes = _episodes(config, tokenizer)
     agents = _agents(config, tokenizer, run)
     scorer = _scorer(config, tokenizer, episodes, agents)
@@ -139,8 +142,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     _check_others(config.batch, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
-    settings = role_settings(config)
-    free = free_memory()
+    settings, free = role_settings(config), free_memory()
     build = partial(
         build_roles,
         sources=sources,
@@ -161,7 +163,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     if run.directory is not None:
         planned = partial(_plan_of, roles=roles, built=config, build=build)
         run.closing.enter_context(explaining_memory(config, plan, planned, run.directory))
-        identity = _identity(roles, tokenizer, prompts, text, answers, settings)
+        identity = _identity(roles, tokenizer, prompts, text, answers, settings, teacher)
         _shard_roles(roles, settings)
         # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
         roles.whole().to(device())
@@ -172,7 +174,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         prompts,
         text,
         answers,
-        _teacher_prompts(config, tokenizer, sources),
+        _teacher_prompts(config, tokenizer, sources, teacher),
         roles,
         settings,
         counter,
@@ -184,6 +186,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         plan,
         unpacked,
         run,
+        teacher,
     )
 
 
@@ -417,21 +420,43 @@ def _read_answers(
     return answers
 
 
+def _open_teacher(
+    config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]
+) -> ServedTeacher | None:
+    """The server that is the teacher, if one is; on every rank."""
+    if config.teacher.server is None:
+        return None
+    teacher = open_teacher(
+        *config.teacher.server,
+        tokenizer,
+        max_seq_len=config.data.max_seq_len,
+        timeout=config.batch.rollout_timeout,
+        in_flight=config.batch.per_device_generation_batch_size * world_size(),
+        say=lambda words: run.log.say(f"  note         --teacher_model_name_or_path: {words}"),
+    )
+    run.closing.callback(teacher.servers.close)
+    return teacher
+
+
 def _teacher_prompts(
-    config: RlhfConfig, tokenizer: Tokenizer, sources: Sources
+    config: RlhfConfig, tokenizer: Tokenizer, sources: Sources, teacher: ServedTeacher | None
 ) -> TeacherPrompts | None:
     """What the teacher reads in the place of prompts, with ``--teacher_system_prompt``."""
     system = config.teacher.teacher_system_prompt
     if system is None:
         return None
-    options = config.actor if sources.teacher is None else config.teacher
-    fields = load_config((sources.teacher or sources.actor).base, options.model(config.load))
+    if teacher is not None:
+        most = sys.maxsize if teacher.limit is None else teacher.limit - 1  # it draws a token
+    else:
+        options = config.actor if sources.teacher is None else config.teacher
+        fields = load_config((sources.teacher or sources.actor).base, options.model(config.load))
+        most = getattr(fields, "max_position_embeddings", None) or sys.maxsize
     return TeacherPrompts(
         system,
         make_chat(tokenizer, config.data.data.chat_template_kwargs),
         make_encoder(tokenizer),
         tokenizer,
-        most=getattr(fields, "max_position_embeddings", None) or sys.maxsize,
+        most=most,
         options=row_options(config.data.data),
     )
 
@@ -507,7 +532,8 @@ def _plan_of(
 
 def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:
     """Shard what is at ZeRO 3; on every rank. Roles on one base can only be sharded together."""
-    policies = nn.ModuleList([roles.actor.model, roles.reference.model, roles.rollout])
+    reference = [] if roles.reference is None else [roles.reference.model]
+    policies = nn.ModuleList([roles.actor.model, *reference, roles.rollout])
     scorers = nn.ModuleList([m.model for m in (roles.critic, roles.reward) if m is not None])
     shared = {id(p) for p in policies.parameters()} & {id(p) for p in scorers.parameters()}
     if shared or "critic" not in settings:
@@ -585,6 +611,7 @@ def _identity(
     text: Prepared | None,
     answers: Prepared | None,
     settings: dict[str, EngineSettings],
+    teacher: ServedTeacher | None,
 ) -> dict[str, Any]:
     """What the run's state belongs to; complete on rank 0. On every rank."""
     if data_rank() != 0:
@@ -598,9 +625,12 @@ def _identity(
         "text": None if text is None else text.train.digest,
         "rows": len(prompts.train),
     }
-    if roles.teaches:
-        teacher = roles.reference.model
-        found["teacher"] = f"{base_fingerprint(teacher)} {adapter_fingerprint(teacher)}"
+    if teacher is not None:
+        found["teacher"] = teacher.model
+    elif roles.teaches:
+        assert roles.reference is not None
+        model = roles.reference.model
+        found["teacher"] = f"{base_fingerprint(model)} {adapter_fingerprint(model)}"
     if answers is not None:
         found["answers"] = answers.train.digest
     return found

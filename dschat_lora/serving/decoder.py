@@ -63,6 +63,7 @@ class RunningAnswer:
         grammar = options.grammar
         self.grammar = None if grammar is None else model.grammars.start(grammar)
         self.cached = 0  # tokens of the prompt that were not computed again
+        self.prompt_logprobs: list[float] = []  # of its tokens but the first, if asked for
         self._new_ids: list[int] = []  # since the last piece
         self._new_logprobs: list[TokenLogprobs] = []
 
@@ -110,6 +111,7 @@ class RunningAnswer:
                     logprobs=tuple(each.chosen for each in self._new_logprobs),
                     top_logprobs=tuple(each.best for each in self._new_logprobs),
                     cached=self.cached,
+                    prompt_logprobs=self.prompt_logprobs if finish is not None else [],
                 )
             )
             self._new_ids, self._new_logprobs = [], []
@@ -285,6 +287,10 @@ class AnswerDecoder:
         self._drop(batch, running, [answer.left for answer in running])
         joining = self._joining(batch, len(running))
         if joining:
+            for answer in joining:
+                if answer.options.prompt_logprobs:
+                    found = batch.rows.prompt_logprobs(answer.prompt, answer.model.adapter)
+                    answer.prompt_logprobs = found
             running += joining
             prompts = [answer.prompt for answer in joining]
             logits, cached = batch.rows.join(prompts, [a.model.adapter for a in joining])

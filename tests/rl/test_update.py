@@ -50,7 +50,7 @@ class Roles:
         self.actor, self.critic = Engine(), Engine() if critic else None
         self.logprob, self.value, self.text = logprob, value, text
         self.passes, self.factors, self.modes = [], [], []
-        self.retry = Retry()
+        self.retry, self.teacher = Retry(), None
 
     @property
     def trained(self):
