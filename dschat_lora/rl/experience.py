@@ -78,7 +78,8 @@ class Experience:
 
     def table(self, rows: Iterable[Sequence[float]]) -> Tensor:
         """(N, R) of a number for each token of the responses, 0 in the padding."""
-        return padded(rows, self.mask)
+        dtype = torch.float32 if self.logprobs is None else self.logprobs.dtype
+        return padded(rows, self.mask, dtype)
 
     def importance(self, correction: RolloutCorrection) -> Tensor:
         """(N, R) :func:`importance_weights` of the old policy to what tokens were drawn from."""
@@ -99,11 +100,13 @@ class Experience:
         return torch.where(to_device(drawn, table.device)[:, None], table, self.logprobs)
 
 
-def padded(rows: Iterable[Sequence[float]], mask: Tensor) -> Tensor:
-    """fp32 rows in a table of the mask's shape and device, 0 in the padding."""
-    found = torch.zeros(mask.shape)
+def padded(
+    rows: Iterable[Sequence[float]], mask: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Rows in a table of the mask's shape and device, 0 in the padding."""
+    found = torch.zeros(mask.shape, dtype=dtype)
     for row, values in enumerate(rows):
-        found[row, : len(values)] = torch.tensor(values)
+        found[row, : len(values)] = torch.tensor(values, dtype=dtype)
     return to_device(found, mask.device)
 
 
