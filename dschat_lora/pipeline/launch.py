@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
@@ -116,6 +116,19 @@ def split_launcher_options(argv: Sequence[str]) -> tuple[LauncherConfig | None, 
     return (parse_config(LauncherConfig, own) if own else None), others
 
 
+@contextmanager
+def receiving(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside the block signals call ``receive`` in place of ending the process."""
+    # Signals that are ignored, as SIGHUP is under nohup, stay so.
+    numbers = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, receive) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Relay:
     """Runs one command of the launcher at a time and passes signals on to its processes.
 
@@ -131,14 +144,8 @@ class Relay:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside the block signals are recorded and forwarded; they do not end this process."""
-        # Signals that are ignored, as SIGHUP is under nohup, stay so.
-        numbers = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._receive) for number in numbers}
-        try:
+        with receiving(self._receive):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def run(self, command: Sequence[str], *, stdout: int | None = None) -> int:
         """Exit code of the command by a shell's convention."""

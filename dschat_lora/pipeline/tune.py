@@ -14,12 +14,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,11 +30,11 @@ from dschat_lora.models.loading import load_config
 from dschat_lora.models.source import find_model
 from dschat_lora.pipeline.launch import (
     PACKAGE,
-    SIGNALS,
     LauncherConfig,
     environment_of_no_launch,
     launch_command,
     launcher_command,
+    receiving,
     signal_ranks,
     typed_command,
 )
@@ -115,7 +113,8 @@ def run_tune(
     search = make_search(config, stage, options, launcher)
     free = RunDirectory.claim(None, name=f"tune-{stage}").path if not config.output_dir else ""
     home = Path(config.output_dir or free).expanduser()
-    with alone(home, "search"), stopping() as received:
+    received: list[int] = []
+    with alone(home, "search"), receiving(lambda number, _: received.append(number)):
         study = open_study(search, home / STUDY, resume=config.resume)
         run_trials(search, study, home, launcher, config, received)
         if received:
@@ -494,21 +493,3 @@ def _wait_until_idle(directory: Path, seconds: float = 60.0) -> None:
 def _end_with_parent() -> None:
     """Have the system send SIGTERM to this process when the search is killed."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-
-
-@contextmanager
-def stopping() -> Iterator[list[int]]:
-    """A list to which, inside the block, signals are added in place of ending the process."""
-    received: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    # Signals that are ignored, as SIGHUP is under nohup, stay so.
-    numbers = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, receive) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
