@@ -14,6 +14,7 @@ def test_the_card_is_described_and_a_check_of_its_graphs_runs_to_its_end(fake_de
     assert found["machine"]["capability"] == "9.0"
     assert found["machine"]["dtype"] == "bf16"
     (graphs,) = found["checks"]
+    assert not graphs["reason"], graphs
     # any token is as good as another there
     assert graphs["differences"] == [
         {"quantity": "responses with another token", "found": 0, "allowed": 0, "holds": True}
