@@ -32,8 +32,18 @@ import torch.distributed as dist  # noqa: E402
 
 from helpers.launcher import Launcher  # noqa: E402
 from helpers.ranks import Ranks  # noqa: E402
+from helpers.spread import ALL  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave what is marked ``thorough`` to ``make test-all``, unless a test is named by its id."""
+    if ALL or any("::" in each for each in config.args):
+        return
+    left = [item for item in items if item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 def pytest_collection_finish(session):

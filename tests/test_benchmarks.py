@@ -73,6 +73,7 @@ def run(*parts, python=sys.executable, output="/nonexistent", **variables):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_a_throughput_part_runs_to_the_end_on_a_cpu_and_stores_its_numbers(tmp_path):
     result = run("throughput-1.3b", output=tmp_path)
@@ -190,6 +191,7 @@ def test_attention_may_have_twice_the_errors_of_a_dense_mask():
         assert attention.is_as_exact(row, [*others, row]) == fine
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_the_ppo_part_finds_both_ways_to_do_the_same_work(tmp_path):
     result = run("ppo", output=tmp_path)

@@ -146,6 +146,7 @@ def test_other_rows_are_not_taken_for_these(sft):
     assert numbers(dl.sft(data=others, **SHORT)) != numbers(sft)
 
 
+@pytest.mark.thorough
 def test_a_second_reward_model_scores_too(sft, scorer):
     """It reads the text, so its tokenizer may be another one; an ended response scores alike."""
     run = dl.rlhf(sft, data=ROWS, rewards=[scorer, brevity, str(scorer.adapter)], **ROLLOUTS)
@@ -374,6 +375,7 @@ def test_a_reward_that_fails_raises_its_error_after_the_iterations_before_are_sa
     assert any((tmp_path / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.thorough
 def test_many_runs_keep_the_memory_of_a_few(launcher, tmp_path):
     """Ten by hand: 523 MiB after the second, 524 after the tenth."""
     script = Path(__file__).with_name("many_runs.py")
@@ -387,6 +389,7 @@ def test_many_runs_keep_the_memory_of_a_few(launcher, tmp_path):
 SCRIPT = Path(__file__).with_name("launched.py")
 
 
+@pytest.mark.thorough
 def test_a_launched_script_has_the_losses_of_one_process(launcher, tmp_path):
     """All four stages, with data in memory; by DeepSpeed's launcher and torchrun in test-all."""
     found = []

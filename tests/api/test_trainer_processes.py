@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from dschat_lora.api.trainer import Trainer
 from dschat_lora.engine.process_group import shutdown
+from helpers.spread import ALL
 from helpers.trainer_runs import PROMPTS, go_on, random_sequences, train
 
 
@@ -58,7 +59,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.stage
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3] if ALL else [3])
 def test_two_ranks_are_one_on_all_sequences(stage, alone, ranks, tmp_path):
     shared = ranks(2).run(
         "helpers.trainer_runs:train", stage=stage, directory=str(tmp_path / "shared")
@@ -81,6 +82,7 @@ def test_two_ranks_are_one_on_all_sequences(stage, alone, ranks, tmp_path):
     assert here["losses"] == pytest.approx(found[0]["losses"], rel=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_zero_stages_agree_in_one_process(alone):
     for settings in ({"stage": 2}, {"stage": 3}, {"stage": 2, "offload": True}):
@@ -99,6 +101,7 @@ def test_a_mistake_on_one_rank_is_one_on_all(ranks):
     assert found[0]["loss"] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_sharded_weights_sample_as_whole_ones_do(ranks):
     run = "helpers.trainer_runs:sample_in_shards"

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat_lora.lora.model import adapter_parameters
 from helpers.runs import load_model
+from helpers.spread import ALL
 from helpers.tiny import VOCAB
 
 pytestmark = [pytest.mark.stage, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -23,9 +24,9 @@ RUNS = {
 KINDS = {"opt": "tied", "llama": "untied"}
 # (processes, stage) of each run; each names its first to compare with
 SHAPES = {
-    "adapter": [(2, 0), (2, 1), (2, 2), (2, 3), (1, 0)],
-    "adapted head": [(2, 0), (2, 3), (1, 0)],
-    "full": [(2, 0), (2, 2), (2, 3)],
+    "adapter": [(2, 0), *[(2, 1), (2, 2)] * ALL, (2, 3), (1, 0)],
+    "adapted head": [(2, 0), (2, 3), *[(1, 0)] * ALL],
+    "full": [(2, 0), *[(2, 2)] * ALL, (2, 3)],
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def runs(ranks, tmp_path_factory):
-    """``runs[kind]``: lines of metrics and rollouts, and the directory."""
+    """``runs(kind)``: lines of metrics and rollouts, and the directory."""
     home = tmp_path_factory.mktemp("agents")
     models = save_family("opt", home / "opt", layers=1)
     write_prompts(home / "prompts.jsonl", 24, chat=True)
@@ -45,18 +46,22 @@ def runs(ranks, tmp_path_factory):
         "eval_data_path": home / "held.jsonl",
         "chat_template": home / "turns.jinja",
     }
-    found = {}
-    for kind, (size, options) in KINDS.items():
+
+    @cache
+    def run(kind):
+        size, options = KINDS[kind]
         out = home / kind
         argv = [*ARGV, *options.split(), "--output_dir", out]
         argv += ["--per_device_generation_batch_size", 8 // size]
         argv += [each for name, path in paths.items() for each in (f"--{name}", path)]
         if kind == "resumed":
+            run("branches")
             argv += ["--resume_from_checkpoint", home / "branches/checkpoints/step-00000002"]
         report, *_ = ranks(size).run("helpers.rlhf_course:train_rlhf", argv=list(map(str, argv)))
         lines = [without_times(line) for line in json.loads(report["lines"])]
-        found[kind] = SimpleNamespace(lines=lines, rows=read_rollouts(out), out=out)
-    yield found
+        return SimpleNamespace(lines=lines, rows=read_rollouts(out), out=out)
+
+    yield run
     shutil.rmtree(home)
 
 
@@ -82,7 +87,7 @@ def differences(own, other):
 
 
 def test_an_agent_is_the_environment_that_says_the_same_digit_for_digit(runs):
-    agent, environment = runs["agent"], runs["environment"]
+    agent, environment = runs("agent"), runs("environment")
     assert not differences(map(plain, agent.lines), map(plain, environment.lines))
     assert weights_of(agent.out) == weights_of(environment.out)
     trained = [line for line in agent.lines if line["kind"] == "train"]
@@ -96,8 +101,9 @@ def test_an_agent_is_the_environment_that_says_the_same_digit_for_digit(runs):
         assert own.get("messages") == other.get("messages")
 
 
+@pytest.mark.thorough
 def test_a_run_of_agents_that_branch_and_fail_goes_on_bit_for_bit(runs):
-    whole, resumed = runs["branches"], runs["resumed"]
+    whole, resumed = runs("branches"), runs("resumed")
     later = [line for line in whole.lines if line["step"] > 2]
     assert later
     assert not differences([line for line in resumed.lines if line["step"] > 2], later)
@@ -112,8 +118,9 @@ def test_a_run_of_agents_that_branch_and_fail_goes_on_bit_for_bit(runs):
         assert line["sampler_error_max"] < 1e-4
 
 
+@pytest.mark.thorough
 def test_two_processes_play_the_episodes_of_one(runs):
-    one, two = runs["branches"], runs["ranks"]
+    one, two = runs("branches"), runs("ranks")
     for own, other in zip(one.lines, two.lines, strict=True):
         assert own.keys() == other.keys()
         for name, value in own.items():

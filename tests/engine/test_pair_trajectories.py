@@ -281,7 +281,8 @@ def architecture(kind, full=False):
     return "opt" if kind in ("per_token", "dpo", "orpo", "kto") and not full else "llama"
 
 
-CASES = [(kind, False) for kind in KINDS] + [("bradley_terry", True), ("dpo", True)]
+SOME = KINDS if ALL else ("bradley_terry", "dpo on the fly", "kto")
+CASES = [(kind, False) for kind in SOME] + [("bradley_terry", True), ("dpo", True)] * ALL
 # Of two processes the last has no pair in an epoch's last step, in no micro-batch.
 WITHOUT_PAIRS = {"case": ("bradley_terry", False), "size": 2, "shape": 1, "stage": 3}
 FACTORS = {"case": tuple(CASES), "size": (1, 2), "shape": (0, 1), "stage": STAGES}
@@ -319,7 +320,7 @@ def test_first_gradient_and_last_tensors_are_those_of_a_plain_loop(
             torch.testing.assert_close(value, wanted, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_metrics_of_a_step_are_those_over_all_its_pairs(runs, model_directory, kind):
     expected = plain_run(kind, model_directory(architecture(kind)), False)
     # An estimate below 0 would say nothing of how it is made.
@@ -332,7 +333,7 @@ def test_metrics_of_a_step_are_those_over_all_its_pairs(runs, model_directory, k
             assert found[start:] == pytest.approx(expected[name][start:], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_base_weights_are_bit_identical_after_training_on_pairs(runs, kind):
     for report in runs(kind, False).values():
         assert report["base_changed"] == []
@@ -356,6 +357,7 @@ def test_layout_and_packing_of_pairs_change_no_loss(ranks, model_directory, task
         assert other["norms"] == pytest.approx(plain["norms"], rel=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["reward", "dpo"])
 def test_bf16_agrees_over_zero_stages_and_processes(ranks, model_directory, task):
     run = {"path": model_directory("llama"), "task": task, "steps": STEPS, "pairs": 24}
@@ -398,13 +400,13 @@ def same_bits(found, expected):
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-# All after training; before it and after a checkpoint was read some of them.
+# Before training, after it, and after a checkpoint was read.
 LOOKS = [
     (when, name)
     for when, some in (
-        ("first", ["ZeRO 0", "ZeRO 3"]),
-        ("trained", [*HOLDERS]),
-        ("restored", ["ZeRO 1", "ZeRO 3, small parameters whole", "ZeRO 3, offloaded"]),
+        ("first", ["ZeRO 3"]),
+        ("trained", ["ZeRO 0", "ZeRO 3"]),
+        ("restored", ["ZeRO 3, offloaded"]),
     )
     for name in (HOLDERS if ALL else some)
 ]
@@ -429,12 +431,12 @@ def test_snapshot_shows_the_start_and_leaves_what_was_learnt(looks, size, name, 
     assert (report["persistent"] > 0) == holder.get("persistent", False)
 
 
-@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("name", HOLDERS if ALL else ["ZeRO 3"])
 @pytest.mark.parametrize("size", SIZES)
 def test_training_after_a_look_back_is_as_if_nobody_had_looked(
-    ranks, model_directory, looks, size, holder
+    ranks, model_directory, looks, size, name
 ):
-    path = model_directory("opt")
+    path, holder = model_directory("opt"), HOLDERS[name]
     plain = ranks(size).run("helpers.pair_runs:undisturbed_steps", path=path, **holder)[0]
     looked = looks(size, "trained", **holder)[0]
     assert torch.equal(looked["now"], plain["now"])

@@ -103,7 +103,7 @@ def test_where_a_second_attempt_fails_too_a_line_says_what_to_lower(run):
     assert "--release_inference_cache" not in line
 
 
-@pytest.mark.skipif(not ALL, reason="seconds; part of make test-all")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "failing", "keeps"),
     [

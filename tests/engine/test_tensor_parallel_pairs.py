@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from helpers.rlhf_course import save_family
 from helpers.tensor_parallel_roles import write_pairs
 
-pytestmark = pytest.mark.stage
+pytestmark = [pytest.mark.stage, pytest.mark.thorough]
 
 STEPS = 3
 COMMON = f"""

@@ -20,6 +20,7 @@ WAITS = "decoding without CUDA graphs, more slowly: the model waits for the GPU 
 WAITS += r"(modeling_\w+|moe)\.py:\d+"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TYPES if ALL else ("glm4_moe", "phimoe"))
 @pytest.mark.parametrize(
     ("card", "dtype"), [("h200", "bfloat16"), ("t4", "float16")] if ALL else [("h200", "bfloat16")]

@@ -75,6 +75,7 @@ def test_after_a_failed_capture_numbers_are_drawn_and_no_graph_of_before_is_repl
     assert after == [0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_cudnn_plans_attention_of_steps_and_where_it_is_asked_for_of_prompts(fake_device):
     longest = [50, 65, 70, 100, 127, 128, 129, 200]
     found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=False)
@@ -94,6 +95,7 @@ def test_requests_that_come_and_go_replay_steps(fake_device):
     assert {place.split()[-1] for place in found["waits"]} == {"record"}
 
 
+@pytest.mark.thorough
 def test_steps_with_drafts_have_graphs_of_their_own(fake_device):
     options = {"shape": "opt-1.3b", "layers": 2, "steps": 10}
     (plain, found) = (

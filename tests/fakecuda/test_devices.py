@@ -11,6 +11,7 @@ pytestmark = pytest.mark.stage
 CARDS = ("h200", "a100", "4090", "3090", "t4")
 
 
+@pytest.mark.thorough
 def test_the_documentation_says_what_is_chosen_on_each_gpu(fake_device):
     text = Path(ROOT / "docs" / "performance_numbers.md").read_text()
     for card in CARDS:

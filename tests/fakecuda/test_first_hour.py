@@ -2,11 +2,10 @@
 
 import pytest
 
-from helpers.spread import ALL
-
 pytestmark = pytest.mark.stage
 
 
+@pytest.mark.thorough
 def test_the_card_is_described_and_a_check_of_its_graphs_runs_to_its_end(fake_device, tmp_path):
     names = ["CUDA graphs on and off: equal tokens"]
     found = fake_device.run("fakecuda.hour:run", directory=str(tmp_path), names=names)
@@ -22,7 +21,7 @@ def test_the_card_is_described_and_a_check_of_its_graphs_runs_to_its_end(fake_de
     assert "First hour on NVIDIA H200" in (tmp_path / "first_hour.html").read_text()
 
 
-@pytest.mark.skipif(not ALL, reason="about five minutes; part of make test-all")
+@pytest.mark.thorough
 def test_the_first_hour_runs_to_its_end(fake_device, tmp_path):
     found = fake_device.run(
         "fakecuda.hour:run",

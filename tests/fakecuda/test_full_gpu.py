@@ -33,6 +33,7 @@ def iteration(fake_device, directory, *, decoded, memory):
     return found, json.loads((out / "run.json").read_text()), events
 
 
+@pytest.mark.thorough
 def test_what_decoding_keeps_makes_room_for_training(fake_device, tmp_path):
     # Keys and values take 64 MiB, training 77.
     found, record, events = iteration(fake_device, tmp_path, decoded=64, memory=110)
@@ -45,6 +46,7 @@ def test_what_decoding_keeps_makes_room_for_training(fake_device, tmp_path):
     ]
 
 
+@pytest.mark.thorough
 def test_training_that_does_not_fit_alone_ends_with_what_to_lower(fake_device, tmp_path):
     # Keys and values take 16 MiB.
     found, record, _ = iteration(fake_device, tmp_path, decoded=16, memory=60)

@@ -13,6 +13,7 @@ ROWS = matrix.rows()
 TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", ROWS if ALL else ROWS[:1], ids=matrix.name_of)
 def test_a_stage_ends_as_it_is_to(fake_device, tmp_path, row):
     size = {} if ALL else {"steps": 1, "layers": 1, "more": ("--eval_prompts", "0")}

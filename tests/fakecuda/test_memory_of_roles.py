@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common import shapes
 from dschat_lora import assets
 from dschat_lora.perf.cards import find_card
-from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
@@ -71,7 +70,7 @@ def of_both_roles(option, *value):
     return [word for role in ("actor", "critic") for word in (f"--{role}_{option}", *value)]
 
 
-@pytest.mark.skipif(not ALL, reason="minutes; part of make test-all")
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [16, 128])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_estimate_of_all_roles_is_the_peak(fake_device, tmp_path, rank, recompute):
@@ -82,7 +81,7 @@ def test_the_estimate_of_all_roles_is_the_peak(fake_device, tmp_path, rank, reco
     assert peak == pytest.approx(estimate, rel=0.1)
 
 
-@pytest.mark.skipif(not ALL, reason="minutes; part of make test-all")
+@pytest.mark.thorough
 def test_ppo_on_opt_6_7b_in_four_bits_fits_12_gb(fake_device, tmp_path):
     size = shapes.SHAPES["opt-6.7b"]
     options = [*of_both_roles("lora_dim", "16"), *of_both_roles("gradient_checkpointing")]

@@ -9,7 +9,6 @@ import pytest
 from benchmarks.common.exchanges import data_exchanges, experience_exchanges, tensor_exchanges
 from benchmarks.common.shapes import SHAPES
 from benchmarks.scaling import adapted, size_of
-from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
@@ -69,6 +68,7 @@ def check_step(fake_device, shape, *, layers=None, ranks, zero_stage, tensor=1, 
     check_exchanges(found, shape, **given, **options)
 
 
+@pytest.mark.thorough
 def test_64_ranks_of_which_8_hold_a_model_between_them(fake_device):
     check_step(fake_device, "opt-1.3b", layers=2, ranks=64, tensor=8, zero_stage=2, micro_batches=2)
 
@@ -89,7 +89,7 @@ CASES = [
 ]
 
 
-@pytest.mark.skipif(not ALL, reason="minutes; DSCHAT_LORA_TESTS=all runs them")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "options"), CASES)
 def test_a_step_of_other_shapes_and_settings(fake_device, shape, options):
     check_step(fake_device, shape, **options)
@@ -105,7 +105,7 @@ STAGES = {
 }
 
 
-@pytest.mark.skipif(not ALL, reason="minutes; DSCHAT_LORA_TESTS=all runs them")
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_second_step_of_a_stage_exchanges_gradients_and_experience(

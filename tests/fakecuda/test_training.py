@@ -107,11 +107,13 @@ SHARDED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "options"), MORE if ALL else MORE[:1])
 def test_memory_of_other_shapes(fake_device, shape, options):
     check_estimate(train(fake_device, shape, layers=LAYERS, **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "options"), SHARDED if ALL else SHARDED[1:2])
 def test_memory_of_one_of_eight_processes(fake_device, shape, options):
     found = train(fake_device, shape, world_size=8, layers=LAYERS, **options)
@@ -123,6 +125,7 @@ def test_memory_of_one_of_eight_processes(fake_device, shape, options):
     assert sum(found["waits"].values()) <= (8 if options.get("lora_dim") == 0 else 5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3] if ALL else [3])
 def test_offload_copies_gradients_and_updates_and_at_zero_3_weights(fake_device, stage):
     found = train(fake_device, "opt-1.3b", layers=4, rows=4, zero_stage=stage, offload=True)
@@ -138,6 +141,7 @@ def test_offload_copies_gradients_and_updates_and_at_zero_3_weights(fake_device,
     }
 
 
+@pytest.mark.thorough
 def test_block_inputs_on_the_host_leave_two_on_the_device_and_no_wait(fake_device):
     """OPT-1.3B, 6 blocks, 4 x 512 positions: an input of 2,048 numbers takes 8 MiB in bf16."""
     options = {"layers": 6, "rows": 4, "recompute": True}
@@ -152,7 +156,7 @@ def test_block_inputs_on_the_host_leave_two_on_the_device_and_no_wait(fake_devic
     assert waits_of(moved) == {"outcome": "item", "train_steps": "tolist"}
 
 
-@pytest.mark.skipif(not ALL, reason="40 s of CPU time; DSCHAT_LORA_TESTS=all runs it")
+@pytest.mark.thorough
 def test_compiled_blocks_run_on_the_device_and_wait_for_nothing(fake_device):
     found = train(fake_device, "opt-1.3b", layers=2, rows=4, compiled=True)
     assert waits_of(found) == {"outcome": "item", "train_steps": "tolist"}
@@ -160,6 +164,7 @@ def test_compiled_blocks_run_on_the_device_and_wait_for_nothing(fake_device):
     check_estimate(found)
 
 
+@pytest.mark.thorough
 def test_flex_attention_makes_its_mask_on_the_device_and_waits_for_nothing(fake_device):
     found = train(fake_device, "opt-1.3b", layers=2, rows=4, attention="flex_attention")
     assert waits_of(found) == {"outcome": "item", "train_steps": "tolist"}
@@ -167,6 +172,7 @@ def test_flex_attention_makes_its_mask_on_the_device_and_waits_for_nothing(fake_
     check_estimate(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "norms"),
     [("opt-1.3b", 0), ("llama-3-8b", 2), ("qwen3-4b", 4)] if ALL else [("qwen3-4b", 4)],

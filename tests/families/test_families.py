@@ -32,14 +32,14 @@ def test_family_is_that_of_transformers_and_peft(family, check):
         check(family)
 
 
-@pytest.mark.skipif(not ALL, reason="whole commands, under make test-all")
+@pytest.mark.thorough
 @pytest.mark.stage
 @pytest.mark.parametrize("check", COMMANDS, ids=lambda check: check.__name__)
 def test_family_runs_and_goes_on(family, check):
     check(family)
 
 
-@pytest.mark.skipif(not ALL, reason="a whole command, under make test-all")
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_a_run_whose_sampler_is_another_policy_stops(launcher, tmp_path):
     family = Family("llama", tmp_path, launcher=launcher)

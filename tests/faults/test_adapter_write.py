@@ -15,13 +15,12 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE
 from helpers import step1
-from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
 # Lines on stderr that a refusal by the disk may take.
 MOST_LINES_OF_A_REFUSAL = 1
-TRIALS = 4
+TRIALS = 4 if LONG else 2
 ERRORS = ["ENOSPC", "EIO", "EROFS", "EACCES"]
 
 
@@ -99,7 +98,7 @@ def test_killed_at_any_operation_leaves_a_whole_adapter_or_none(part, sound, tin
         assert (done.out / "adapter").exists() == renamed, operation
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", ERRORS if LONG else ERRORS[:2])
 def test_refused_operation_ends_the_run_without_half_an_adapter(error, sound, tiny_run):
     until = next(n for n, each in enumerate(sound.saving) if each.concerns("run.json"))
     points = sound.saving[:until]
@@ -117,7 +116,7 @@ def test_refused_operation_ends_the_run_without_half_an_adapter(error, sound, ti
                 break
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(2 if LONG else 1))
 def test_short_writes_are_completed(part, sound, tiny_run):
     for operation in chosen(sound, part, 2, r"p?writev?|sendfile"):
         done = tiny_run(FAULT_AT=operation.number, FAULT_DO="short")
@@ -143,7 +142,7 @@ def renaming_of_two(tiny_run):
     return renaming(operations(undisturbed.log)).number
 
 
-@pytest.mark.parametrize("action", ["kill", "EIO"])
+@pytest.mark.parametrize("action", ["kill", "EIO"] if LONG else ["EIO"])
 def test_other_rank_ends_when_the_writer_does(action, tiny_run, renaming_of_two):
     done = tiny_run(ranks=2, FAULT_RANK=0, FAULT_AT=renaming_of_two, FAULT_DO=action)
     assert done.codes[0] == -signal.SIGKILL if action == "kill" else done.codes[0] > 0
@@ -151,7 +150,7 @@ def test_other_rank_ends_when_the_writer_does(action, tiny_run, renaming_of_two)
     assert not (done.out / "adapter").exists()
 
 
-@pytest.mark.skipif(not ALL, reason="step 1 starts anew in its own tests")
+@pytest.mark.thorough
 def test_fresh_interpreter_writes_the_same_adapter(sound, tmp_path):
     done = step1.run(step1.python(*TINY), tmp_path)
     assert done.code == 0, done.err

@@ -42,10 +42,10 @@ ERRORS = {
 }
 # what to hit: (text in its paths, options, points in a short run, most in a long one)
 PLACES = {
-    "checkpoints": ("/out/checkpoints", [], 2, 99),
+    "checkpoints": ("/out/checkpoints", [], 1, 99),
     "metrics": ("/out/metrics.jsonl", [], 1, 8),
-    "record": ("/out/run.json", [], 1, 7),
-    "tensorboard": ("/out/tensorboard", ["--report_to", "tensorboard"], 1, 6),
+    "record": ("/out/run.json", [], int(LONG), 7),
+    "tensorboard": ("/out/tensorboard", ["--report_to", "tensorboard"], int(LONG), 6),
 }
 ELSEWHERE = "/nowhere"
 MOST_SECONDS_UNTIL_ALL_RANKS_END = 20
@@ -149,6 +149,7 @@ def test_refused_operation_is_one_line_and_the_run_goes_on_when_the_disk_does(
         check_goes_on(done, tiny_run, whole(place), options=options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["checkpoints", "metrics"] if LONG else ["checkpoints"])
 def test_other_rank_ends_soon_when_the_disk_of_the_writer_fails(place, whole, tiny_run):
     options = ["--zero_stage", "2", "--per_device_train_batch_size", "2"]
@@ -224,6 +225,7 @@ def test_disk_that_fills_up(small_disk, tiny_run, whole_of_all):
     check_goes_on(done, tiny_run, whole_of_all, options=KEEP_ALL)
 
 
+@pytest.mark.thorough
 def test_directory_that_may_no_longer_be_written(tmp_path, launcher, tiny_run, whole_of_all):
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_PRIVILEGE, encoding="utf-8")

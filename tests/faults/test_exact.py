@@ -54,7 +54,7 @@ POINTS = [
     ("2 ranks, full, zero 3", TERM),
 ]
 # two ranks are in every run of test_kill.py, at a third of the time
-SHORT = [("epochs", KILL), ("full", TERM), ("zero 3", TERM)]
+SHORT = [("epochs", KILL)]
 
 
 @pytest.fixture(scope="module")

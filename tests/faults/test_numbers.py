@@ -328,7 +328,7 @@ def test_state_of_a_checkpoint_that_is_not_finite_is_named_with_its_file(
 
 
 @pytest.mark.stage
-@pytest.mark.skipif(not ALL, reason="processes of its own; part of make test-all")
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_all_processes_end_where_one_reads_what_is_not_finite(launcher, run, home, stage):
     line = (
@@ -763,7 +763,7 @@ def test_rows_of_one_token_are_learnt(run, home):
     assert all(math.isfinite(each["loss"]) for each in metrics(home / "out", "train"))
 
 
-@pytest.mark.skipif(not ALL, reason="three runs; part of make test-all")
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", ["ppo", "rloo", "grpo"])
 def test_prompts_and_answers_of_one_token_are_learnt(run, home, algorithm):
     line = RLHF.replace("prompts.jsonl", "prompt.jsonl").replace(

@@ -93,6 +93,7 @@ def test_other_rows_under_the_same_name_are_refused(hosts):
     assert errors(runs[1]) == []
 
 
+@pytest.mark.thorough
 def test_other_options_are_refused(hosts):
     runs, environment = [], hosts.environment()
     for number, (host, rate) in enumerate(zip(hosts.hosts.values(), (1e-3, 2e-3), strict=True)):
@@ -103,6 +104,7 @@ def test_other_options_are_refused(hosts):
     assert "--learning_rate (0.002 here, 0.001 there)" in line
 
 
+@pytest.mark.thorough
 def test_a_killed_process_ends_the_run_with_one_line_that_says_how_to_go_on(hosts):
     argv = arguments(hosts, "kill", "--max_steps", 6)
     runs = hosts.start([*argv, "--max_steps", 5000])
@@ -118,6 +120,7 @@ def test_a_killed_process_ends_the_run_with_one_line_that_says_how_to_go_on(host
     assert ended(resumed, 60) == [[0], [0]], resumed[0].output()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", ["cable", "stopped"] if ALL else ["cable"])
 def test_a_silent_peer_is_given_up(hosts, lost):
     runs = hosts.start(arguments(hosts, lost, "--max_steps", 5000, "--distributed_timeout", 3))
@@ -151,7 +154,7 @@ SHARED = {
 }
 
 
-@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SHARED)
 def test_four_processes_of_two_hosts_train_as_four_of_one(hosts, name):
     more = [*SHARED[name], "--per_device_train_batch_size", 1, "--max_steps", 3]
@@ -163,7 +166,7 @@ def test_four_processes_of_two_hosts_train_as_four_of_one(hosts, name):
     assert losses(hosts, divided) == pytest.approx(losses(hosts, whole), abs=1e-6)
 
 
-@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.thorough
 def test_tensor_parallelism_across_hosts_trains_as_on_one(hosts):
     more = ["--tensor_parallel_size", 2, "--max_steps", 3]
     run = hosts.hosts["A"].launcher.start(arguments(hosts, "tp-1", *more), hosts.view, ranks=2)
@@ -172,7 +175,7 @@ def test_tensor_parallelism_across_hosts_trains_as_on_one(hosts):
     assert losses(hosts, "tp-2") == pytest.approx(losses(hosts, "tp-1"), abs=1e-6)
 
 
-@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.thorough
 def test_ppo_on_two_hosts_is_that_of_one(hosts):
     script = ROOT / "training" / "step3_rlhf" / "main.py"
 
@@ -201,7 +204,7 @@ def test_ppo_on_two_hosts_is_that_of_one(hosts):
         assert two == pytest.approx(one, abs=1e-6)
 
 
-@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.thorough
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_torchrun_starts_again_what_lost_a_process(hosts, rendezvous, unbroken):
     name, started = f"restart-{rendezvous}", []
@@ -224,7 +227,7 @@ def test_torchrun_starts_again_what_lost_a_process(hosts, rendezvous, unbroken):
     assert losses(hosts, name) == unbroken
 
 
-@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.thorough
 def test_a_full_disk_ends_both_hosts_and_the_last_checkpoint_goes_on(hosts, unbroken):
     a, where = hosts.hosts["A"], hosts.view / "full"
     kept = where / "checkpoints" / "step-00000002"
@@ -248,7 +251,7 @@ FAULTS = ("kill", "stop", "cut", "kill the first", "slow link")
 NUM_FAULTS = int(os.environ.get("DSCHAT_LORA_FAULTS", "20"))
 
 
-@pytest.mark.skipif(not ALL, reason="of make test-all")
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(NUM_FAULTS))
 def test_a_random_fault_loses_nothing(hosts, number, unbroken):
     draw = random.Random(number)

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dschat_lora.lora.layers import LoraLinear, draw_keep, lora_linear, lora_linear_reference
-from helpers.spread import ALL
 
 NAMES = ("x", "bias", "lora_A", "lora_B")
 
@@ -261,7 +260,7 @@ def test_dropout_compiles_without_bernoulli():
 
 
 @pytest.mark.stage
-@pytest.mark.skipif(not ALL, reason="compiles C++; where all tests are asked for")
+@pytest.mark.thorough
 def test_compiled_dropout_is_the_same_forward_and_backward():
     torch.manual_seed(0)
     torch._dynamo.reset()

@@ -5,13 +5,14 @@ from collections import Counter
 
 import pytest
 
+from helpers.spread import ALL
 from helpers.tensor_parallel_layers import CASES, EMBEDDINGS, HEAD_KINDS, HEADS, UNCOPIED
 from helpers.tiny import KINDS
 
 pytestmark = pytest.mark.stage
 # Relative, of the largest number of a tensor.
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
-SIZES = (2, 4)
+SIZES = (2, 4) if ALL else (2,)
 GATHER, SUM, MAX = ("all_gather", ""), ("all_reduce", "SUM"), ("all_reduce", "MAX")
 # Column layers of a block, each of whose A every rank holds; row layers are two.
 COLUMNS = {"opt": 4, "gpt2": 2, "neox": 2, "llama": 5, "qwen2": 5}

@@ -3,9 +3,10 @@
 import pytest
 
 from dschat_lora.models.backbone import Backbone
+from helpers.spread import ALL
 
 
-@pytest.fixture(params=["blocks", "dense"])
+@pytest.fixture(params=["blocks", "dense"] if ALL else ["blocks"])
 def both_ways(request, monkeypatch):
     """Once as on a CPU, sample by sample, and once as on a GPU, under a dense mask."""
     if request.param == "dense":

@@ -405,7 +405,8 @@ def memory_of_loading(path, tiny_path):
 
 
 @pytest.mark.stage
-@pytest.mark.skipif(not ALL or sys.platform != "linux", reason="reads /proc; part of make test-all")
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_little_more_memory_than_what_it_leaves(
     fresh_ranks, model_directory, tmp_path
 ):

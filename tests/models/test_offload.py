@@ -83,6 +83,7 @@ def test_losses_and_gradients_are_those_of_plain_recomputation_bit_for_bit(famil
     assert [shape for _, shape in kept] == [(2, 5, 16)] * LAYERS + [(2, 6, 16)] * LAYERS
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_are_recomputed_from_the_host_as_well(kept):
     def run(graph, inputs):
         return graph

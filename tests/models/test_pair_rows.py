@@ -49,7 +49,7 @@ from helpers.pairs import (
     with_a_prefix,
 )
 from helpers.runs import NoTokenizer
-from helpers.spread import pairwise
+from helpers.spread import ALL, pairwise
 from helpers.tiny import VOCAB, changing_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("both_ways")
 CPU = torch.device("cpu")
 WINDOW = 4
 # The sequences are longer than Mistral's window; every kind of position embedding is there.
-KINDS = ("opt", "gpt2", "neox", "llama", "qwen2", "mistral")
+KINDS = ("opt", "gpt2", "neox", "llama", "qwen2", "mistral")[:: 1 if ALL else 2]
 LAYOUTS = ("shared", "separate", "alone")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -503,7 +503,7 @@ def test_a_sound_model_keeps_branches_apart(kind, attention):
     assert report.branch_leak_error == 0.0
 
 
-@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama", "qwen2"][:: 1 if ALL else 3])
 @pytest.mark.parametrize(
     "broken", [letting_branches_see_each_other, hiding_the_beginning, counting_through_a_tree]
 )

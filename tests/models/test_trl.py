@@ -28,6 +28,7 @@ from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.supervised.kto import kto_batch_loss, means_by_label
 from dschat_lora.supervised.objectives import answer_logprobs, dpo_objective
 from helpers.pairs import Answers
+from helpers.spread import ALL
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -198,7 +199,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("adapted", [True, False], ids=["adapter", "all weights"])
-@pytest.mark.parametrize("kind", ["opt", "llama"])
+@pytest.mark.parametrize("kind", ["opt", "llama"] if ALL else ["llama"])
 @pytest.mark.parametrize(("options", "config"), VARIANTS.values(), ids=VARIANTS)
 def test_loss_gradient_and_rewards_are_trls(kind, options, config, adapted, tmp_path):
     compare(kind, tmp_path, config, adapted=adapted, **options)

@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from helpers.spread import ALL
 from scripts.run_notebooks import NOTEBOOKS, executed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if ALL else ["your_data"])
 def test_a_notebook_runs_from_nothing_and_shows_what_it_says(name, tmp_path):
     notebook = executed(NOTEBOOKS / f"{name}.ipynb", tmp_path)
     assert not [each for each in outputs(notebook) if each.output_type == "error"]

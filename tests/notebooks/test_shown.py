@@ -154,6 +154,7 @@ def run_cell(client, code, *, on_message=lambda kind, content: None, seconds=120
     raise AssertionError(f"{code!r} goes on after {seconds} s: {found}")
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_an_interrupt_saves_a_checkpoint_and_the_next_cell_works(kernel, tmp_path):
     manager, client = kernel

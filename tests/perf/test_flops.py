@@ -29,6 +29,7 @@ from dschat_lora.perf.throughput import (
     forward_flops,
     step_flops,
 )
+from helpers.spread import pairwise
 
 ROWS, LENGTH = 2, 24
 POSITIONS, PAIRS = ROWS * LENGTH, ROWS * LENGTH**2
@@ -64,9 +65,19 @@ def assert_count_is_right(model, *, checkpointing=False):
     assert counted == pytest.approx(executed, rel=EXACT)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "checkpointed"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "variant", "checkpointing"),
+    [
+        tuple(row.values())
+        for row in pairwise(
+            {
+                "family": tuple(FAMILIES),
+                "variant": tuple(VARIANTS),
+                "checkpointing": (False, True),
+            }
+        )
+    ],
+)
 def test_counted_flops_are_those_torch_executes(family, variant, checkpointing):
     model = VARIANTS[variant](FAMILIES[family]())
     assert_count_is_right(model, checkpointing=checkpointing)

@@ -12,7 +12,6 @@ from packaging.requirements import Requirement
 
 from dschat_lora.models.blocks import compiler_for
 from dschat_lora.pipeline import doctor, verbs
-from helpers.spread import ALL
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -133,7 +132,7 @@ def test_json_says_whether_a_run_can_train_and_the_exit_code_too(monkeypatch, ca
 
 
 @pytest.mark.stage
-@pytest.mark.skipif(not ALL, reason="a whole run; part of make test-all")
+@pytest.mark.thorough
 def test_the_bundled_model_trains_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = doctor.training_step(torch.device("cpu"))

@@ -12,6 +12,7 @@ import pytest
 
 from dschat_lora.config.verbs import TuneConfig
 from dschat_lora.pipeline import tune
+from helpers.spread import ALL
 from helpers.step1 import ROOT, metrics, run
 from pipeline.curve_run import loss
 
@@ -209,7 +210,7 @@ def test_a_directory_of_a_search_is_gone_on_with_or_refused(searched):
     assert [each.state.name for each in trials] == ["COMPLETE"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *[signal.SIGTERM] * ALL])
 def test_a_search_that_is_killed_goes_on_from_the_checkpoints(searched, number):
     options = {**OPTIONS, "max_steps": 400}
     program = (

@@ -298,9 +298,12 @@ def test_the_cases_clip_what_they_are_to_clip(usual):
     ("name", "changes"),
     [
         ("ppo", [{"micro": 2, "stage": 0}, {"micro": 1, "stage": 3}]),
-        ("entropy, text and average", [{"micro": 2, "stage": 2}, {"micro": 1, "stage": 3}]),
-        ("grpo", [{"micro": 1, "stage": 1}]),
-        (ONE_PASS, [{"micro": 4}, {"micro": 4, "stage": 3}, {"micro": 2}]),
+        *[
+            ("entropy, text and average", [{"micro": 2, "stage": 2}, {"micro": 1, "stage": 3}]),
+            ("grpo", [{"micro": 1, "stage": 1}]),
+            (ONE_PASS, [{"micro": 4}, {"micro": 4, "stage": 3}, {"micro": 2}]),
+        ]
+        * ALL,
     ],
 )
 def test_two_processes_take_the_steps_of_the_plain_loop(found, plainly, name, changes):

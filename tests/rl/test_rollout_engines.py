@@ -22,6 +22,7 @@ from dschat_lora.rl.rollout import _TurnDecoder
 from dschat_lora.rl.rollout_engines import RolloutError, ServerEngine
 from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
 from helpers.served import QUESTIONS, running_server
+from helpers.spread import ALL
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -113,7 +114,7 @@ def expected_logprobs(actor, prompt, tokens, sampling):
     return table.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("cut", [{}, {"temperature": 1.5, "top_p": 0.8, "top_k": 20}])
+@pytest.mark.parametrize("cut", [{"temperature": 1.5, "top_p": 0.8, "top_k": 20}, *[{}] * ALL])
 def test_tokens_come_with_the_log_probabilities_that_they_were_drawn_with(decoding, actor, cut):
     sampling = Sampling(12, **cut, policy_temperature=1.0)
     for seed in (1, 2):  # of an adapter that changes

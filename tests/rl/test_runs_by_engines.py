@@ -14,6 +14,7 @@ from dschat_lora.generation.generate import Decoder
 from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.rl import rollout_servers, setup
 from helpers.served import running_server
+from helpers.spread import ALL
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 pytestmark = pytest.mark.stage
@@ -54,6 +55,7 @@ def own(tmp_path_factory):
     return dl.rlhf(data=ROWS, rewards=brevity, max_steps=2, output_dir=home, **OPTIONS)
 
 
+@pytest.mark.thorough
 def test_rollouts_with_prompt_lookup_are_those_without(own, tmp_path, monkeypatch):
     calls, draws = [], Decoder.__call__
 
@@ -106,6 +108,7 @@ def test_transformers_draws_the_responses_of_a_run(own, tmp_path):
     assert not any("rollout_kl" in line for line in of_kind(own, "train"))
 
 
+@pytest.mark.thorough
 def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
     calls, generate = [], ContinuousMixin.generate_batch
 
@@ -122,7 +125,7 @@ def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
     assert [each.name for each in checkpoints_of(tmp_path / "run")] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1] if ALL else [1])
 def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes_on(
     own, tmp_path, monkeypatch, ahead
 ):
@@ -220,7 +223,7 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
     assert line["importance_weight"] != 1
 
 
-@pytest.mark.parametrize("ahead", [None, 0, 1])
+@pytest.mark.parametrize("ahead", [None, 0, 1] if ALL else [1])
 def test_iterations_have_whole_groups_of_the_prompts_that_were_answered_first(tmp_path, ahead):
     options = {**AHEAD, "rollouts_ahead": ahead or 0, "oversample": 1.5, "algorithm": "dapo"}
     options |= {"dynamic_sampling": 1, "mask_truncated_completions": False}

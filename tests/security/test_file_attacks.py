@@ -1100,7 +1100,9 @@ def in_time():
 
 
 @pytest.mark.parametrize(
-    "attack", [each for each in ATTACKS if ALL or not each.dear], ids=lambda each: each.name
+    "attack",
+    ATTACKS if ALL else [each for each in ATTACKS if not each.dear][::3],
+    ids=lambda each: each.name,
 )
 def test_a_file_is_refused_in_one_message_or_read(attack, tmp_path, in_time):
     call = attack.build(tmp_path)
@@ -1156,7 +1158,7 @@ def test_a_template_that_exceeds_a_bound_for_many_messages_still_renders_few():
             assert len(text) == count * 5 * 2**20
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"] if ALL else ["SIGKILL"])
 def test_a_request_that_was_ended_from_outside_leaves_no_reply_to_the_next(name):
     process = template_process.TemplateProcess()
 

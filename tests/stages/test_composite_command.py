@@ -65,7 +65,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(run):
     assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
 
 
-@pytest.mark.skipif(not ALL, reason="part of make test-all")
+@pytest.mark.thorough
 def test_a_checkpoint_an_adapter_and_its_merge_answer_alike(run):
     said = run.call("merge", "sft", "--output_dir", "merged", "--dtype", "fp32")
     assert f"it is a {run.kind} model as before: " in said
@@ -78,14 +78,14 @@ def test_a_checkpoint_an_adapter_and_its_merge_answer_alike(run):
     assert len(said) == 1
 
 
-@pytest.mark.skipif(not ALL, reason="part of make test-all")
+@pytest.mark.thorough
 def test_processes_that_share_the_weights_train_the_same_layers(run):
     argv = ["sft", "--model_name_or_path", "base", *RUN, "--zero_stage", "3"]
     run.call(*argv, "--output_dir", "shared", ranks=2)
     assert trained(run.home / "shared").keys() == trained(run.home / "sft").keys()
 
 
-@pytest.mark.skipif(not ALL, reason="part of make test-all")
+@pytest.mark.thorough
 def test_preferences_rewards_and_rollouts_train_it(run):
     run.call("dpo", "--model_name_or_path", "sft", *RUN, "--output_dir", "dpo")
     run.call("reward", "--model_name_or_path", "base", *RUN, "--output_dir", "reward")

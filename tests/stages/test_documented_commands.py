@@ -13,7 +13,6 @@ import pytest
 
 from dschat_lora.assets import BUNDLED_DATA
 from helpers.launcher import ROOT
-from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
@@ -115,7 +114,7 @@ PAIRS = ("pairs.jsonl", "output/sft/votes.jsonl")
 TUTORIALS = ("grpo_with_a_python_reward.md", "rl_with_tools.md", "quick_start.md")
 
 
-@pytest.mark.skipif(not ALL, reason="minutes")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "document",
     sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in TUTORIALS),

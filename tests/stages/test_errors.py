@@ -203,6 +203,7 @@ def test_python_command_ends_with_code_2_and_one_line(workplace, line, part):
     assert done.seconds < MAX_SECONDS
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_under_the_launcher_the_first_rank_alone_says_it(workplace):
     command = deepspeed("--lora_dm", "8", launcher=["--num_gpus", "2"])

@@ -6,7 +6,6 @@ import pytest
 
 from helpers.glue_toys import read_jsonl, save_encoder, write_task
 from helpers.launcher import ROOT
-from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 GLUE = ROOT / "training" / "nlu_glue" / "main.py"
@@ -49,7 +48,7 @@ def test_two_processes_measure_what_one_does(launcher, tmp_path):
     assert {path.name for path in two.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
 
 
-@pytest.mark.skipif(not ALL, reason="four processes more")
+@pytest.mark.thorough
 def test_two_processes_resume_two_passes_with_dropout_to_the_bit(launcher, tmp_path):
     """Each process draws dropout and cutoff of its own, and goes on with that."""
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}

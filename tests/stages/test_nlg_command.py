@@ -92,6 +92,7 @@ def test_the_rate_follows_the_originals_cosine(trained):
     assert rates == pytest.approx([0, 1e-2, *falling])
 
 
+@pytest.mark.thorough
 def test_two_processes_and_the_originals_files_train_the_same(trained, command, home):
     as_the_original(home)
     rows = ["--train_data", "train.jsonl", "--valid_data", "held.jsonl"]

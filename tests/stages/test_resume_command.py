@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from helpers.launcher import THREADS_LEFT
+from helpers.spread import ALL
 from helpers.step1 import metrics
 
 pytestmark = pytest.mark.stage
@@ -151,7 +152,7 @@ def test_run_that_nobody_stopped_keeps_checkpoints_on_the_way_and_last(whole):
     assert "resumed" not in record(whole)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), *[(signal.SIGINT, 130)] * ALL])
 def test_stopped_run_is_saved_says_so_in_one_line_and_goes_on_as_if_never_stopped(
     command, stopped, whole, copy_of, number, code
 ):
@@ -179,6 +180,7 @@ def test_stopped_run_is_saved_says_so_in_one_line_and_goes_on_as_if_never_stoppe
     assert resumed["checkpoint"].endswith(f"step-{step:08d}")
 
 
+@pytest.mark.thorough
 def test_tensorboard_shows_every_step_of_a_resumed_run_once(command, stopped, whole, copy_of):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -214,6 +216,7 @@ def test_older_checkpoint_by_path_sets_later_ones_and_their_lines_aside(command,
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.thorough
 def test_stopped_a_second_time_it_still_is_the_same_run(command, launcher, stopped, whole, copy_of):
     out = copy_of(stopped(signal.SIGTERM)[0])
     first = last_step(out)
@@ -294,6 +297,7 @@ def test_fewer_steps_than_done_are_refused_and_the_run_stays_as_it_was(command, 
     assert files_of(out) == before
 
 
+@pytest.mark.thorough
 def test_run_goes_on_in_another_directory_and_leaves_the_first_as_it_was(
     command, stopped, whole, copy_of
 ):
@@ -340,6 +344,7 @@ def other_data(tmp_path_factory):
     return path
 
 
+@pytest.mark.thorough
 def test_continued_adapter_of_another_scale_is_refused(command, whole, tmp_path):
     scaled = tmp_path / "scaled"
     shutil.copytree(whole / "adapter", scaled)
@@ -461,6 +466,7 @@ def test_signal_to_one_of_two_processes_stops_both_in_order(command, launcher, t
         assert [line[name] for line in found] == [line[name] for line in expected]
 
 
+@pytest.mark.thorough
 def test_signal_in_an_evaluation_cuts_it_short_and_it_is_made_good(command, launcher, tmp_path):
     options = [
         *("--lora_dim", "4", "--lora_learning_rate", "5e-3", "--max_seq_len", "64", "--max_steps"),

@@ -302,6 +302,7 @@ def test_no_epochs_and_merge_adapter_write_the_model_that_is_the_adapter_on_its_
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_two_processes_at_zero_3_continue_the_adapter_with_a_busy_port(title, home):
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices where there is one")
@@ -333,6 +334,7 @@ def test_two_processes_at_zero_3_continue_the_adapter_with_a_busy_port(title, ho
     assert 1e-6 < moved < 1e-3
 
 
+@pytest.mark.thorough
 def test_dropout_is_drawn_from_the_seed(tmp_path, launcher):
     def losses(seed, name):
         options = [

@@ -410,6 +410,7 @@ PER_TOKEN = ("--reward_loss", "per_token")
 CENTRED = ("--center_rewards_coefficient", "0.01")
 
 
+@pytest.mark.thorough
 @stage_test
 @pytest.mark.parametrize(
     ("stage", "options"),
@@ -423,6 +424,7 @@ def test_layout_of_pairs_changes_no_metric(whole_steps, stage, options, change):
     assert_same_metrics(changed, plain)
 
 
+@pytest.mark.thorough
 @stage_test
 def test_reference_from_a_look_back_changes_no_metric(whole_steps):
     assert_same_metrics(whole_steps("dpo", "--no-precompute_ref_log_probs"), whole_steps("dpo"))
@@ -778,6 +780,7 @@ def test_wrong_request_for_scores_is_one_line(home, command, reward, argv, parts
         assert part in ended.err
 
 
+@pytest.mark.thorough
 @stage_test
 def test_scores_whose_reader_has_gone_end_quietly(home, reward):
     argv = ["score", "--model_name_or_path", "output/reward", "--data_path", "held.jsonl"]

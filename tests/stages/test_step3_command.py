@@ -316,6 +316,7 @@ def test_rank_0_alone_prints(home, command):
     assert (home / "spawned" / "critic" / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.thorough
 @stage_test
 def test_update_ends_early_at_its_target_and_the_run_ends_well(home, command):
     command(
@@ -334,6 +335,7 @@ def test_update_ends_early_at_its_target_and_the_run_ends_well(home, command):
     assert (home / "early" / "checkpoints" / "step-00000008").is_dir()
 
 
+@pytest.mark.thorough
 @stage_test
 def test_pretraining_text_is_learnt(home, command):
     runs = {"with": ["--unsup_coef", 5], "without": ["--unsup_coef", 1e-6]}

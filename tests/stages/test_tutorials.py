@@ -9,7 +9,6 @@ import pytest
 
 from dschat_lora.rl.rewards import find_function
 from helpers.launcher import ROOT
-from helpers.spread import ALL
 
 TUTORIALS = {
     "grpo_with_a_python_reward.md": ("my_rules:begins_with_the", ["The", "A"], [1.0, 0.0]),
@@ -48,7 +47,7 @@ def test_functions_of_a_tutorial_do_what_it_says(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.stage
-@pytest.mark.skipif(not ALL, reason="minutes")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_commands_of_a_tutorial_run_one_after_another(name, tmp_path, launcher):
     write_files(name, tmp_path)

@@ -85,6 +85,7 @@ def test_wheel_lists_its_recipes_and_checks_a_pipeline_of_every_stage(installed)
     assert [path.name for path in installed.home.iterdir() if path.name != "sft"] == []
 
 
+@pytest.mark.thorough
 def test_wheel_trains(trained):
     home, said = trained
     assert said.startswith("model: the bundled tiny model; data: the bundled data\n")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.spread import ALL
+
 tinker = pytest.importorskip("tinker", reason="the extra [tinker] is not installed")
 
 from tinker import types  # noqa: E402
@@ -33,9 +35,10 @@ def differences(found, expected):
 
 
 def test_processes_and_zero_stages_give_what_one_process_gives(ranks, tmp_path):
-    expected = tinker_runs.train(tmp_path / "one", range(3))
+    stages = (2, None, 1) if ALL else (2, None)
+    expected = tinker_runs.train(tmp_path / "one", range(len(stages)))
     # One after another in a directory, each from where the last one ended.
-    for step, zero_stage in enumerate((2, None, 1)):
+    for step, zero_stage in enumerate(stages):
         options = {"directory": str(tmp_path / "several"), "steps": [step]}
         if zero_stage is None:
             (found,) = tinker_runs.train(**options)
@@ -52,10 +55,11 @@ def test_processes_and_zero_stages_give_what_one_process_gives(ranks, tmp_path):
                 for key, value in others.items():
                     largest = max(1.0, float(value.abs().max()))
                     assert float((own[key] - value).abs().max()) < tolerance * largest, (step, key)
-    moved = [w["lm_head.lora_B"] for w in (expected[0]["weights"][0], expected[2]["weights"][0])]
+    moved = [w["lm_head.lora_B"] for w in (expected[0]["weights"][0], expected[-1]["weights"][0])]
     assert float((moved[0] - moved[1]).abs().max()) > 1e-3
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_lost_ends_the_server_which_goes_on_where_it_was(
     launcher, tmp_path, monkeypatch
 ):

@@ -734,7 +734,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", list(REFUSED)[:: 1 if ALL else 5])
 def test_a_mistake_is_told_by_its_field_and_changes_no_number(tenant, name):
     act, error, said = REFUSED[name]
 
@@ -933,7 +933,7 @@ RAW = {
 }
 
 
-@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("name", list(RAW)[:: 1 if ALL else 3])
 def test_a_malformed_request_is_refused_and_changes_no_number(tenant, name):
     path, body, status, said = RAW[name]
 
@@ -1100,7 +1100,7 @@ def files_of(state, trainer, name):
     ]
 
 
-@pytest.mark.parametrize("seed", range(20 if ALL else 2))
+@pytest.mark.parametrize("seed", range(20 if ALL else 1))
 def test_requests_that_come_again_are_applied_once(base, tmp_path, client, service, seed):
     expected, numbers = whole_training(client, "end")
     own = TinkerService({"base": base}, Store(tmp_path), max_adapters=1)

@@ -6,6 +6,8 @@ import random
 import pytest
 import torch
 
+from helpers.spread import ALL
+
 tinker = pytest.importorskip("tinker")
 
 from peft import PeftModel  # noqa: E402
@@ -160,6 +162,7 @@ def assert_same(found, expected):
     assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
 
 
+@pytest.mark.thorough
 def test_runs_that_take_turns_on_a_base_get_what_each_gets_alone(start):
     kinds = [{"rank": 4}, {"rank": 7, "train_mlp": False}, {"rank": 2, "train_unembed": False}]
     alone = []
@@ -232,7 +235,7 @@ def iter_steps(client, steps, seed):
         yield client.optim_step(learning_rate=1e-3 / (1 + step))
 
 
-@pytest.mark.parametrize("state_every", [1, 3])
+@pytest.mark.parametrize("state_every", [1, 3] if ALL else [3])
 def test_a_service_that_ends_anywhere_goes_on_there(start, state_every):
     expected_service = start("whole")
     expected_client = Client(expected_service)
