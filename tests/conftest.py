@@ -76,6 +76,12 @@ def one_rank():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def first_rows(monkeypatch):
+    """Of the bundled training data checks read the first row; all 4,000 take most of their time."""
+    monkeypatch.setattr("dschat_lora.data.rows.SMALL_FILE", 500_000)
+
+
 def cpu_seconds():
     """CPU time of this process and of all that it started, ended or not."""
     processes = [psutil.Process()]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.launcher import ROOT
+from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 SCRIPT = ROOT / "examples" / "own_training_loop.py"
@@ -55,7 +56,7 @@ def test_the_loss_falls(run):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", ["zero2", "zero3"] if ALL else ["zero3"])
 def test_two_processes_train_alike_at_every_zero_stage(run, name):
     (expected, reference), (losses, saved) = run("zero0"), run(name)
     assert losses == pytest.approx(expected, abs=2e-6)

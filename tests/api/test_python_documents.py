@@ -7,6 +7,7 @@ import pytest
 import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.launcher import ROOT
+from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
@@ -23,7 +24,7 @@ def shortened(train, **most):
     )
 
 
-@pytest.mark.parametrize("name", ["docs/python_api.md", "README.md"])
+@pytest.mark.parametrize("name", ["README.md", *["docs/python_api.md"] * ALL])
 def test_python_runs_and_prints_what_its_comments_say(name, tmp_path, monkeypatch, capsys):
     # Models of the hub are directories of their names here.
     (tmp_path / "Qwen").mkdir()

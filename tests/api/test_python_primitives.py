@@ -67,6 +67,7 @@ def test_the_loop_gives_the_numbers_of_the_command(home, capsys):
     check_same(LOOP, capsys, *command())
 
 
+@pytest.mark.thorough
 def test_the_loop_with_a_reference_gives_those_with_a_penalty(home, capsys):
     steps, adapter = command("--kl_coef", "0.1")
     assert LOOP.count(LOSS_LINE) == 1

@@ -14,6 +14,7 @@ from dschat_lora.engine import rendezvous
 from dschat_lora.engine.failure_detection import check_same_software
 from dschat_lora.engine.rendezvous import Member
 from helpers.launcher import free_port
+from helpers.spread import ALL
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -139,7 +140,7 @@ def test_an_error_that_nobody_caught_ends_all():
     assert "Traceback" in errors[1]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, 1] if ALL else [1])
 def test_a_killed_process_ends_all_with_one_line(lost):
     launch = Launch("wait")
     launch.until_met()
@@ -150,7 +151,7 @@ def test_a_killed_process_ends_all_with_one_line(lost):
     assert "".join(errors) == line
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, 1] if ALL else [1])
 def test_a_stopped_process_ends_all_after_the_timeout(lost):
     launch = Launch("silent")
     launch.until_met()

@@ -17,6 +17,7 @@ PLACES = {d: [(r["size"], r["stage"]) for r in ROWS if r["dtype"] == d] for d in
 SPREAD = {1: (0, 3), 2: STAGES}
 # Largest difference of a loss between any two of the runs.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE if ALL else ["fp32", "fp16"])
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def _runs(ranks, path, dtype):
     return zip(stages, ranks.run("helpers.runs:train_many", runs=runs)[0], strict=True)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@every_dtype
 def test_losses_agree_over_zero_stages_and_processes(trajectories, dtype):
     losses = torch.tensor([r["losses"] for r in trajectories(dtype).values()])
     assert losses.shape == (len(PLACES[dtype]), STEPS[dtype])
@@ -54,7 +55,7 @@ def test_losses_agree_over_zero_stages_and_processes(trajectories, dtype):
     assert losses[0].max() - losses[0].min() > 10 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@every_dtype
 def test_gradient_norms_are_reported_and_agree_over_zero_stages_and_processes(trajectories, dtype):
     norms = torch.tensor([r["norms"] for r in trajectories(dtype).values()])
     if dtype == "fp16":
@@ -65,7 +66,7 @@ def test_gradient_norms_are_reported_and_agree_over_zero_stages_and_processes(tr
     torch.testing.assert_close(norms, norms[:1].expand_as(norms), rtol=rtol, atol=0.0)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@every_dtype
 def test_trained_adapters_agree_over_zero_stages_and_processes(trajectories, dtype):
     reports = list(trajectories(dtype).values())
     atol = {"fp32": 1e-5, "bf16": 0.03, "fp16": 0.03}[dtype]
@@ -75,7 +76,7 @@ def test_trained_adapters_agree_over_zero_stages_and_processes(trajectories, dty
             torch.testing.assert_close(report["trained"][name], expected, rtol=0.0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@every_dtype
 def test_base_weights_are_bit_identical_after_training(trajectories, dtype):
     for report in trajectories(dtype).values():
         assert report["base_changed"] == []

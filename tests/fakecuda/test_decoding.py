@@ -57,7 +57,7 @@ def test_each_shape_runs_once_as_it_is_before_it_is_captured(fake_device):
         ("seen wait", 0, r"the model waits for the GPU at faults\.py:\d+"),
         ("unseen wait", 0, r"CUDA error: operation not permitted .* synchronize at .* unseen_wait"),
         ("wrong", 1, "a model that minds captures"),
-    ],
+    ][:: 1 if ALL else 3],
 )
 def test_what_cannot_be_captured_is_told_and_leaves_nothing_behind(
     fake_device, fault, begun, reason

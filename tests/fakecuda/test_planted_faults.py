@@ -3,6 +3,7 @@
 import pytest
 
 from fakecuda.test_training import check_estimate, waits_of
+from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
@@ -18,19 +19,22 @@ def test_without_a_fault_nothing_is_found(fake_device):
     check_estimate(found)
 
 
+@pytest.mark.thorough
 def test_a_tensor_made_on_the_host(fake_device):
     with pytest.raises(AssertionError, match=r"two different devices|not on.*device|cpu"):
         plant(fake_device, "host tensor")
 
 
 @pytest.mark.parametrize(
-    ("fault", "what"), [("item", "item"), ("mask", "index by a mask"), ("unpinned", "unpinned")]
+    ("fault", "what"),
+    [("item", "item"), *[("mask", "index by a mask"), ("unpinned", "unpinned")] * ALL],
 )
 def test_a_wait(fake_device, fault, what):
     waits = plant(fake_device, fault)["waits"]
     assert any(what in place and "faults.py" in place for place in waits)
 
 
+@pytest.mark.thorough
 def test_a_product_in_fp32(fake_device):
     assert any(each.endswith("float32") for each in plant(fake_device, "fp32")["products"])
 

@@ -139,6 +139,7 @@ def test_run_that_was_stopped_ends_as_one_that_was_not(verb_run, trained, tmp_pa
         assert ours == theirs
 
 
+@pytest.mark.thorough
 def test_second_run_in_a_directory_is_refused_while_the_first_goes_on(verb_run, tmp_path):
     refused = []
 

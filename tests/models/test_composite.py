@@ -242,7 +242,7 @@ def test_parameters_that_stand_beside_the_text_model_are_left_out(tmp_path):
     torch.testing.assert_close(logits(text), logits(whole_model(base)))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+@pytest.mark.parametrize("kind", ["gemma3", *["llama4"] * ALL])
 def test_a_text_model_trained_in_full_with_more_tokens_is_written_into_the_checkpoint(
     kind, tmp_path
 ):
@@ -352,7 +352,7 @@ def test_the_card_makes_a_reward_model_of_the_whole_where_transformers_has_none(
 QUANTISED = {"fp8": (fp8, FP8), "gptq": (gptq, GPTQ)}
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", QUANTISED if ALL else ["fp8"])
 def test_a_quantised_composite_model_is_read_as_values_and_merged_whole(kind, gemma, tmp_path):
     base = shutil.copytree(gemma, tmp_path / "base")
     values = rewrite(gemma, base, *QUANTISED[kind], part="language_model")

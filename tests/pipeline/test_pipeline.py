@@ -25,7 +25,7 @@ ALL = "stages: {sft: {lora_dim: 8}, reward: {}, rlhf: {}}"
 
 
 @pytest.fixture(autouse=True)
-def _in_a_directory_of_its_own(tmp_path, monkeypatch):
+def _in_a_directory_of_its_own(tmp_path, monkeypatch, first_rows):
     monkeypatch.chdir(tmp_path)
 
 

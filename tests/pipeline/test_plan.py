@@ -124,6 +124,7 @@ def test_roles_on_one_base_count_its_weights_once_and_decoding_its_cache(tiny, h
     assert memory.phases[TRAINING] == kept + moving
 
 
+@pytest.mark.thorough
 def test_a_published_critic_is_an_adapter_beside_the_actors(home):
     options = {
         **dict.fromkeys(("actor_model_name_or_path", "critic_model_name_or_path"), "opt-125m"),
@@ -160,6 +161,7 @@ SEARCHES = [
 ]
 
 
+@pytest.mark.thorough
 def test_a_divergence_from_a_teacher_takes_its_chunk_of_tables(home):
     """2^25 logits at a time, of 36 bytes for a KL and 52 for the JSD, 12 for cross-entropy."""
     options = {"actor_model_name_or_path": "Qwen/Qwen3-0.6B", "teacher_system_prompt": "x"}
@@ -317,6 +319,7 @@ def test_expected_speeds_lie_about_what_an_h200_measured(home):
             assert 0.6 < 1e3 * expected / each["step_milliseconds"] < 1.6
 
 
+@pytest.mark.thorough
 def test_launches_are_of_every_micro_batch_and_role(tiny, home):
     def launches(stage, **options):
         options = {"lora_dim": RANK, "max_seq_len": 64, **options}

@@ -21,7 +21,7 @@ OPTIONS = {"lora_dim": 4, "lora_learning_rate": 1e-3, "max_steps": 27}
 
 
 @pytest.fixture(autouse=True)
-def own_directory(tmp_path, monkeypatch):
+def own_directory(tmp_path, monkeypatch, first_rows):
     monkeypatch.chdir(tmp_path)
 
 

@@ -8,6 +8,8 @@ from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.role_config import RoleConfig
 from dschat_lora.rl.validation import check_rlhf
 
+pytestmark = pytest.mark.usefixtures("first_rows")
+
 
 @pytest.fixture
 def batches(monkeypatch, tmp_path):

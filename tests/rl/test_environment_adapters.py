@@ -229,6 +229,7 @@ def test_tools_of_an_mcp_server_over_standard_streams():
     play_mcp(f"{sys.executable} {HELPERS / 'mcp_tools.py'}")
 
 
+@pytest.mark.thorough
 def test_tools_of_an_mcp_server_over_http():
     pytest.importorskip("mcp")
     with served("mcp_tools.py") as address:

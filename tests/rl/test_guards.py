@@ -35,6 +35,7 @@ def test_a_guard_stops_a_run_at_a_checkpoint_from_which_it_goes_on(tmp_path, cap
     assert numbers(rest) == numbers(whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_an_entropy_is_steered_by_its_bonus_and_a_stopped_run_steers_on(tmp_path):
     """A target that no policy reaches raises the weight, one below all of them never acts."""

@@ -27,7 +27,7 @@ from helpers.spread import ALL
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-ENGINES = ("own", "transformers", "servers")
+ENGINES = ("own", "servers", *["transformers"] * ALL)
 SAMPLING = Sampling(12)
 
 

@@ -25,6 +25,7 @@ from dschat_lora.rl.config import DistillConfig, RlhfConfig
 from dschat_lora.rl.experience import Experience, advantages_and_returns
 from dschat_lora.rl.teacher import TeacherPrompts, answer_of
 from dschat_lora.rl.validation import check_rlhf
+from helpers.spread import ALL
 
 SHORT = {
     "max_steps": 4,
@@ -238,7 +239,10 @@ def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, 
 @pytest.mark.stage
 @pytest.mark.parametrize(
     "options",
-    [{"on_policy_share": 0.5, "distill_loss": "forward_kl"}, {"teacher_system_prompt": "Be kind."}],
+    [
+        {"on_policy_share": 0.5, "distill_loss": "forward_kl"},
+        *[{"teacher_system_prompt": "Be kind."}] * ALL,
+    ],
     ids=["answers of the data", "a system message"],
 )
 def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, options):

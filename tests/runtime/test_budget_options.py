@@ -16,7 +16,7 @@ from helpers.step1 import checked, parsed
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tmp_path, monkeypatch, first_rows):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

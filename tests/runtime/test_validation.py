@@ -20,7 +20,7 @@ CONFIGS = ROOT / "configs" / "ds"
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tmp_path, monkeypatch, first_rows):
     """A directory of the user's own, without a launcher's environment."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE"):

@@ -13,7 +13,7 @@ from helpers.drawn_lines import lines
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(tmp_path, monkeypatch, first_rows):
     """The working directory of lines, with what they name."""
     make_home(tmp_path / "home")
     monkeypatch.chdir(tmp_path / "home")
@@ -21,7 +21,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
-@drawing(200)
+@drawing(100)
 @given(line=lines())
 def test_a_drawn_line_is_taken_as_typed_or_refused_in_one_line_that_names_it(home, line):
     make_home(home)

@@ -55,7 +55,7 @@ def said_by(records):
     return " ".join([*texts, *(each.rejected or "" for each in records)])
 
 
-@drawing(300)
+@drawing(150)
 @given(row=drawn_rows(TEMPLATES))
 def test_a_drawn_row_is_read_or_refused_by_file_and_line(chats, directory, row):
     path = row.write(directory)

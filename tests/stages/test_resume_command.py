@@ -368,6 +368,7 @@ def test_dry_run_that_finds_a_mistake_leaves_the_users_files_alone(command, tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "metrics.jsonl"}
 
 
+@pytest.mark.thorough
 def test_signal_whose_save_fails_says_that_nothing_was_saved(command, launcher, tmp_path):
     running = launcher.start([*RUN, "--save_interval", 0], tmp_path)
     wait_for_steps(running, tmp_path / "out", 2)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from helpers.spread import ALL
 from helpers.step1 import ROOT, deepspeed, metrics, python, run, write_jsonl
 
 pytestmark = pytest.mark.stage
@@ -36,6 +37,8 @@ CHAT_TEMPLATE = (
     "{{ '<|unk|>' if m.role == 'assistant' }}\n{% endfor %}"
     "{{ '[assistant]' if add_generation_prompt }}"
 )
+# an epoch of less than all rows is enough to see by default
+DATA = [] if ALL else ["--data_path", BUNDLED_DATA["eval"]]
 # Keeps a run short: a few evaluation batches, no sample answers.
 SHORT = ["--eval_iters", "1", "--sample_generations", "0"]
 
@@ -64,8 +67,9 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def title(home):
-    """The command of the title, exactly as written."""
-    done = run(deepspeed("--lora_dim", "128", "--gradient_accumulation_steps", "8"), home)
+    """The command of the title, by ``make test-all`` exactly as written."""
+    options = ["--lora_dim", "128", "--gradient_accumulation_steps", "8"]
+    done = run(deepspeed(*options, *DATA), home)
     assert done.code == 0, done.err
     return done
 
@@ -102,7 +106,8 @@ def own_data(home, launcher):
 
 def test_title_command_says_first_what_it_trains_on_what(title):
     lines = [line for line in title.out.splitlines() if not line.startswith("[20")]
-    assert lines[0] == "model: the bundled tiny model; data: the bundled data"
+    data = DATA[1] if DATA else "the bundled data"
+    assert lines[0] == f"model: the bundled tiny model; data: {data}"
     assert "Traceback" not in title.err
 
 
@@ -275,7 +280,7 @@ def test_dry_run_prints_the_options_and_leaves_no_trace(own_data, home, launcher
 
 def test_no_epochs_evaluate_the_continued_adapter_in_the_next_free_directory(title, home, launcher):
     options = ["--model_name_or_path", "output/sft", "--num_train_epochs", 0, "--lora_dim", 128]
-    running = launcher.start(options, home)
+    running = launcher.start([*options, *DATA], home)
     assert running.wait() == [0], running.output()
     out = home / "output" / "sft-2"
     assert f"output: {out.relative_to(home)}" in running.out()

@@ -22,6 +22,7 @@ from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, Supervi
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
 from helpers.launcher import STEP1
+from helpers.spread import ALL
 from helpers.step1 import ROOT, metrics, run, write_adapter_config, write_jsonl
 
 MAX_SECONDS = 5.0
@@ -290,6 +291,7 @@ def test_orpo_trains_without_a_reference_and_adds_its_two_means(home, command):
     assert f"cross-entropy of chosen answers {last['nll_loss']:.4f}" in ended.out
 
 
+@pytest.mark.thorough
 @stage_test
 def test_kto_trains_on_labels_and_on_the_answers_of_pairs(home, command):
     pairs = rows_of("train", 12)
@@ -315,7 +317,7 @@ def test_kto_trains_on_labels_and_on_the_answers_of_pairs(home, command):
 
 
 @stage_test
-@pytest.mark.parametrize("name", ["reward", "dpo"])
+@pytest.mark.parametrize("name", ["reward", *["dpo"] * ALL])
 def test_adapter_of_step_1_is_continued(home, command, sft, name):
     out = f"{name}-from-sft"
     slow = ["--lora_learning_rate", "1e-9", "--max_steps", 1, "--eval_iters", 1]
@@ -348,7 +350,7 @@ def test_no_epochs_evaluate_the_continued_reward_model_alone(home, command, rewa
 
 
 @stage_test
-@pytest.mark.parametrize("name", ["reward", "dpo"])
+@pytest.mark.parametrize("name", ["reward", *["dpo"] * ALL])
 def test_every_weight_trains_without_a_rank_and_the_model_is_written(home, command, name):
     out = f"{name}-full"
     command(
@@ -637,6 +639,7 @@ def test_margin_that_is_no_number_is_named_with_its_row(home, command):
     assert not (home / "no").exists()
 
 
+@pytest.mark.thorough
 @stage_test
 def test_option_of_another_stage_is_accepted_and_said_to_do_nothing(command, home):
     options = ["--train_on_prompt", "--sample_generations", 3, "--num_padding_at_beginning", 0]

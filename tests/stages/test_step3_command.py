@@ -22,6 +22,7 @@ from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.stage_main import run_main
 from helpers.launcher import ROOT
 from helpers.rlhf_course import save_family, write_prompts, write_texts
+from helpers.spread import ALL
 from helpers.step1 import metrics, run
 
 MAX_SECONDS = 5.0
@@ -301,6 +302,7 @@ def test_no_epochs_evaluate_alone(home, command):
     assert json_of(home / "looked" / "run.json")["status"] == "finished"
 
 
+@pytest.mark.thorough
 @stage_test
 def test_rank_0_alone_prints(home, command):
     argv = [*SHORT, "--max_steps", 2, "--actor_zero_stage", 2, "--critic_zero_stage", 2]
@@ -367,7 +369,7 @@ def test_function_sees_rows_and_tokens_and_none_counts_for_nothing(home, command
 
 
 @stage_test
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2] if ALL else [1])
 def test_iteration_of_which_nothing_counts_is_an_event_and_the_run_goes_on(home, command, ranks):
     out = f"none-{ranks}"
     sizes = ["--per_device_generation_batch_size", 4 // ranks]
@@ -398,6 +400,7 @@ def test_run_in_which_nothing_ever_counts_is_a_failure_that_says_so(home, comman
     assert not (home / "never" / "actor").exists()
 
 
+@pytest.mark.thorough
 @stage_test
 def test_constant_reward_is_warned_of_once(home, command):
     argv = [*FUNCTION, "my_rewards:constant", "--num_train_epochs", 4, "--output_dir", "constant"]
@@ -411,7 +414,10 @@ def test_constant_reward_is_warned_of_once(home, command):
 @stage_test
 @pytest.mark.parametrize(
     ("function", "ranks", "part"),
-    [("too_few", 1, "returned 1 scores for 3 responses"), ("infinite", 2, "returned inf")],
+    [
+        ("too_few", 1, "returned 1 scores for 3 responses"),
+        *[("infinite", 2, "returned inf")] * ALL,
+    ],
 )
 def test_function_that_returns_no_scores_ends_the_run_in_one_line(command, function, ranks, part):
     argv = [*FUNCTION, f"my_rewards:{function}", "--output_dir", f"bad-{function}"]

@@ -210,6 +210,7 @@ def copy_of(tmp_path, undisturbed):
     return copy
 
 
+@pytest.mark.thorough
 def test_resumed_where_no_evaluation_is_due_it_has_none(start, copy_of, undisturbed):
     out = copy_of("1 rank", step=4)
     _, running = start("1 rank", out.parent)

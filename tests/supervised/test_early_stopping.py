@@ -61,6 +61,7 @@ def test_rates_by_rule_are_those_that_train_and_are_explained(capsys):
         dl.sft(data=ROWS, **{**options, "learning_rate": "au"})
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_a_resumed_run_keeps_its_rates_by_rule(tmp_path):
     options = {**SHORT, "max_steps": 4, "learning_rate": "auto"}
@@ -72,6 +73,7 @@ def test_a_resumed_run_keeps_its_rates_by_rule(tmp_path):
     assert numbers(rest) == numbers(whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_roles_of_step_3_have_rates_by_rule():
     options = {"actor_learning_rate": "auto", "actor_lora_dim": 4, "rewards": [brevity]}

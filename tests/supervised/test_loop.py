@@ -124,6 +124,7 @@ def test_evaluation_weighs_every_supervised_token_of_all_ranks_alike(
             assert sum(results[0]["own"]) != sum(results[1]["own"])
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 @pytest.mark.parametrize("size", SIZES)
 def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(ranks, model_directory, size):

@@ -286,6 +286,7 @@ def test_requests_that_come_twice_or_out_of_order_are_worked_off_once_in_order(s
     assert not shuffled.runs[other.run].waiting
 
 
+@pytest.mark.thorough
 def test_saved_weights_go_on_with_their_moments_or_without(start):
     service = start()
     client = Client(service)
