@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from helpers import nlg_runs
+from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
 
 # (processes, ZeRO stage, rows of a micro-batch, accumulation): 8 rows a step
 LAYOUTS = [(1, 0, 8, 1), (1, 0, 2, 4), (2, 0, 4, 1), (2, 1, 2, 2), (2, 2, 1, 4), (2, 3, 4, 1)]
+LAYOUTS = LAYOUTS if ALL else LAYOUTS[1::3]
 
 
 @pytest.fixture(scope="module")

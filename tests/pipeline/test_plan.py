@@ -45,6 +45,9 @@ HIDDEN, MLP, LAYERS, RANK, VOCAB = 64, 256, 3, 4, 64
 ADAPTER = LAYERS * RANK * (4 * 2 * HIDDEN + 2 * (HIDDEN + MLP))
 
 
+pytestmark = pytest.mark.usefixtures("first_rows")
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A directory with the configuration of a tiny OPT, and no weights."""

@@ -255,15 +255,15 @@ def _runs_here():
 
 
 @pytest.mark.stage
-def test_a_trial_that_is_not_ended_is_the_run_of_its_command():
+def test_a_trial_that_is_not_ended_is_the_run_of_its_command(launcher):
     pytest.importorskip("optuna", reason="needs dschat_lora[tune]")
     short = ["--lora_dim", "4", "--max_seq_len", "32", "--max_steps", "3", "--eval_iters", "1"]
-    command = [sys.executable, "-m", "dschat_lora"]
     words = ["tune", "sft", *short, "--rates", "1e-3", "1e-5", "--output_dir", "out"]
-    done = run([*command, *words], Path())
+    done = run([sys.executable, "-m", "dschat_lora", *words], Path())
     assert done.code == 0, done.err
-    plain = ["sft", *short, "--eval_interval", "1", "--output_dir", "plain"]
-    assert run([*command, *plain, "--lora_learning_rate", "1e-3"], Path()).code == 0
+    plain = [*short, "--eval_interval", "1", "--output_dir", "plain"]
+    running = launcher.start([*plain, "--lora_learning_rate", "1e-3"], Path.cwd())
+    assert running.wait() == [0], running.output()
     losses = [
         [(line["step"], line["loss"]) for line in metrics(home) if "loss" in line]
         for home in ("out/trial-00/seed-1234", "plain")

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -16,14 +15,6 @@ pytestmark = pytest.mark.stage
 
 RECIPE = ROOT / "configs" / "recipes" / "bundled.yaml"
 STAGES = ("sft", "reward", "rlhf")
-# Starts a stage as the launcher does, without the seconds that its two processes take to import
-# what they need. The real one is in the way of the signal, where it matters.
-LAUNCHER = f"""#!{sys.executable}
-import os, sys
-stage = sys.argv.index("dschat_lora") + 1
-words = [sys.executable, "-u", "-m", "dschat_lora", "--local_rank=0", *sys.argv[stage:]]
-os.execv(sys.executable, words)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +24,17 @@ def _in_a_directory_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def light_launcher(tmp_path, monkeypatch):
-    path = tmp_path / "deepspeed"
-    path.write_text(LAUNCHER, encoding="utf-8")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(course, "launcher_command", lambda: str(path))
+def forked_stages(launcher, tmp_path, monkeypatch):
+    """Stages start without the seconds that DeepSpeed's launcher and they take to import."""
+
+    def run(relay, command):
+        words = command[command.index("dschat_lora") + 1 :]
+        running = launcher.start(words, tmp_path, script=ROOT / "dschat_lora" / "__main__.py")
+        (code,) = running.wait()
+        sys.stdout.write(running.output())
+        return code
+
+    monkeypatch.setattr(course.Relay, "run", run)
 
 
 def steps_of(out, stage):
@@ -55,7 +52,7 @@ def times(out):
 
 
 def test_stopped_in_a_stage_it_goes_on_to_the_end_and_then_has_nothing_to_do(
-    tmp_path, light_launcher, capfd
+    tmp_path, forked_stages, capsys
 ):
     out = tmp_path / "out"
     words = ["pipeline", str(RECIPE), "--output_dir", "out", "--set", "sft.max_steps=400"]
@@ -79,7 +76,7 @@ def test_stopped_in_a_stage_it_goes_on_to_the_end_and_then_has_nothing_to_do(
 
     again = {"output_dir": "out", "overrides": [f"sft.max_steps={done + 1}", "rlhf.max_steps=2"]}
     course.run_pipeline(str(RECIPE), **again)
-    said = capfd.readouterr().out
+    said = capsys.readouterr().out
     assert f"going on from out/sft/checkpoints/step-{done:08d}" in said
     assert steps_of(out, "sft") == list(range(1, done + 2))
     assert [len(steps_of(out, stage)) for stage in ("reward", "rlhf")] == [3, 2]
@@ -94,5 +91,5 @@ def test_stopped_in_a_stage_it_goes_on_to_the_end_and_then_has_nothing_to_do(
     before = times(out)
     course.run_pipeline(str(RECIPE), **again)
     skipped = [f"stage {stage}: finished, and skipped" for stage in STAGES]
-    assert capfd.readouterr().out.splitlines()[:3] == skipped
+    assert capsys.readouterr().out.splitlines()[:3] == skipped
     assert times(out) == before
