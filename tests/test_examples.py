@@ -56,7 +56,8 @@ def test_the_loss_falls(run):
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3"] if ALL else ["zero3"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_two_processes_train_alike_at_every_zero_stage(run, name):
     (expected, reference), (losses, saved) = run("zero0"), run(name)
     assert losses == pytest.approx(expected, abs=2e-6)
@@ -64,7 +65,7 @@ def test_two_processes_train_alike_at_every_zero_stage(run, name):
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["alone", "zero3"])
+@pytest.mark.parametrize("name", ["alone", *["zero3"] * ALL])
 def test_the_saved_model_is_a_stock_one_whose_blocks_alone_have_changed(run, name):
     _, saved = run(name)
     before = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)

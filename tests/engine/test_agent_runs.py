@@ -86,6 +86,7 @@ def differences(own, other):
     return [each for each in found if each[2] != each[3]]
 
 
+@pytest.mark.thorough
 def test_an_agent_is_the_environment_that_says_the_same_digit_for_digit(runs):
     agent, environment = runs("agent"), runs("environment")
     assert not differences(map(plain, agent.lines), map(plain, environment.lines))

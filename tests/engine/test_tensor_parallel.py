@@ -57,7 +57,7 @@ def runs(ranks, model_directory):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [*((kind, "fp32") for kind in (KINDS if ALL else KINDS[:2])), *HALF],
+    [*((kind, "fp32") for kind in (KINDS if ALL else KINDS[:1])), *HALF],
 )
 def test_losses_norms_and_adapters_do_not_depend_on_how_the_model_is_shared(runs, kind, dtype):
     atol = TOLERANCE[dtype]
@@ -89,6 +89,7 @@ def test_all_ranks_report_the_same_losses_and_norms(runs):
             assert other["norms"] == first["norms"]
 
 
+@pytest.mark.thorough
 def test_infinite_gradient_on_one_rank_is_skipped_by_all_that_share_the_model(
     ranks, model_directory
 ):

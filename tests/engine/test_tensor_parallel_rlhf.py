@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from helpers.rlhf_course import save_family, write_prompts, write_texts
 from helpers.tiny import KINDS
 
-pytestmark = pytest.mark.stage
+pytestmark = [pytest.mark.stage, pytest.mark.thorough]
 
 # Two iterations of eight responses, four a step, the second one cut short.
 STEPS = 3
@@ -78,7 +78,6 @@ FIGURES = """
 """.split()
 
 
-@pytest.mark.thorough
 def test_steps_of_a_divided_model_are_those_of_a_whole_one(reports):
     expected = reports()["whole"][0]
     values = [step["value_loss"] for step in expected["steps"]]
@@ -92,7 +91,6 @@ def test_steps_of_a_divided_model_are_those_of_a_whole_one(reports):
                 assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
 
 
-@pytest.mark.thorough
 def test_log_of_a_divided_run_is_that_of_a_whole_one(reports):
     expected = json.loads(reports()["whole"][0]["lines"])
     for layout in LAYOUTS:
@@ -109,7 +107,6 @@ def test_log_of_a_divided_run_is_that_of_a_whole_one(reports):
             )
 
 
-@pytest.mark.thorough
 def test_ranks_of_a_model_draw_the_same_bits_and_the_tokens_of_a_whole_one(reports):
     (whole,) = reports()["whole"]
     ends = [tokens[-1] == 2 for drawn in whole["drawn"] for tokens, _ in drawn]
@@ -122,7 +119,6 @@ def test_ranks_of_a_model_draw_the_same_bits_and_the_tokens_of_a_whole_one(repor
         ]
 
 
-@pytest.mark.thorough
 def test_what_every_rank_holds_stays_the_same_bits_after_every_step(reports):
     """Factors and the head of the critic among it, which train on every rank."""
     for layout in LAYOUTS:
@@ -132,7 +128,6 @@ def test_what_every_rank_holds_stays_the_same_bits_after_every_step(reports):
             assert report["changed"] == []
 
 
-@pytest.mark.thorough
 def test_a_reward_function_is_asked_once_about_each_response(reports):
     """Answers that differ from call to call would drive the ranks of a model apart."""
     (whole,) = reports()["whole"]
@@ -143,7 +138,6 @@ def test_a_reward_function_is_asked_once_about_each_response(reports):
         assert min(asked) > 0
 
 
-@pytest.mark.thorough
 def test_tensors_written_by_ranks_that_divide_a_model_are_whole(reports):
     for role in ("actor", "critic", "actor_ema"):
         path = Path(role) / "adapter" / "adapter_model.safetensors"
@@ -156,7 +150,6 @@ def test_tensors_written_by_ranks_that_divide_a_model_are_whole(reports):
                 torch.testing.assert_close(tensors[name], value, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thorough
 def test_parameters_are_counted_as_those_of_a_whole_model(reports):
     counts = {
         layout: json.loads((each[0]["out"] / "run.json").read_text(encoding="utf-8"))

@@ -97,6 +97,7 @@ def test_only_fp16_has_a_loss_scale(trajectories):
             assert not any(report["skipped"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2] if ALL else [2])
 def test_too_large_a_loss_scale_is_halved_alike_at_every_stage(ranks, model_directory, size):
     run = {
@@ -141,7 +142,7 @@ def is_possible(row):
     return has_masters and not (row["offload"] and row["stage"] == 0)
 
 
-COMBINATIONS = pairwise(FACTORS, is_possible)[:: 1 if ALL else 2]
+COMBINATIONS = pairwise(FACTORS, is_possible)[:: 1 if ALL else 3]
 
 
 def named(row):

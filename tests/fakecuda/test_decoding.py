@@ -44,6 +44,7 @@ def call_with(fake_device, fault, new_tokens):
     ]
 
 
+@pytest.mark.thorough
 def test_each_shape_runs_once_as_it_is_before_it_is_captured(fake_device):
     found, warned = call_with(fake_device, "none", 70)
     # 64 steps up to 128 columns, and 5 beyond.
@@ -68,6 +69,7 @@ def test_what_cannot_be_captured_is_told_and_leaves_nothing_behind(
     assert all(re.fullmatch(reason, text) for text in warned)
 
 
+@pytest.mark.thorough
 def test_after_a_failed_capture_numbers_are_drawn_and_no_graph_of_before_is_replayed(fake_device):
     before, after = fake_device.run("fakecuda.faults:decode_around_a_failed_capture")
     # 8 tokens: the first from the prompts, one as it is before the capture.
@@ -86,6 +88,7 @@ def test_cudnn_plans_attention_of_steps_and_where_it_is_asked_for_of_prompts(fak
     assert found == [[1, 128], [1, 256], [64, 64], [128, 128], [192, 192], [248, 248]]
 
 
+@pytest.mark.thorough
 def test_requests_that_come_and_go_replay_steps(fake_device):
     found = fake_device.run("fakecuda.programs:serve", shape="opt-1.3b", layers=2)
     assert found["warned"] == []

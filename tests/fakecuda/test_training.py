@@ -72,6 +72,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "rank", "recompute"), ROWS if ALL else ROWS[:1])
 def test_memory_is_what_the_document_says(fake_device, tmp_path, shape, rank, recompute):
     found = train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute)

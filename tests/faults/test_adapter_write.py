@@ -62,6 +62,7 @@ def chosen(sound, part, parts, calls=r".*"):
     return fitting[part::parts] if LONG else spread(fitting, parts)[part : part + 1]
 
 
+@pytest.mark.thorough
 def test_operations_are_the_same_in_each_run(sound, tiny_run):
     again = tiny_run()
     names = sorted(each.relative_to(sound.home) for each in operations(sound.log))

@@ -43,7 +43,7 @@ ERRORS = {
 # what to hit: (text in its paths, options, points in a short run, most in a long one)
 PLACES = {
     "checkpoints": ("/out/checkpoints", [], 1, 99),
-    "metrics": ("/out/metrics.jsonl", [], 1, 8),
+    "metrics": ("/out/metrics.jsonl", [], int(LONG), 8),
     "record": ("/out/run.json", [], int(LONG), 7),
     "tensorboard": ("/out/tensorboard", ["--report_to", "tensorboard"], int(LONG), 6),
 }

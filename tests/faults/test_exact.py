@@ -79,6 +79,7 @@ def undisturbed(start):
     return undisturbed_runs(start)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "number"),
     POINTS if LONG else SHORT,
@@ -106,6 +107,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undis
     check_same_end(home / "out", undisturbed(name))
 
 
+@pytest.mark.thorough
 def test_epochs_are_crossed(undisturbed):
     lines = (undisturbed("epochs") / "metrics.jsonl").read_text(encoding="utf-8")
     assert '"epoch": 3.' in lines

@@ -531,6 +531,7 @@ class Count(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_a_decoder_keeps_its_recordings_while_the_weights_stay_where_they_are(monkeypatch):
     monkeypatch.setattr("dschat_lora.generation.batch_state.ROW_BUCKETS", (2, 4, 8))

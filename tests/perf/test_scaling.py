@@ -107,6 +107,7 @@ def test_half_of_the_peak_takes_twice_the_time():
     assert CLUSTER.compute_seconds(100e12) == pytest.approx(2.0)
 
 
+@pytest.mark.thorough
 def test_the_documentation_has_the_tables_that_the_command_makes():
     text = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
     assert scaling.updated(text) == text

@@ -47,7 +47,7 @@ def test_recipe_is_what_its_stages_take(path):
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in RECIPES if ALL or path.stem in ("bundled", "opt-1.3b_opt-350m")],
+    [path for path in RECIPES if ALL or path.stem == "bundled"],
     ids=lambda path: path.stem,
 )
 def test_recipe_states_the_memory_that_is_planned(path):

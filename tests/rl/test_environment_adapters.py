@@ -243,6 +243,7 @@ def test_what_is_no_mcp_server_is_refused():
             load(f"mcp:{server}")
 
 
+@pytest.mark.thorough
 def test_no_process_of_an_mcp_server_is_left():
     pytest.importorskip("mcp")
     server = f"{sys.executable} {HELPERS / 'mcp_tools.py'}"

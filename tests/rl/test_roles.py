@@ -481,6 +481,7 @@ def large_roles(tmp_path, monkeypatch):
     return config, roles_of(config, actor, reward, dtype=torch.bfloat16, meta=True)
 
 
+@pytest.mark.thorough
 def test_four_roles_of_a_large_model_take_little_more_than_one_base(large_roles):
     _, roles = large_roles
     whole = bytes_of(roles.whole().parameters())
@@ -490,6 +491,7 @@ def test_four_roles_of_a_large_model_take_little_more_than_one_base(large_roles)
     assert whole / (2 * BASE_VALUES) == pytest.approx(1.086, abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_later_turns_take_room_for_the_longest_episode_and_what_the_shortest_may_add(large_roles):
     config, roles = large_roles
     episodes = replace(config, batch=replace(config.batch, environment="world:answer"))

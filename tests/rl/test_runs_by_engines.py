@@ -99,6 +99,7 @@ def check_beside_own(run, own):
     assert (Path(run.path) / "actor" / "adapter" / "adapter_config.json").is_file()
 
 
+@pytest.mark.thorough
 def test_transformers_draws_the_responses_of_a_run(own, tmp_path):
     engine = {"rollout_engine": "transformers"}
     run = dl.rlhf(
@@ -125,6 +126,7 @@ def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
     assert [each.name for each in checkpoints_of(tmp_path / "run")] == ["step-00000001"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ahead", [0, 1] if ALL else [1])
 def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes_on(
     own, tmp_path, monkeypatch, ahead

@@ -25,7 +25,6 @@ from dschat_lora.rl.config import DistillConfig, RlhfConfig
 from dschat_lora.rl.experience import Experience, advantages_and_returns
 from dschat_lora.rl.teacher import TeacherPrompts, answer_of
 from dschat_lora.rl.validation import check_rlhf
-from helpers.spread import ALL
 
 SHORT = {
     "max_steps": 4,
@@ -241,7 +240,7 @@ def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, 
     "options",
     [
         {"on_policy_share": 0.5, "distill_loss": "forward_kl"},
-        *[{"teacher_system_prompt": "Be kind."}] * ALL,
+        pytest.param({"teacher_system_prompt": "Be kind."}, marks=pytest.mark.thorough),
     ],
     ids=["answers of the data", "a system message"],
 )

@@ -293,6 +293,7 @@ def test_no_epochs_evaluate_the_continued_adapter_in_the_next_free_directory(tit
     assert json_of(out / "run.json")["status"] == "finished"
 
 
+@pytest.mark.thorough
 def test_no_epochs_and_merge_adapter_write_the_model_that_is_the_adapter_on_its_base(
     title, home, launcher
 ):

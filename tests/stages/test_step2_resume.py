@@ -174,6 +174,7 @@ def test_another_objective_is_refused_in_one_line(start, copy_of, name, change, 
     assert files_of(out) == before
 
 
+@pytest.mark.thorough
 def test_another_starting_adapter_is_refused_in_one_line(start, launcher, tmp_path, undisturbed):
     whole = undisturbed("reward")
     (tmp_path / "rows.jsonl").write_bytes((whole.parent / "rows.jsonl").read_bytes())
@@ -192,6 +193,7 @@ def test_another_starting_adapter_is_refused_in_one_line(start, launcher, tmp_pa
     assert "what differs: the adapter that training started from (was " in running.err()
 
 
+@pytest.mark.thorough
 def test_finished_run_resumed_with_more_steps_keeps_its_reference(start, copy_of, undisturbed):
     name = "dpo on the fly"
     out = copy_of(name)

@@ -61,6 +61,7 @@ def batch(micro):
     return ["--per_device_train_batch_size", str(micro)]
 
 
+@pytest.mark.thorough
 def test_a_buffer_that_holds_all_rows_gives_the_run_of_prepared_files(launcher, home):
     found = []
     for options in ([], ["--streaming"]):

@@ -76,6 +76,7 @@ def test_wheel_holds_the_configs_of_the_checkout_and_no_tests(wheel):
     assert not [name for name in names if name.startswith(("tests/", "training/", "configs/"))]
 
 
+@pytest.mark.thorough
 def test_wheel_lists_its_recipes_and_checks_a_pipeline_of_every_stage(installed):
     listed = json.loads(installed("recipes", "--json"))
     assert all(each["path"].startswith(str(installed.target)) for each in listed)

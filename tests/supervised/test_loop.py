@@ -57,7 +57,7 @@ def exact(model_directory):
 
 
 @pytest.mark.stage
-@pytest.mark.parametrize("stage", [0, 1, 2, 3] if ALL else [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3] if ALL else [3])
 @pytest.mark.parametrize("size", SIZES)
 def test_gradient_is_that_of_the_mean_over_the_steps_targets(
     ranks, model_directory, exact, size, stage
@@ -100,7 +100,7 @@ def test_runs_of_every_shape_are_the_same_run_and_end_epochs_with_a_ragged_step(
 
 
 @pytest.mark.stage
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 3] if ALL else [3])
 @pytest.mark.parametrize("size", SIZES)
 def test_evaluation_weighs_every_supervised_token_of_all_ranks_alike(
     ranks, model_directory, size, stage
@@ -158,6 +158,7 @@ def test_a_run_whose_gradient_stays_infinite_ends_after_three_skips(ranks, model
         assert all(event["event"] == "skipped_step" for event in events)
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 @pytest.mark.parametrize("size", SIZES)
 def test_infinite_loss_of_finite_gradient_on_one_rank_skips_the_step_on_all(

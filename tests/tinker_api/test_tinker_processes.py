@@ -34,6 +34,7 @@ def differences(found, expected):
     return 0.0
 
 
+@pytest.mark.thorough
 def test_processes_and_zero_stages_give_what_one_process_gives(ranks, tmp_path):
     stages = (2, None, 1) if ALL else (2, None)
     expected = tinker_runs.train(tmp_path / "one", range(len(stages)))
