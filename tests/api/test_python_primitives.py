@@ -62,6 +62,7 @@ def check_same(loop, capsys, steps, adapter, *, names=("iteration", "reward", "l
     torch.testing.assert_close(found, adapter, atol=1e-5, rtol=0)
 
 
+@pytest.mark.thorough
 def test_the_loop_gives_the_numbers_of_the_command(home, capsys):
     assert len(LOOP.splitlines()) <= 36
     check_same(LOOP, capsys, *command())

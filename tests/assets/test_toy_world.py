@@ -191,6 +191,7 @@ def test_the_script_reproduces_the_shipped_data(tmp_path):
         assert (tmp_path / "data" / f"{split}.jsonl").read_bytes() == shipped.read_bytes()
 
 
+@pytest.mark.thorough
 def test_pretraining_never_uses_a_shipped_prompt(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     from bundled_text import document, drill, long_document

@@ -26,6 +26,7 @@ def reports(ranks, model_directory, tmp_path_factory):
     return found
 
 
+@pytest.mark.thorough
 def test_losses_agree_over_zero_stages_and_processes(reports):
     losses = torch.tensor([report["losses"] for report in reports.values()])
     assert losses.shape == (len(PLACES), STEPS)
@@ -33,10 +34,12 @@ def test_losses_agree_over_zero_stages_and_processes(reports):
     assert losses[0].max() - losses[0].min() > 1e-3
 
 
+@pytest.mark.thorough
 def test_no_code_of_the_base_changes(reports):
     assert [report["base_changed"] for report in reports.values()] == [[]] * len(PLACES)
 
 
+@pytest.mark.thorough
 def test_merged_models_agree_and_are_whole(reports):
     found = [load_file(report["merged"] / "model.safetensors") for report in reports.values()]
     for name, expected in found[0].items():

@@ -81,6 +81,7 @@ def counted():
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.stage
 def test_compiled_blocks_train_alike_and_neither_lengths_nor_layers_are_compiled_again(counted):
     models = [tiny(layers=4), tiny(layers=4)]

@@ -79,6 +79,7 @@ def test_scores_are_means_over_draws_then_over_prompts(monkeypatch, rows, draws)
     assert len(set(seeds)) == draws * len(rows), "every draw has random numbers of its own"
 
 
+@pytest.mark.thorough
 def test_perplexity_is_that_of_a_plain_loop_over_the_chosen_answers(rows):
     source = find_model(None)
     tokenizer = load_tokenizer(source.tokenizer, ModelConfig())

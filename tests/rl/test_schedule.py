@@ -17,6 +17,7 @@ PLANS = list(
 )
 
 
+@pytest.mark.thorough
 def test_iterations_are_as_many_as_counting_them_one_by_one_finds():
     sizes = {
         (prompts, each): [len(PromptOrder(prompts, each, 0)(i)) for i in range(60)]

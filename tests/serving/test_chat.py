@@ -48,6 +48,7 @@ def test_each_answer_goes_on_from_what_was_said_before(say, runs):
     assert err.startswith("a: ask something")
 
 
+@pytest.mark.thorough
 def test_several_models_answer_under_their_names_with_a_score(say, runs):
     reward = runs["a"].parent / "reward"
     out, _ = say(QUESTIONS[:1], "base", runs["a"], runs["b"], "--reward", reward)

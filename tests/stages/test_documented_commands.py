@@ -90,6 +90,7 @@ def test_commands_of_the_readme_run_one_after_another(readme):
         assert (home / "output" / left / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.thorough
 def test_commands_of_the_quick_start_run_one_after_another(readme, launcher, tmp_path):
     """But for those of the README; the demo, which has tests of its own, has written its runs."""
     home, said = readme

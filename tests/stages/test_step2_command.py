@@ -469,6 +469,7 @@ def first_look(home, command):
     return call
 
 
+@pytest.mark.thorough
 @stage_test
 def test_reference_is_that_of_the_model_at_hand_whatever_the_cache_holds(home, first_look, sft):
     def files():
