@@ -142,7 +142,8 @@ def is_possible(row):
     return has_masters and not (row["offload"] and row["stage"] == 0)
 
 
-COMBINATIONS = pairwise(FACTORS, is_possible)[:: 1 if ALL else 3]
+COMBINATIONS = pairwise(FACTORS, is_possible)
+CHOSEN = COMBINATIONS[:: 1 if ALL else 3]
 
 
 def named(row):
@@ -155,14 +156,14 @@ def combined(ranks, model_directory):
     """``combined(row)``: the report of a combination, and of the plain run."""
     plain = [
         {"trained": trained, "dtype": dtype, "size": 1, "stage": 0}
-        for trained, dtype in {(row["trained"], row["dtype"]): None for row in COMBINATIONS}
+        for trained, dtype in {(row["trained"], row["dtype"]): None for row in CHOSEN}
     ]
     done = {}
 
     def of(row):
         if not done:
             for size in (1, 2):
-                rows = [each for each in [*plain, *COMBINATIONS] if each["size"] == size]
+                rows = [each for each in [*plain, *CHOSEN] if each["size"] == size]
                 runs = [
                     {
                         "path": model_directory("llama"),
@@ -183,7 +184,7 @@ def options(row):
     return {**TRAINED[row["trained"]], **{n: row[n] for n in row if n not in ("trained", "size")}}
 
 
-@pytest.mark.parametrize("row", COMBINATIONS, ids=named)
+@pytest.mark.parametrize("row", CHOSEN, ids=named)
 def test_losses_are_those_of_a_plain_run_whatever_is_shared_out_offloaded_and_recomputed(
     combined, row
 ):
