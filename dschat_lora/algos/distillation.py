@@ -40,5 +40,30 @@ def generalized_jsd(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
+def with_one_rest(student: Tensor, teacher: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
+    """Both distributions over the teacher's likeliest tokens, and all others as one outcome.
+
+    A divergence of what is left is at most that of the whole vocabulary (data processing
+    inequality), and what either says among the teacher's unlikely tokens counts no more.
+
+    Args:
+        student: (..., V) log-probabilities.
+        teacher: (..., V) log-probabilities.
+        top_k: tokens that are told apart at each position, > 0; from V on nothing changes.
+
+    Returns:
+        (..., top_k + 1) log-probabilities of the student and of the teacher, the rest last.
+    """
+    if top_k >= teacher.shape[-1]:
+        return student, teacher
+    likeliest = teacher.topk(top_k).indices
+
+    def split(logprobs: Tensor) -> Tensor:
+        rest = logprobs.scatter(-1, likeliest, float("-inf")).logsumexp(-1, keepdim=True)
+        return torch.cat((logprobs.gather(-1, likeliest), rest), dim=-1)
+
+    return split(student), split(teacher)
+
+
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)

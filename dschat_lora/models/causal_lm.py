@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from dschat_lora.algos.distillation import generalized_jsd
+from dschat_lora.algos.distillation import generalized_jsd, with_one_rest
 from dschat_lora.algos.logprobs import (
     MAX_CHUNK_LOGITS,
     VocabularyPart,
@@ -326,11 +326,16 @@ class DivergenceHead(nn.Module):
         teacher: PreTrainedModel,
         *,
         beta: float,
+        top_k: int = 0,
         entropy_trains: bool = False,
     ) -> None:
-        """Compare by :func:`~dschat_lora.algos.distillation.generalized_jsd` of this ``beta``."""
+        """Compare by :func:`~dschat_lora.algos.distillation.generalized_jsd` of this ``beta``.
+
+        With ``top_k`` tokens are told apart as by
+        :func:`~dschat_lora.algos.distillation.with_one_rest`.
+        """
         super().__init__()
-        self.beta, self.entropy_trains = beta, entropy_trains
+        self.beta, self.top_k, self.entropy_trains = beta, top_k, entropy_trains
         sizes = [model.config.vocab_size for model in (student, teacher)]
         self.student = _ChunkLogits(self, "student", student.get_output_embeddings())
         self.teacher = _ChunkLogits(self, "teacher", teacher.get_output_embeddings())
@@ -367,7 +372,9 @@ class DivergenceHead(nn.Module):
             table = own.log_softmax(-1)
             with torch.set_grad_enabled(self.entropy_trains and torch.is_grad_enabled()):
                 entropies = token_entropy(own)
-            divergences = generalized_jsd(cut(table), cut(other.log_softmax(-1)), beta=self.beta)
+            both = cut(table), cut(other.log_softmax(-1))
+            both = with_one_rest(*both, top_k=self.top_k) if self.top_k else both
+            divergences = generalized_jsd(*both, beta=self.beta)
             return table.gather(1, tokens[:, None]).squeeze(1), entropies, divergences
 
         parts = (torch.split(each, self.rows) for each in (student, teacher, tokens))

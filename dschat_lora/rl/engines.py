@@ -201,7 +201,11 @@ def build_engines(setup: RlhfSetup) -> Engines:
     if config.ppo.rules.distills and beta is not None:
         assert roles.reference is not None, "options refuse it with a server"
         own["divergence"] = DivergenceHead(
-            roles.actor.model, roles.reference.model, beta=beta, entropy_trains=entropy_trains
+            roles.actor.model,
+            roles.reference.model,
+            beta=beta,
+            top_k=config.teacher.distill_top_k,
+            entropy_trains=entropy_trains,
         )
     if roles.critic is not None:
         scorers["critic"] = RewardModel(roles.critic.model)

@@ -162,6 +162,11 @@ class TeacherConfig:
     jsd_beta: float = option(
         0.5, help="the teacher's share in the mixture of --distill_loss jsd, in (0, 1)"
     )
+    distill_top_k: int = option(
+        0,
+        help="tokens, the teacher's likeliest at each position, that a divergence tells apart; all "
+        "others count as one; 0: the whole vocabulary",
+    )
     on_policy_share: float = option(
         1.0,
         help="share of the responses that the actor draws, in [0, 1]; the others are answers of "
@@ -171,6 +176,12 @@ class TeacherConfig:
     def __post_init__(self) -> None:
         require(0 < self.jsd_beta < 1, "jsd_beta", self.jsd_beta, "in (0, 1)")
         require_numbers(self, "in [0, 1]", "on_policy_share")
+        require_numbers(self, ">= 0", "distill_top_k")
+        if self.distill_top_k and self.beta is None:
+            raise ValueError(
+                f"--distill_top_k {self.distill_top_k} is of divergences over the vocabulary, "
+                "which --distill_loss sampled_reverse_kl has not; drop one of them"
+            )
         if self.on_policy_share < 1 and self.beta is None:
             raise ValueError(
                 f"--on_policy_share {self.on_policy_share:g} learns from answers that the actor "

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dschat_lora.algos.distillation import generalized_jsd
+from dschat_lora.algos.distillation import generalized_jsd, with_one_rest
 
 P, Q = [0.5, 0.3, 0.2], [0.1, 0.6, 0.3]
 
@@ -75,6 +75,42 @@ def test_tokens_that_neither_has_add_nothing(beta):
     (gradient,) = torch.autograd.grad(found, student)
     assert gradient[:2].isfinite().all()
     assert gradient[2] == 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_beside_the_likeliest_tokens_of_the_teacher_all_others_are_one(beta):
+    generator = torch.Generator().manual_seed(5)
+    student, teacher = (
+        (3 * torch.randn(4, 9, generator=generator, dtype=torch.float64)).requires_grad_()
+        for _ in range(2)
+    )
+    own, other = student.log_softmax(-1), teacher.log_softmax(-1)
+    found = generalized_jsd(*with_one_rest(own, other, top_k=3), beta=beta)
+    for row in range(4):
+        chosen = sorted(range(9), key=lambda n: -other[row, n].item())[:3]
+        p, q = (
+            [each[row, n].exp().item() for n in chosen] for each in (own.detach(), other.detach())
+        )
+        p, q = [*p, 1 - sum(p)], [*q, 1 - sum(q)]
+        m = [beta * b + (1 - beta) * a for a, b in zip(p, q, strict=True)]
+        expected = beta * kl(q, m) + (1 - beta) * kl(p, m)
+        expected = {0.0: kl(q, p), 1.0: kl(p, q)}.get(beta, expected)
+        assert found[row].item() == pytest.approx(expected, abs=1e-9)
+    whole = generalized_jsd(own, other, beta=beta)
+    assert (found <= whole + 1e-12).all()
+    torch.testing.assert_close(
+        generalized_jsd(*with_one_rest(own, other, top_k=8), beta=beta), whole
+    )
+    torch.testing.assert_close(
+        generalized_jsd(*with_one_rest(own, other, top_k=9), beta=beta), whole, rtol=0, atol=0
+    )
+    numeric = torch.autograd.gradcheck(
+        lambda x: generalized_jsd(
+            *with_one_rest(x.log_softmax(-1), other.detach(), top_k=3), beta=beta
+        ).sum(),
+        (student,),
+    )
+    assert numeric
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -167,6 +167,10 @@ def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student()
         ("--algorithm grpo --teacher_system_prompt x", "--algorithm must be distill, or the verb "),
         ("--teacher_model_name_or_path nosuch/dir/x", "--teacher_model_name_or_path nosuch/dir/x"),
         ("--teacher_system_prompt x --teacher_bits 4", "--teacher_bits 4 needs --teacher_model_na"),
+        (
+            "--teacher_system_prompt x --distill_top_k 5 --distill_loss sampled_reverse_kl",
+            "--distill_top_k 5 is of divergences over the vocabulary",
+        ),
         ("--teacher_system_prompt x --jsd_beta 1", "--jsd_beta must be in (0, 1), got 1.0"),
         (
             "--teacher_system_prompt x --on_policy_share 0.5",
@@ -239,7 +243,7 @@ def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, 
 @pytest.mark.parametrize(
     "options",
     [
-        {"on_policy_share": 0.5, "distill_loss": "forward_kl"},
+        {"on_policy_share": 0.5, "distill_loss": "forward_kl", "distill_top_k": 4},
         pytest.param({"teacher_system_prompt": "Be kind."}, marks=pytest.mark.thorough),
     ],
     ids=["answers of the data", "a system message"],
