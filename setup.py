@@ -22,8 +22,8 @@ AGENTS = [*SERVE, "openai>=3,<4"]
 TINKER = [*SERVE, "tinker>=0.38,<0.39"]
 # Answers of dschat-lora serve that follow a JSON schema, and tool calls that are demanded.
 STRUCTURED = ["llguidance>=1.9,<2"]
-# dschat-lora eval --tasks.
-EVAL = ["lm-eval>=0.4.13,<0.5"]
+# dschat-lora eval --tasks, and builtin:ifeval.
+EVAL = ["lm-eval[ifeval]>=0.4.13,<0.5"]
 # dschat-lora tune.
 TUNE = ["optuna>=5.0,<6"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.

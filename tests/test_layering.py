@@ -82,8 +82,8 @@ FLOORS = [
         "rl": Room(
             "algos checkpoint config data endpoint engine generation lora models perf report"
             " runtime",
-            "gymnasium jsonschema math_verify mcp numpy openai openenv reasoning_gym starlette"
-            " torch uvicorn verifiers",
+            "gymnasium jsonschema lm_eval math_verify mcp numpy openai openenv reasoning_gym"
+            " starlette torch uvicorn verifiers",
             "algorithms builtin_rewards config coroutines environment_adapters external_rewards"
             " inputs role_config rollout_servers validation verifiers_environment",
         ),

@@ -194,6 +194,39 @@ def soft_overlong(argument: str) -> BuiltinReward:
     return BuiltinReward(score)
 
 
+def ifeval(argument: str) -> Callable[..., Any]:
+    """The share of a row's instructions that the response follows; with ``all`` 1 for all, else 0.
+
+    Columns ``instruction_id_list`` and ``kwargs`` are those of IFEval (arXiv:2311.07911), and
+    lm-evaluation-harness checks them strictly.
+    """
+    if argument not in ("", "all"):
+        raise ValueError(f"give nothing or all, as in builtin:ifeval=all, not {argument}")
+    require_packages(
+        "builtin:ifeval", "lm_eval", "langdetect", "immutabledict", "nltk", extra="eval"
+    )
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+    from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict
+
+    def score(response: str, row: Mapping[str, Any]) -> float | None:
+        names = row.get("instruction_id_list") or []
+        if unknown := [name for name in names if name not in INSTRUCTION_DICT]:
+            raise ValueError(f"instruction_id_list: IFEval has no instruction {unknown[0]!r}")
+        if not names:
+            return None
+        given = row.get("kwargs") or [{}] * len(names)
+        if len(given) != len(names):
+            raise ValueError(
+                f"a row has {len(names)} instructions in instruction_id_list, and "
+                f"{len(given)} kwargs"
+            )
+        example = InputExample(0, names, str(row.get("prompt", "")), given)
+        followed = test_instruction_following_strict(example, response).follow_instruction_list
+        return float(all(followed)) if argument else sum(followed) / len(followed)
+
+    return score
+
+
 def judge(argument: str) -> Callable[..., Any]:
     """From 0 to 1, by a model behind an OpenAI-compatible endpoint that reads a rubric."""
     from dschat_lora.rl.external_rewards import make_judge_reward  # asyncio and urllib take a while
@@ -223,6 +256,6 @@ BUILTINS: Mapping[str, Callable[[str], Callable[..., Any]]] = {
     for each in (
         *(exact_match, regex, number_equals, length),
         *(json_valid, json_schema, format_tags, repetition_penalty, soft_overlong),
-        *(math_equal, judge, python_tests),
+        *(math_equal, judge, python_tests, ifeval),
     )
 }

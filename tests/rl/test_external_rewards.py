@@ -234,3 +234,43 @@ def test_json_is_checked_by_a_schema_in_a_file(tmp_path, monkeypatch):
     for name, words in (("bad.json", "is no JSON schema"), ("none.json", "cannot be read")):
         with pytest.raises(ValueError, match=words):
             RewardsConfig(reward_function=(f"builtin:json_schema={name}",))
+
+
+# ---------------------------------------------------------------------------- instructions
+
+
+def test_instructions_of_ifeval_are_checked_by_its_checkers():
+    for name in ("lm_eval", "langdetect", "immutabledict", "nltk"):
+        pytest.importorskip(name, reason="needs dschat_lora[eval]")
+    from dschat_lora.rl.builtin_rewards import builtin_function
+
+    row = {
+        "instruction_id_list": [
+            "punctuation:no_comma",
+            "length_constraints:number_words",
+            "startend:end_checker",
+        ],
+        "kwargs": [
+            {"num_words": None},
+            {"num_words": 4, "relation": "at least"},
+            {"end_phrase": "That is all."},
+        ],
+    }
+    share, all_of_them = builtin_function("builtin:ifeval"), builtin_function("builtin:ifeval=all")
+    # by hand: no comma, four words or more, the end
+    for response, followed in (
+        ("One two three four. That is all.", 3),
+        ("One, two three four. That is all.", 2),
+        ("One, two", 0),
+        ("Two", 1),
+        ("", 0),
+    ):
+        assert share(response, row) == pytest.approx(followed / 3), response
+        assert all_of_them(response, row) == float(followed == 3)
+    assert share("anything", {"instruction_id_list": []}) is None
+    with pytest.raises(ValueError, match="IFEval has no instruction 'length:words'"):
+        share("a", {"instruction_id_list": ["length:words"]})
+    with pytest.raises(ValueError, match="1 instructions in instruction_id_list, and 2 kwargs"):
+        share("a", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]})
+    with pytest.raises(ValueError, match="give nothing or all"):
+        builtin_function("builtin:ifeval=some")

@@ -287,7 +287,7 @@ def test_built_in_reward(name, response, row, expected):
 
 def test_every_built_in_is_one_that_the_table_tests():
     cases = next(m for m in test_built_in_reward.pytestmark if m.name == "parametrize").args[1]
-    elsewhere = {"json_schema", "judge", "python_tests"}  # tests/rl/test_external_rewards.py
+    elsewhere = {"json_schema", "judge", "python_tests", "ifeval"}  # test_external_rewards.py
     assert {case[0].partition("=")[0] for case in cases} | elsewhere == set(BUILTINS)
 
 
