@@ -16,7 +16,8 @@ __version__ = "0.3.0"
 _HOMES = {
     **dict.fromkeys(("sft", "reward", "dpo", "rlhf", "distill", "Run", "load"), "api.stages"),
     **dict.fromkeys(
-        ("generate", "evaluate", "merge", "audit", "plan", "Audit", "Plan"), "api.verbs"
+        ("generate", "evaluate", "merge", "audit", "plan", "tune", "Audit", "Plan", "Tuned"),
+        "api.verbs",
     ),
     "Trainer": "api.trainer",
     "Sample": "api.trainer_sampling",

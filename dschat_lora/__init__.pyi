@@ -13,6 +13,7 @@ from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
 from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.api.verbs import Plan as Plan
+from dschat_lora.api.verbs import Tuned as Tuned
 from dschat_lora.api.trainer_sampling import Sample as Sample
 from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
 from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
@@ -803,6 +804,7 @@ def rlhf(
     distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
     teacher_bits: Literal[16, 4] | None = None,
     jsd_beta: float = 0.5,
+    distill_top_k: int = 0,
     on_policy_share: float = 1.0,
     dry_run: bool = False,
     verbose: bool = False,
@@ -1010,6 +1012,7 @@ def rlhf(
         distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
@@ -1204,6 +1207,7 @@ def distill(
     distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
     teacher_bits: Literal[16, 4] | None = None,
     jsd_beta: float = 0.5,
+    distill_top_k: int = 0,
     on_policy_share: float = 1.0,
     dry_run: bool = False,
     verbose: bool = False,
@@ -1405,6 +1409,7 @@ def distill(
         distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
@@ -1695,6 +1700,57 @@ def plan(
 
     Raises:
         ValueError: as the stage would refuse its options, or for an unknown architecture.
+    """
+
+def tune(
+    stage: str,
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    rates: Sequence[float] = (),
+    ranks: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    trials: int = 0,
+    seeds: int = 1,
+    jobs: int = 1,
+    metric: str | None = None,
+    min_steps: int = 0,
+    reduction_factor: int = 3,
+    output_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Tuned:
+    """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
+
+    Needs ``dschat_lora[tune]``. Runs are processes of their own; call it from the main thread.
+
+    Args:
+        stage: "sft", "reward", "dpo", "rlhf" or "distill".
+        model: as in ``dschat_lora.sft``.
+        data: a path, or several.
+        rates: peak rates to try, of the adapter where there is one; by default that of the rules,
+            times 1/8 to 8.
+        ranks: values of ``lora_dim`` to try with each rate.
+        batches: sizes of the training batch of a device to try with each.
+        trials: in all; those beyond the listed ones are drawn where these were good.
+        seeds: runs of a trial, whose mean counts.
+        jobs: trials at a time.
+        metric: held-out measure that decides; by default loss, of rlhf and distill reward.
+        min_steps: optimizer steps after which a trial may end.
+        reduction_factor: one of so many trials goes on.
+        output_dir: of the search; the first free of ``output/tune-STAGE``, ... when absent.
+        resume: go on with the search in ``output_dir``.
+        **options: those of the stage, by their names; ``max_steps`` is a whole trial's length.
+
+    Returns:
+        The trials and the best options: ``dschat_lora.sft(model, data, **found.best)`` trains by
+        them.
+
+    Raises:
+        TypeError: for an option that does not exist, and for rows, functions and other objects,
+            which processes of their own cannot read.
+        ValueError: for a value that cannot be used, or if no trial came to its end.
+        SystemExit: after Ctrl-C, once the runs are saved; ``resume=True`` goes on.
     """
 
 class Trainer(_Trainer):

@@ -24,6 +24,7 @@ WRITTEN_OUT = (
     "merge",
     "audit",
     "plan",
+    "tune",
 )
 HEAD = """# Types of the public names. scripts/api_stub.py writes this file; a test compares it.
 

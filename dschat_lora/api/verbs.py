@@ -13,14 +13,15 @@ from typing import Any, TypeVar
 from dschat_lora.api.options import Data, Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.config.bundled import BUNDLED_MODEL
+from dschat_lora.config.held import is_held
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import AuditConfig
-from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig
+from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig, TuneConfig
 from dschat_lora.pipeline.stages import STAGES, planned_card
 from dschat_lora.report.markup import safe
 from dschat_lora.rl.builtin_rewards import is_builtin, is_remote
 from dschat_lora.rl.config import RewardsConfig
-from dschat_lora.runtime.checks import check_function
+from dschat_lora.runtime.checks import check_function, require_packages
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_reading
 
@@ -237,22 +238,130 @@ def plan(
     Raises:
         ValueError: as the stage would refuse its options, or for an unknown architecture.
     """
-    if stage not in STAGES:
-        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+    _check_stage_name(stage)
     if num_gpus is not None and num_gpus < 1:
         raise ValueError(f"num_gpus must be >= 1, got {num_gpus}")
     card = planned_card(device)
     with ExitStack() as stack:
-        role = "actor_" if stage in ("rlhf", "distill") else ""
-        named = {f"{role}model_name_or_path": model, "data_path": data}
-        given = {name: value for name, value in named.items() if value is not None}
-        values = option_values({**options, **given}, stack)
-        typed = options_in_python(STAGES[stage].config, values)
-        build_config(STAGES[stage].config, typed)  # refuses values out of their range
+        typed = _stage_options(stage, model, data, options, stack)
         facts, text = late("pipeline.plan_report:described_plan")(
             stage, typed, card=card, processes=num_gpus or 1
         )
     return Plan(facts, text, int(facts["peak"]), facts["fits"], facts["command"])
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search came to.
+
+    Attributes:
+        path: the directory, with ``report.html``, the curves of all trials.
+        best: options of the best trial, beside those that were given, as arguments of the stage.
+        value: the held-out measure of that trial.
+        trials: ``trial``, ``options``, ``steps``, the measure and ``ended`` of each, as printed.
+        command: the command line that trains with the best options.
+    """
+
+    path: Path
+    best: dict[str, float]
+    value: float
+    trials: list[dict[str, str]]
+    command: str
+
+
+def tune(
+    stage: str,
+    model: Model | None = None,
+    data: Data | None = None,
+    *,
+    rates: Sequence[float] = (),
+    ranks: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    trials: int = 0,
+    seeds: int = 1,
+    jobs: int = 1,
+    metric: str | None = None,
+    min_steps: int = 0,
+    reduction_factor: int = 3,
+    output_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Tuned:
+    """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
+
+    Needs ``dschat_lora[tune]``. Runs are processes of their own; call it from the main thread.
+
+    Args:
+        stage: "sft", "reward", "dpo", "rlhf" or "distill".
+        model: as in ``dschat_lora.sft``.
+        data: a path, or several.
+        rates: peak rates to try, of the adapter where there is one; by default that of the rules,
+            times 1/8 to 8.
+        ranks: values of ``lora_dim`` to try with each rate.
+        batches: sizes of the training batch of a device to try with each.
+        trials: in all; those beyond the listed ones are drawn where these were good.
+        seeds: runs of a trial, whose mean counts.
+        jobs: trials at a time.
+        metric: held-out measure that decides; by default loss, of rlhf and distill reward.
+        min_steps: optimizer steps after which a trial may end.
+        reduction_factor: one of so many trials goes on.
+        output_dir: of the search; the first free of ``output/tune-STAGE``, ... when absent.
+        resume: go on with the search in ``output_dir``.
+        **options: those of the stage, by their names; ``max_steps`` is a whole trial's length.
+
+    Returns:
+        The trials and the best options: ``dschat_lora.sft(model, data, **found.best)`` trains by
+        them.
+
+    Raises:
+        TypeError: for an option that does not exist, and for rows, functions and other objects,
+            which processes of their own cannot read.
+        ValueError: for a value that cannot be used, or if no trial came to its end.
+        SystemExit: after Ctrl-C, once the runs are saved; ``resume=True`` goes on.
+    """
+    _check_stage_name(stage)
+    search = {
+        "rates": rates,
+        "ranks": ranks,
+        "batches": batches,
+        "trials": trials,
+        "seeds": seeds,
+        "jobs": jobs,
+        "metric": metric,
+        "min_steps": min_steps,
+        "reduction_factor": reduction_factor,
+        "output_dir": output_dir,
+        "resume": resume,
+    }
+    config = build_config(TuneConfig, options_in_python(TuneConfig, search))
+    with ExitStack() as stack:
+        typed = _stage_options(stage, model, data, options, stack)
+    for name, value in typed.items():
+        if any(isinstance(each, str) and is_held(each) for each in _each(value)):
+            raise TypeError(f"{name} must be a path or a name, which the runs can read themselves")
+    require_packages("dschat_lora.tune", "optuna", extra="tune")
+    return Tuned(**late("pipeline.tune:run_tune")(config, stage, typed, None))
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _check_stage_name(stage: str) -> None:
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+
+
+def _stage_options(
+    stage: str, model: Model | None, data: Data | None, options: Mapping[str, Any], stack: ExitStack
+) -> dict[str, Any]:
+    """A stage's options as typed, none of which is out of its range."""
+    role = "actor_" if stage in ("rlhf", "distill") else ""
+    named = {f"{role}model_name_or_path": model, "data_path": data}
+    given = {name: value for name, value in named.items() if value is not None}
+    typed = options_in_python(STAGES[stage].config, option_values({**options, **given}, stack))
+    build_config(STAGES[stage].config, typed)
+    return typed
 
 
 def _config(

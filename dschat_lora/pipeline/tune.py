@@ -100,10 +100,10 @@ def run_tune(
     stage: str,
     options: Mapping[str, Any],
     launcher: LauncherConfig | None,
-) -> None:
+) -> dict[str, Any]:
     """Search from the start or, with ``--resume``, on; show the trials and the best command.
 
-    ``options`` are the stage's, as typed.
+    ``options`` are the stage's, as typed. Returns what :class:`dschat_lora.api.verbs.Tuned` holds.
 
     Raises:
         ValueError: at options that cannot work, if an earlier search is there, or if no trial came
@@ -123,7 +123,7 @@ def run_tune(
             own |= {"output_dir": str(home), "resume": True}
             again = shlex.join(typed_command(f"tune {stage}", launcher, {**options, **own}))
             fail(f"stopped by {name}; go on with: {again}", code=128 + received[0])
-        show_trials(search, study, home, launcher)
+        return show_trials(search, study, home, launcher)
 
 
 def make_search(
@@ -430,7 +430,7 @@ def _row(search: Search, trial: "FrozenTrial", home: Path) -> list[str]:
 
 def show_trials(
     search: Search, study: "Study", home: Path, launcher: LauncherConfig | None
-) -> None:
+) -> dict[str, Any]:
     """Print the trials and the command of the best one, and write the page of their curves.
 
     Raises:
@@ -471,7 +471,15 @@ def show_trials(
     options = {**search.options, **best.params}
     if options.get("max_steps"):
         options["max_steps"] = search.of_run(best.params)["max_steps"]
-    log_once(f"next:\n  {shlex.join(typed_command(search.stage, launcher, options))}")
+    command = shlex.join(typed_command(search.stage, launcher, options))
+    log_once(f"next:\n  {command}")
+    return {
+        "path": home,
+        "best": dict(best.params),
+        "value": study.best_value,
+        "trials": [dict(zip(header, row, strict=True)) for row in rows],
+        "command": command,
+    }
 
 
 def _wait_until_idle(directory: Path, seconds: float = 60.0) -> None:

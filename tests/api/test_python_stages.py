@@ -432,7 +432,7 @@ def test_the_stub_is_that_of_the_functions():
 def test_public_names():
     assert {*dl.__all__} >= {
         *("sft", "reward", "dpo", "rlhf", "load", "generate", "evaluate", "merge", "audit"),
-        *("plan", "Trainer", "Run", "__version__"),
+        *("plan", "tune", "Trainer", "Run", "__version__"),
     }
     for name in dl.__all__:
         assert getattr(dl, name) is not None

@@ -155,6 +155,43 @@ def test_trials_that_fall_behind_end_at_their_rung(searched):
     assert 1 <= stopped < 27
 
 
+def test_in_python_a_search_gives_its_best_options_and_trials(searched, monkeypatch):
+    import dschat_lora as dl
+
+    trials, _ = searched()
+    found = dl.tune("sft", rates=RATES, output_dir="python", **OPTIONS)
+    assert found.best == trials[0].params
+    assert found.value == trials[0].value
+    assert [each["ended"] for each in found.trials] == ["whole", "pruned", "pruned"]
+    assert found.command == (
+        "dschat-lora sft --lora_dim 4 --lora_learning_rate 0.001 --max_steps 27"
+    )
+    assert (found.path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "error", "message"),
+    [
+        (
+            "sftx",
+            {},
+            ValueError,
+            "stage must be one of sft, reward, dpo, rlhf, distill, got 'sftx'",
+        ),
+        ("sft", {"lora_dimm": 4}, TypeError, "did you mean --lora_dim?"),
+        ("sft", {"rates": [-1.0]}, ValueError, "rates must be > 0"),
+        ("sft", {"data": [{"text": "a"}]}, TypeError, "data_path must be a path or a name"),
+        ("rlhf", {"reward_function": len}, TypeError, "reward_function must be a path or a name"),
+    ],
+)
+def test_mistakes_in_python_are_named(stage, given, error, message):
+    import dschat_lora as dl
+
+    with pytest.raises(error) as raised:
+        dl.tune(stage, **given)
+    assert message in str(raised.value)
+
+
 def test_seeds_count_by_their_mean_and_run_at_a_time(searched):
     trials, _ = searched({"seed": 3}, seeds=2, rates=(1e-3,))
     assert trials[0].value == pytest.approx((loss(1e-3, 3, 27) + loss(1e-3, 4, 27)) / 2)
