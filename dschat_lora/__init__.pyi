@@ -739,6 +739,8 @@ def rlhf(
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: str = 'own',
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
     rollouts_ahead: int = 0,
@@ -946,9 +948,11 @@ def rlhf(
         num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
         rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
@@ -1142,6 +1146,8 @@ def distill(
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: str = 'own',
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
     rollouts_ahead: int = 0,
@@ -1343,9 +1349,11 @@ def distill(
         num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
         rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy

@@ -151,7 +151,7 @@ def complete_environment() -> None:
 
 def this_member() -> Member:
     """This process, as its launcher and its machine say."""
-    rank, spread = int(os.environ["RANK"]), not _is_one_host()
+    rank, spread = int(os.environ["RANK"]), not is_one_host()
     return Member(rank, socket.gethostname(), os.getpid(), _software() if spread else {})
 
 
@@ -232,7 +232,7 @@ def _member(connection: Connection, size: int) -> Member | None:
 
 def _listen() -> socket.socket:
     """Where the other ranks will look for rank 0."""
-    if _is_one_host():
+    if is_one_host():
         settle_port()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(_name_on_this_host())
@@ -272,7 +272,7 @@ def _reach_rank_zero(me: Member, deadline: float) -> Connection:
     port = 0
     while True:
         try:
-            if _is_one_host():
+            if is_one_host():
                 sock = socket.socket(socket.AF_UNIX)
                 sock.connect(_name_on_this_host())
                 return Connection(sock)
@@ -280,13 +280,13 @@ def _reach_rank_zero(me: Member, deadline: float) -> Connection:
             return Connection(socket.create_connection((address, port), timeout=5))
         except OSError as error:
             if time.monotonic() > deadline:
-                place = "this host" if _is_one_host() else f"{address}:{port}"
+                place = "this host" if is_one_host() else f"{address}:{port}"
                 raise ValueError(
                     f"host {me.host}, rank {me.rank}: rank 0 does not answer at {place} within "
                     f"{MEETING_SECONDS:g} s ({error}): it has not started, or a firewall is in "
                     "between; see docs/multi_node.md"
                 ) from error
-        time.sleep(0.02 if _is_one_host() else 0.2)
+        time.sleep(0.02 if is_one_host() else 0.2)
 
 
 def _introduce(connection: Connection, me: Member, deadline: float) -> list[Member]:
@@ -304,7 +304,8 @@ def _introduce(connection: Connection, me: Member, deadline: float) -> list[Memb
 # ---------------------------------------------------------------------------- both
 
 
-def _is_one_host() -> bool:
+def is_one_host() -> bool:
+    """Whether all processes of the run are on this machine."""
     return os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]
 
 
@@ -372,7 +373,7 @@ def _port_of_the_group() -> int | None:
     """
     if _has_agent_store():
         return _usable_port(None)
-    return int(os.environ["MASTER_PORT"]) if _is_one_host() else None
+    return int(os.environ["MASTER_PORT"]) if is_one_host() else None
 
 
 def _use_port(port: int | None) -> None:

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.engine.children import environment_of_no_launch
 from dschat_lora.pipeline.hour_checks import (
     PROBES,
     Command,
@@ -29,7 +30,6 @@ from dschat_lora.pipeline.hour_checks import (
     measurements,
     write_data,
 )
-from dschat_lora.pipeline.launch import environment_of_no_launch
 from dschat_lora.report.html import render_first_hour, write_report
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.markup import number, short

@@ -17,16 +17,10 @@ import psutil
 
 from dschat_lora.config.groups import require
 from dschat_lora.config.options import command_line, option, option_names, parse_config
-from dschat_lora.engine.rendezvous import LAUNCHED
 
 PACKAGE = "dschat_lora"
 DEFAULT_HOSTFILE = "/job/hostfile"  # of DeepSpeed's launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def environment_of_no_launch() -> dict[str, str]:
-    """This process's environment without what a launcher says of it, for a process of its own."""
-    return {name: value for name, value in os.environ.items() if name not in LAUNCHED}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ keeps what is known. Every run has the schedule of the whole length: one that is
 run that its options make, and nothing is trained twice.
 """
 
-import ctypes
 import json
 import math
 import shlex
@@ -25,13 +24,17 @@ import torch
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, fail, flatten, value_text
 from dschat_lora.config.verbs import TuneConfig
+from dschat_lora.engine.children import (
+    end_with_parent,
+    environment_of_no_launch,
+    visible_gpu,
+)
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.loading import load_config
 from dschat_lora.models.source import find_model
 from dschat_lora.pipeline.launch import (
     PACKAGE,
     LauncherConfig,
-    environment_of_no_launch,
     launch_command,
     launcher_command,
     receiving,
@@ -61,7 +64,6 @@ POLL_SECONDS = 0.2
 _SPARING = {"save_interval": 0, "save_total_limit": 1, "sample_generations": 0}
 _OWN = ("overwrite_output_dir", "resume_from_checkpoint", "dry_run", "eval_interval")
 _RISING = ("accuracy", "margin", "reward", "judge", "eos_rate")  # parts of names that are to rise
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 @dataclass(frozen=True)
@@ -258,8 +260,7 @@ class RunningTrial:
         """Start each run or, where it has begun, let it go on from its checkpoint."""
         environment = environment_of_no_launch()
         if self.launcher is None and (cards := torch.cuda.device_count()) > 1:
-            visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(cards)))
-            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[self.slot % cards]
+            environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(self.slot % cards)
         for home, seed in zip(self.homes, self.search.seeds, strict=True):
             options = {**self.options, "seed": seed, "output_dir": str(home)}
             options |= {"resume_from_checkpoint": "auto"} if leftovers(home) else {}
@@ -278,7 +279,7 @@ class RunningTrial:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_end_with_parent,
+                    preexec_fn=end_with_parent,
                 )
             self.processes.append(process)
 
@@ -496,8 +497,3 @@ def _wait_until_idle(directory: Path, seconds: float = 60.0) -> None:
             if time.monotonic() > end:
                 raise
         time.sleep(POLL_SECONDS)
-
-
-def _end_with_parent() -> None:
-    """Have the system send SIGTERM to this process when the search is killed."""
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)

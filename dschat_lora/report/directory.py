@@ -18,6 +18,7 @@ _EXTRAS = (
     "trackers.json",
     "report.html",
     "lora",
+    "vllm",
     # of GLUE, by transformers' Trainer
     *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
     *("last", "seeds.json"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+from dschat_lora.engine.children import environment_of_no_launch
 from dschat_lora.rl.coroutines import in_thread
 from dschat_lora.rl.rewards import find_object, named_parameters, same_gradients, takes_all
 
@@ -146,13 +147,6 @@ def _client() -> Any:
     return OpenAI(http_client=Shared(trust_env=False, timeout=None), **_CLIENT_OPTIONS)
 
 
-# By which a program would take itself for a process of the training.
-_OF_THE_LAUNCHER = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"),
-}
-
-
 def _with_local(hosts: str | None) -> str:
     return ",".join(filter(None, (hosts, "127.0.0.1")))
 
@@ -186,13 +180,12 @@ class AgentCommand:
             # A proxy would be told of the address, and does not reach it.
             **{name: _with_local(os.environ.get(name)) for name in ("NO_PROXY", "no_proxy")},
         }
-        kept = {n: value for n, value in os.environ.items() if n not in _OF_THE_LAUNCHER}
         process = await asyncio.create_subprocess_exec(
             *shlex.split(self.command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**kept, **address},
+            env=environment_of_no_launch() | address,
             start_new_session=True,
         )
         text = json.dumps(row, ensure_ascii=False).encode()

@@ -117,9 +117,20 @@ class RolloutConfig:
     )
     rollout_engine: str = option(
         "own",
-        help="what draws responses: own; transformers, its continuous batching; or servers (vLLM, "
-        "SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with "
-        "commas between them, such as http://127.0.0.1:8000",
+        help="what draws responses: own; transformers, its continuous batching; vllm, which the "
+        "run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take "
+        "adapters at run time, by their addresses with commas between them, such as "
+        "http://127.0.0.1:8000",
+    )
+    vllm_command: str | None = option(
+        None,
+        help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
+        "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3,
+        help="share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm "
+        "takes while it draws; on a GPU it sleeps while the actor trains",
     )
     rollout_adapter_dir: str | None = option(
         None,
@@ -128,7 +139,8 @@ class RolloutConfig:
     )
     rollout_timeout: float = option(
         600.0,
-        help="seconds that a server of --rollout_engine, or a teacher's, may take for a response",
+        help="seconds that a server of --rollout_engine, or a teacher's, may take for a response, "
+        "and vllm to start",
     )
     rollouts_ahead: int = option(
         0,
@@ -204,14 +216,16 @@ class RolloutConfig:
         require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
         require_numbers(self, "in [0, 16]", "rollouts_ahead")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
-        if self.rollout_engine not in ("own", "transformers"):
+        share = self.vllm_gpu_memory_utilization
+        require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
+        if self.by_servers and self.rollout_engine != "vllm":
             addresses = self.rollout_servers
             require(
                 bool(addresses) and all(map(_is_address, addresses)),
                 "rollout_engine",
                 self.rollout_engine,
-                "own, transformers, or addresses of servers such as http://127.0.0.1:8000, with "
-                "commas between them (vLLM and SGLang are such servers)",
+                "own, transformers, vllm, or addresses of servers such as http://127.0.0.1:8000, "
+                "with commas between them (vLLM and SGLang are such servers)",
             )
         require_numbers(self, ">= 0", "agent_retries")
         require_numbers(self, ">= 1", "agent_max_calls")
@@ -242,9 +256,14 @@ class RolloutConfig:
         return math.ceil(self.oversample * prompts - 1e-9)
 
     @property
+    def by_servers(self) -> bool:
+        """Whether servers draw the responses."""
+        return self.rollout_engine not in ("own", "transformers")
+
+    @property
     def rollout_servers(self) -> tuple[str, ...]:
-        """Addresses of the servers that draw responses, without the path ``/v1``; perhaps none."""
-        if self.rollout_engine in ("own", "transformers"):
+        """Addresses of the servers that are named, without the path ``/v1``; perhaps none."""
+        if not self.by_servers or self.rollout_engine == "vllm":
             return ()
         given = (each.strip().rstrip("/") for each in self.rollout_engine.split(","))
         return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))

@@ -231,7 +231,10 @@ def _of_sampling(config: RlhfConfig) -> list[str]:
     if not batch.do_sample:
         unused = sorted({"top_p", "top_k", "rollout_temperature"} & given)
         notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
-    if not batch.rollout_servers:
+    if batch.rollout_engine != "vllm":
+        unused = sorted({"vllm_command", "vllm_gpu_memory_utilization"} & given)
+        notes += [f"--{name} has no effect without --rollout_engine vllm" for name in unused]
+    if not batch.by_servers:
         others = {"rollout_timeout"} if config.teacher.server is None else set()
         unused = sorted(({"rollout_adapter_dir"} | others) & given)
         notes += [f"--{name} has no effect without servers of --rollout_engine" for name in unused]

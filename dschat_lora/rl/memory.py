@@ -135,7 +135,7 @@ def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
     Raises:
         ValueError: for an architecture that is not understood.
     """
-    if config.batch.rollout_servers:
+    if config.batch.by_servers:
         return 0
     tokens = config.batch.rows_decoded * cache_columns(config)
     if config.batch.has_turns and device_type() == "cpu":

@@ -5,6 +5,7 @@ sampling and the seeds of responses. It gives their tokens, up to and including 
 log-probabilities in the distribution that they were drawn from.
 """
 
+import gc
 import hashlib
 import json
 import secrets
@@ -61,12 +62,21 @@ class ServerEngine:
         actor: whose adapter it is, with ``base`` under it.
         directory: that the servers see; it is made, and removed by :meth:`close`. None: one in
             memory where the system has that.
+        sleeps: whether the servers take the memory of these processes while they draw, and
+            sleep else.
     """
 
     def __init__(
-        self, servers: RolloutServers, actor: AdaptedModel, *, base: str, directory: Path | None
+        self,
+        servers: RolloutServers,
+        actor: AdaptedModel,
+        *,
+        base: str,
+        directory: Path | None,
+        sleeps: bool = False,
     ) -> None:
         self._servers, self._actor, self._base = servers, actor, base
+        self._sleeps = sleeps
         self._directory = directory
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._run = secrets.token_hex(4)  # servers may have other runs' adapters
@@ -83,6 +93,10 @@ class ServerEngine:
             ValueError: if it is not finite.
         """
         tensors = gather_to_cpu(adapter_parameters(self._actor.model))
+        if self._sleeps:
+            gc.collect()
+            torch.cuda.empty_cache()
+            gather_texts("")  # all have, before any server takes that memory
         outcome = ""
         if rank() == 0:
             try:
@@ -106,6 +120,10 @@ class ServerEngine:
         self._name = found.pop("name")
         self._servers.adopt(**found)
         yield self._decode
+        if self._sleeps:
+            if rank() == 0:  # all have their responses
+                self._servers.set_awake(False)
+            broadcast_string("")
 
     def close(self) -> None:
         """End what is being drawn, and remove adapters from servers and disk; on any rank."""
@@ -130,6 +148,8 @@ class ServerEngine:
             if self._directory is not None:  # servers may be another user's
                 Path(self._home.name).chmod(0o755)
             self._fingerprint = weights_fingerprint(self._base)
+        if self._sleeps:
+            self._servers.set_awake(True)
         path, known = Path(self._home.name) / name, self._servers.adapters
         if name not in known:
             write_adapter(

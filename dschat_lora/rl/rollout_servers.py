@@ -6,6 +6,7 @@ They speak vLLM's OpenAI interface or SGLang's own, which ``/v1/models`` of both
 import json
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -26,6 +28,7 @@ LOAD_SECONDS, UNLOAD_SECONDS = 120.0, 30.0
 # A server that has given no answer for so long since its first failure, and failed so often, is
 # lost: others get its prompts.
 PATIENCE, MOST_FAILURES = 10.0, 3
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _PAUSE = 0.25  # seconds before a request that failed is made again
 _LARGEST_REPLY = 2**26
 
@@ -66,11 +69,13 @@ class RolloutServer:
         address: without the path ``/v1``.
         timeout: seconds that an answer may take.
         lost: why it is not asked any more; None: it is.
+        log: its log, where the run has started it.
     """
 
     address: str
     timeout: float
     lost: str | None = None
+    log: Path | None = None
     is_checked: bool = False  # its log-probabilities, since it was last lost
     is_sglang: bool | None = None  # None: not known yet
     failures: int = 0  # since its last answer
@@ -170,6 +175,15 @@ class RolloutServer:
         where = "" if self.is_sglang else "/v1"
         self.ask_once(f"{where}/{verb}_lora_adapter", body, seconds)
 
+    def last_words(self) -> str:
+        """What its log tells of why it ended: the first error, or else the last line."""
+        if self.log is None:
+            return ""
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [each for each in lines if re.search(r"\b\w*(Error|Exception): ", each)]
+        said = [*errors[:1], *reversed([each for each in lines if each.strip()]), "nothing"][0]
+        return f"; its log {self.log} says: {' '.join(said.split())[-300:]}"
+
     def has_failed(self, patience: float) -> bool:
         """Count a failure; whether that makes too many for so many seconds."""
         now = time.monotonic()
@@ -226,6 +240,21 @@ def _check_status(response: HTTPResponse, reply: bytes) -> None:
     if status < 500:
         raise EngineError(f"it refuses what is asked, {status}: {said}")
     raise ServerError(f"it answers {status}: {said}")
+
+
+def vllm_rank(rank: int) -> int:
+    """The value of vLLM's ``--max-lora-rank`` for adapters of a rank.
+
+    Raises:
+        ValueError: if vLLM takes none of that rank.
+    """
+    fitting = [each for each in VLLM_RANKS if each >= rank]
+    if not fitting:
+        raise ValueError(
+            f"--actor_lora_dim {rank} is more than the {VLLM_RANKS[-1]} that vLLM takes: use less, "
+            "or another --rollout_engine"
+        )
+    return fitting[0]
 
 
 def to_sglang(body: Body) -> dict[str, Any]:
@@ -376,6 +405,22 @@ class RolloutServers:
     def lost(self) -> dict[str, str]:
         """Why servers are lost, by address."""
         return {each.address: each.lost for each in self.servers if each.lost is not None}
+
+    def set_awake(self, awake: bool) -> None:
+        """Have vLLM take its memory, or give it back but for what the next adapter needs too.
+
+        Its weights go to the host's memory, and keys and values are forgotten.
+        """
+        path = "/wake_up" if awake else "/sleep?level=1"
+
+        def call(server: RolloutServer) -> None:
+            seconds = LOAD_SECONDS if server.lost is None else CONNECT_SECONDS
+            try:
+                server.ask_once(path, {}, seconds)
+            except (ServerError, EngineError) as error:
+                self._lose(server, error)
+
+        self._with_each(call)
 
     def close(self) -> None:
         """End what is being drawn, and have the servers forget adapters; takes some seconds."""
@@ -533,9 +578,9 @@ class RolloutServers:
 
     def _lose(self, server: RolloutServer, why: Exception) -> None:
         is_news = server.lost is None
-        server.lost, server.is_checked = str(why), False
+        server.lost, server.is_checked = f"{why}{server.last_words()}", False
         if is_news:
-            self.say(f"{server.address} is lost: {why}")
+            self.say(f"{server.address} is lost: {server.lost}")
 
     def _none_left(self) -> EngineError:
         reasons = "; ".join(f"{address}: {why}" for address, why in self.lost.items())

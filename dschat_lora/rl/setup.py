@@ -53,11 +53,13 @@ from dschat_lora.rl.rewards import (
 from dschat_lora.rl.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.roles import Roles, build_roles
 from dschat_lora.rl.rollout import end_of_text
+from dschat_lora.rl.rollout_servers import RolloutServer
 from dschat_lora.rl.served_teacher import ServedTeacher, open_teacher
 from dschat_lora.rl.stateful_environment import StatefulEnvironment, load_environment
 from dschat_lora.rl.teacher import TeacherPrompts
 from dschat_lora.rl.throughput import FlopCounter
 from dschat_lora.rl.validation import fit_lengths
+from dschat_lora.rl.vllm_server import start_vllm
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
@@ -108,6 +110,7 @@ class RlhfSetup:
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
     teacher: ServedTeacher | None = None  # in the place of a reference among the roles
+    servers: tuple[RolloutServer, ...] = ()  # that draw responses
 
     @property
     def teacher_scores(self) -> bool:
@@ -135,13 +138,13 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     episodes = _episodes(config, tokenizer)
     agents = _agents(config, tokenizer, run)
     scorer = _scorer(config, tokenizer, episodes, agents)
-    name = config.rewards.judge_function
-    judge = None if name is None else load_function("judge_function", name, tokenizer)
+    judge = _judge(config, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
     _check_columns(prompts, scorer, judge, episodes, agents)
     _check_others(config.batch, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
+    servers = _rollout_servers(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
         build_roles,
@@ -187,7 +190,21 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         unpacked,
         run,
         teacher,
+        servers,
     )
+
+
+def _rollout_servers(
+    config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]
+) -> tuple[RolloutServer, ...]:
+    """The servers that draw responses, if any do; call on every rank, before models take memory."""
+    batch = config.batch
+    if batch.rollout_engine != "vllm":
+        return tuple(RolloutServer(each, batch.rollout_timeout) for each in batch.rollout_servers)
+    if run.directory is None:
+        return ()
+    dtype = str(role_settings(config)["actor"].torch_dtype).removeprefix("torch.")
+    return start_vllm(config, run, base=sources.actor.base, dtype=dtype)
 
 
 def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
@@ -301,6 +318,11 @@ def _scorer(
             "or step), and neither --reward_function nor --critic_model_name_or_path does"
         )
     return None
+
+
+def _judge(config: RlhfConfig, tokenizer: Tokenizer) -> RewardFunction | None:
+    name = config.rewards.judge_function
+    return None if name is None else load_function("judge_function", name, tokenizer)
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
@@ -552,7 +574,7 @@ def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
             },
             num_generations=config.batch.num_generations,
             batch_size=config.batch.rows_decoded,
-            decodes_here=not config.batch.rollout_servers,
+            decodes_here=not config.batch.by_servers,
             compares=roles.teaches and config.teacher.beta is not None,
         )
     except ValueError:  # the start-up says why

@@ -60,12 +60,13 @@ from dschat_lora.rl.rewards import (
 )
 from dschat_lora.rl.rollout import Generator, PromptOrder, end_of_text, stop_ids
 from dschat_lora.rl.rollout_engines import ServerEngine
-from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
+from dschat_lora.rl.rollout_servers import RolloutServers
 from dschat_lora.rl.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.setup import RlhfSetup
 from dschat_lora.rl.teacher import answer_of
 from dschat_lora.rl.throughput import PHASES, PhaseTimer, counts_over_ranks, throughput_metrics
 from dschat_lora.rl.update import StepResult, Updater, count_deferred
+from dschat_lora.rl.vllm_server import sleeps
 from dschat_lora.runtime.loop import Progress, standard_schedule
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
@@ -559,7 +560,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         episodes=setup.episodes,
         agents=setup.agents,
         by_transformers=batch.rollout_engine == "transformers",
-        servers=_make_server_engine(setup, ends) if batch.rollout_servers else None,
+        servers=_make_server_engine(setup, ends) if setup.servers else None,
     )
 
 
@@ -567,7 +568,7 @@ def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine
     """The engine of the servers that ``--rollout_engine`` names, closed when the run is."""
     batch, run = setup.config.batch, setup.run
     servers = RolloutServers(
-        [RolloutServer(address, batch.rollout_timeout) for address in batch.rollout_servers],
+        setup.servers,
         in_flight=batch.per_device_generation_batch_size,
         say=lambda words: run.log.say(f"  note         --rollout_engine: {words}"),
         ends=frozenset(ends),
@@ -579,6 +580,7 @@ def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine
         setup.roles.actor,
         base=setup.sources.actor.base,
         directory=None if shared is None else Path(shared).expanduser().resolve(),
+        sleeps=batch.rollout_engine == "vllm" and sleeps(setup.config),
     )
     run.closing.callback(engine.close)
     return engine

@@ -31,7 +31,13 @@ from dschat_lora.rl.inputs import (
     text_data,
 )
 from dschat_lora.rl.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.rollout_servers import CONNECT_SECONDS, EngineError, RolloutServer, ServerError
+from dschat_lora.rl.rollout_servers import (
+    CONNECT_SECONDS,
+    EngineError,
+    RolloutServer,
+    ServerError,
+    vllm_rank,
+)
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -203,13 +209,17 @@ def _check_agent(batch: RolloutConfig) -> None:
     if batch.agent is not None:
         check_function("agent", batch.agent)
         return
+    _check_command("agent_command", batch.agent_command or "")
+
+
+def _check_command(option: str, command: str, remedy: str = "") -> None:
     try:
-        words = shlex.split(batch.agent_command or "")
+        words = shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"--agent_command {batch.agent_command!r}: {error}") from error
+        raise ValueError(f"--{option} {command!r}: {error}") from error
     if not words or shutil.which(words[0]) is None:
         found = words[0] if words else "nothing"
-        raise ValueError(f"--agent_command begins with {found}, which is no program on the PATH")
+        raise ValueError(f"--{option} begins with {found}, which is no program on the PATH{remedy}")
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -479,7 +489,7 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse rollouts ahead and over-sampling where the engine or other options rule them out."""
     batch, engine, ahead = config.batch, config.batch.rollout_engine, config.batch.rollouts_ahead
-    if ahead and (batch.has_turns or not batch.rollout_servers):
+    if ahead and (batch.has_turns or not batch.by_servers):
         with_turns = "an --environment or agent waits for each turn"
         in_process = (
             f"--rollout_engine {engine} draws in the processes that train: give the address of a "
@@ -521,11 +531,16 @@ def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
             "2, or own"
         )
     adapter_alone = config.actor.lora_dim > 0 and config.classic.only_optimize_lora
-    if batch.rollout_servers and not adapter_alone:
+    if batch.by_servers and not adapter_alone:
         raise ValueError(
             f"--rollout_engine {engine} hands over the actor's adapter, and all weights train: "
             "give --actor_lora_dim, without --no-only_optimize_lora"
         )
+    if engine == "vllm":
+        command = "vllm serve" if batch.vllm_command is None else batch.vllm_command
+        remedy = ": install vLLM in an environment of its own, and name that environment's program"
+        _check_command("vllm_command", command, remedy)
+        vllm_rank(max(config.actor.lora_dim, config.actor.expert_lora_dim or 0))
     if is_first_rank():
         for address in batch.rollout_servers:
             _check_server(address, config.data.max_seq_len)

@@ -81,7 +81,7 @@ _OF_THE_PROCESS = (
 # somebody else's, decides neither.
 RUNS_CODE = (
     *("trust_remote_code", "reward_function", "reward_gate", "judge_function"),
-    *("environment", "agent", "agent_command"),
+    *("environment", "agent", "agent_command", "vllm_command"),
 )
 _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
 # Of these, one that is typed does away with the others.

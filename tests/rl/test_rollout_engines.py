@@ -1,6 +1,7 @@
 """Engines that draw responses: what each of them promises, shown of all of them alike."""
 
 import math
+import shlex
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -21,13 +22,15 @@ from dschat_lora.rl import rollout
 from dschat_lora.rl.rollout import _TurnDecoder
 from dschat_lora.rl.rollout_engines import RolloutError, ServerEngine
 from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
+from dschat_lora.rl.vllm_server import ServerProcess, _free_port, serve_environment
+from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, running_server
 from helpers.spread import ALL
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-ENGINES = ("own", "servers", *["transformers"] * ALL)
+ENGINES = ("own", "servers", *["transformers", "vllm"] * ALL)
 SAMPLING = Sampling(12)
 
 
@@ -79,7 +82,20 @@ def addresses():
         yield [first, second]
 
 
-def engine_of(addresses, actor):
+@pytest.fixture(scope="module")
+def vllm(addresses, tmp_path_factory):
+    """The address of a child process that one of the servers stands behind."""
+    address = f"http://127.0.0.1:{(port := _free_port())}"
+    log = tmp_path_factory.mktemp("run") / "vllm" / "0.log"
+    child = RolloutServer(address, 60.0, log=log)
+    command = [*shlex.split(command_of(addresses[0])), "--port", str(port)]
+    process = ServerProcess(child, command, serve_environment(None, sleeps=False))
+    process.wait(20.0)
+    yield address
+    process.close()
+
+
+def engine_of(addresses, actor, **options):
     servers = RolloutServers(
         [RolloutServer(address, 60.0) for address in addresses],
         in_flight=8,
@@ -87,11 +103,12 @@ def engine_of(addresses, actor):
         ends=frozenset(actor.ends),
         vocabulary_size=len(actor.tokenizer),
     )
-    return ServerEngine(servers, actor.adapted, base=find_model(None).base, directory=None)
+    base = find_model(None).base
+    return ServerEngine(servers, actor.adapted, base=base, directory=None, **options)
 
 
 @pytest.fixture(params=ENGINES)
-def decoding(request, actor, addresses):
+def decoding(request, actor, addresses, vllm):
     """A function that gives a context with the engine's decoder."""
     options = {"eos_ids": actor.ends, "pad_id": int(actor.tokenizer.pad_token_id)}
     model = share_parameters(actor.model).eval()
@@ -100,7 +117,7 @@ def decoding(request, actor, addresses):
     elif request.param == "transformers":
         yield lambda: nullcontext(TransformersDecoder(model, batch_size=8, **options))
     else:
-        engine = engine_of(addresses, actor)
+        engine = engine_of(addresses if request.param == "servers" else [vllm], actor)
         yield engine.decoding
         engine.close()
 
@@ -195,6 +212,31 @@ def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_oth
             with pytest.raises(RolloutError) as error:
                 decode(actor.prompts[:1], Sampling(4, top_p=0.9), **call)
             assert "--logprobs_mode processed_logprobs" in str(error.value.__cause__)
+        engine.close()
+
+
+def test_servers_that_sleep_are_awake_for_an_adapter_and_what_it_draws(
+    actor, addresses, monkeypatch
+):
+    calls, load, begin = [], RolloutServers.load, RolloutServers.begin
+    monkeypatch.setattr(RolloutServers, "set_awake", lambda self, awake: calls.append(awake))
+
+    def loading(self, adapters):
+        calls.append("load")
+        load(self, adapters)
+
+    def beginning(self, *args, **options):
+        calls.append("begin")
+        return begin(self, *args, **options)
+
+    monkeypatch.setattr(RolloutServers, "load", loading)
+    monkeypatch.setattr(RolloutServers, "begin", beginning)
+    for sleeps, expected in ((True, [True, "load", "begin", False]), (False, ["load", "begin"])):
+        engine = engine_of(addresses, actor, sleeps=sleeps)
+        calls.clear()
+        with engine.decoding() as decode:
+            decode(actor.prompts[:1], Sampling(1), seeds=[[1]])
+        assert calls == expected
         engine.close()
 
 

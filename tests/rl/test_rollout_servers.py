@@ -572,6 +572,25 @@ def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
         assert time.monotonic() - start < 3.0
 
 
+def test_all_servers_are_woken_and_put_to_sleep_and_one_that_cannot_be_is_lost():
+    asked = []
+
+    def awake(handler, body, number):
+        asked.append(handler.path)
+        return replying({}, 500 if number == 2 and handler.server is bad.server else 200)(
+            handler, body, number
+        )
+
+    good, bad = Fake(awake), Fake(awake)
+    with servers(good, bad) as (found, said):
+        found.set_awake(False)
+        assert (asked, found.lost) == (["/sleep?level=1"] * 2, {})
+        found.set_awake(True)
+        assert asked[2:] == ["/wake_up"] * 2
+        assert found.lost.keys() == {bad.address}
+        assert "it answers 500" in said[0]
+
+
 def test_a_server_tells_how_many_tokens_it_has_room_for():
     with Fake().running() as fake:
         assert RolloutServer(fake.address, 5.0).base_limit() == 64

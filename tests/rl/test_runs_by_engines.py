@@ -4,6 +4,7 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
@@ -13,6 +14,7 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.rl import rollout_servers, setup
+from helpers.fake_vllm import command_of
 from helpers.served import running_server
 from helpers.spread import ALL
 
@@ -107,6 +109,37 @@ def test_transformers_draws_the_responses_of_a_run(own, tmp_path):
     )
     check_beside_own(run, own)
     assert not any("rollout_kl" in line for line in of_kind(own, "train"))
+
+
+@pytest.mark.parametrize("ahead", [0, 1] if ALL else [0])
+def test_vllm_is_started_for_a_run_and_ends_with_it(own, tmp_path, ahead):
+    with server() as address:
+        run = dl.rlhf(
+            data=ROWS,
+            rewards=brevity,
+            max_steps=2,
+            output_dir=tmp_path / "run",
+            rollout_engine="vllm",
+            rollouts_ahead=ahead,
+            vllm_command=command_of(address),
+            **OPTIONS,
+        )
+    check_beside_own(run, own)
+    told = json.loads((tmp_path / "run/vllm/0.log").read_text().splitlines()[0])
+    assert told["words"][:2] == ["serve", str(BUNDLED_MODEL.resolve())]
+    assert not psutil.pid_exists(told["pids"][0])
+
+
+def test_vllm_that_does_not_start_ends_a_run_with_what_it_said(tmp_path):
+    with pytest.raises(OSError, match=r"^--rollout_engine vllm: it ended .*says: .*no such model"):
+        dl.rlhf(
+            data=ROWS,
+            rewards=brevity,
+            output_dir=tmp_path / "run",
+            rollout_engine="vllm",
+            vllm_command=command_of("broken"),
+            **OPTIONS,
+        )
 
 
 @pytest.mark.thorough
