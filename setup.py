@@ -108,6 +108,7 @@ setup(
         "tqdm>=4.66.3,<5",
         "regex>=2024.4.16",
         "tokenizers>=0.22,<1",
+        "huggingface_hub>=1.31,<3",
     ],
     extras_require={
         "agents": AGENTS,

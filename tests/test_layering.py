@@ -45,7 +45,7 @@ FLOORS = [
         ),
         "data": Room(
             "algos config",
-            "datasets httpx jinja2 numpy pyarrow tokenizers torch transformers",
+            "datasets huggingface_hub jinja2 numpy pyarrow tokenizers torch transformers",
             "arrow_rows json_stream layouts messages nlg readers rows sources tar_rows templates "
             "tool_calls",
         ),

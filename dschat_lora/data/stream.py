@@ -102,9 +102,9 @@ class Shard:
 
 def _failures() -> tuple[type[Exception], ...]:
     """What reading a damaged file, or one of a server, raises."""
-    from httpx import HTTPError  # of huggingface_hub
+    from huggingface_hub.utils import httpx  # whichever of its versions that package is built on
 
-    return OSError, ValueError, RuntimeError, EOFError, HTTPError
+    return OSError, ValueError, RuntimeError, EOFError, httpx.HTTPError
 
 
 def find_shards(sources: Sequence[Source], numbers: Sequence[int]) -> list[Shard]:

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.utils import cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.checkpoint.quantization import located
@@ -72,21 +78,31 @@ def file_fingerprint(directory: str | Path) -> str:
 
 
 def weights_fingerprint(name: str) -> str:
-    """32 hex digits that differ where the weight files of a model do.
+    """32 hex digits that differ where the weight files that transformers loads do.
 
-    They are compared by their names, their length, and a few bytes in evenly spaced places.
+    They are compared by their names, their length, and a few bytes in evenly spaced places. What a
+    model is kept as beside them does not count.
 
     Args:
         name: directory or hub name, whose files are here.
     """
     where, gguf = located(name)
     known = Path(str(cached_file(where, gguf.get("gguf_file", "config.json"))))
-    weights = [known] if gguf else sorted(known.parent.glob("*"))
     digest = hashlib.blake2b(digest_size=16)
-    for path in weights:
-        if path.suffix in (".safetensors", ".bin", ".gguf"):
-            _add_samples(digest, path)
+    for path in [known] if gguf else _loaded_files(known.parent):
+        _add_samples(digest, path)
     return digest.hexdigest()
+
+
+def _loaded_files(directory: Path) -> list[Path]:
+    """Weight files of the first form that transformers looks for: safetensors before torch's."""
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if (path := directory / name).is_file():
+            if not name.endswith(".json"):
+                return [path]
+            parts = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+            return [directory / part for part in sorted({*parts})]
+    return []
 
 
 def _add_samples(digest: hashlib.blake2b, path: Path) -> None:

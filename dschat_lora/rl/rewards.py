@@ -459,17 +459,20 @@ def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prompt_of(row: dict[str, Any], text: str | None) -> Any:
-    """The prompt as the row has it, text or messages; ``text`` where it has another shape."""
-    if isinstance(row.get("prompt"), str | list):
-        return row["prompt"]
-    messages = row.get("messages")
-    if not isinstance(messages, list):
+    """The prompt as the row has it, text or messages; ``text`` where it has another shape.
+
+    Of messages with answers it is what the model reads: all before the last answer.
+    """
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    given = prompt if isinstance(prompt, list) else []
+    more = row.get("completion" if given else "messages")
+    if not (given or isinstance(more, list)):
         return text
-    # The answers at the end are not read: the model gives its own.
-    count = len(messages)
-    while count and messages[count - 1].get("role") == "assistant":
-        count -= 1
-    return messages[:count]
+    messages = [*given, *(more if isinstance(more, list) else [])]
+    answers = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
+    return messages[: max(len(given), *answers[-1:])] if answers else messages
 
 
 class RewardError(UserFunctionError):

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from hand_tokenizers import build_byte_tokenizer
+from huggingface_hub.errors import HfHubHTTPError
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data import readers, stream
@@ -316,6 +317,10 @@ def test_a_shard_that_fails_for_a_while_is_read_on(shards, monkeypatch):
     whole = steps_of(streamed(shards, shuffle_buffer_size=10), 30)
     monkeypatch.setattr(stream, "iter_unread_file", failing("part2.jsonl", at=9, times=3))
     assert steps_of(streamed(shards, shuffle_buffer_size=10), 30) == whole
+
+
+def test_a_connection_that_the_hubs_client_loses_is_a_failure_to_try_again():
+    assert issubclass(HfHubHTTPError.__mro__[1], stream._failures())
 
 
 def test_a_shard_that_cannot_be_read_is_named_after_all_that_came_before(shards, monkeypatch):

@@ -1,5 +1,7 @@
 """The fingerprint of a base: the same for the same weights, another for any other."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from dschat_lora.models.fingerprint import (
     adapter_fingerprint,
     base_fingerprint,
     config_fingerprint,
+    weights_fingerprint,
 )
 from helpers.tiny import tiny_model
 
@@ -132,3 +135,34 @@ def test_a_fingerprint_of_a_configuration_knows_no_names_and_no_dropout():
     other = Gemma2Config(name_or_path="elsewhere", attention_dropout=0.1, architectures=["One"])
     other.transformers_version = "0"
     assert config_fingerprint(other) == config_fingerprint(Gemma2Config())
+
+
+def write_base(home, files):
+    home.mkdir()
+    for name, content in {"config.json": "{}", **files}.items():
+        (home / name).write_text(content)
+    return str(home)
+
+
+SHARDED = {
+    "model.safetensors.index.json": json.dumps({"weight_map": {"w": "b.st", "v": "a.st"}}),
+    "a.st": "first",
+    "b.st": "second",
+}
+
+
+def test_weights_are_those_of_the_first_form_that_transformers_loads(tmp_path):
+    both = {"model.safetensors": "one", "pytorch_model.bin": "two", "other.bin": "three"}
+    found = weights_fingerprint(write_base(tmp_path / "both", both))
+    assert found == weights_fingerprint(write_base(tmp_path / "one", {"model.safetensors": "one"}))
+    changed = {**both, "model.safetensors": "new"}
+    assert found != weights_fingerprint(write_base(tmp_path / "changed", changed))
+    old = weights_fingerprint(write_base(tmp_path / "old", {"pytorch_model.bin": "two"}))
+    assert old == weights_fingerprint(write_base(tmp_path / "bin", dict([*both.items()][1:])))
+    parts = weights_fingerprint(write_base(tmp_path / "parts", SHARDED))
+    kept = {**SHARDED, "pytorch_model.bin": "two"}
+    assert parts == weights_fingerprint(write_base(tmp_path / "kept", kept))
+    for name in ("a.st", "b.st"):
+        other = write_base(tmp_path / name, {**SHARDED, name: "third"})
+        assert parts != weights_fingerprint(other)
+    assert len({found, old, parts, weights_fingerprint(write_base(tmp_path / "none", {}))}) == 4
