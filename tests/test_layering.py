@@ -50,7 +50,9 @@ FLOORS = [
             "tool_calls",
         ),
         "engine": Room(
-            "algos config", "deepspeed psutil torch", "ds_config failure_detection rendezvous"
+            "algos config",
+            "deepspeed psutil torch",
+            "children ds_config failure_detection rendezvous",
         ),
         "lora": Room("config", "bitsandbytes regex torch", "names"),
     },

@@ -83,6 +83,7 @@ def test_a_sampler_that_differs_from_the_policy_unweighted_is_noted(batches, cap
 
 
 NOBODY = "http://127.0.0.1:9"  # where nothing listens
+VLLM = ["--rollout_engine", "vllm"]
 SERVED = ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"]
 GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
 
@@ -91,8 +92,8 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
     ("argv", "words"),
     [
         (
-            ["--rollout_engine", "vllm"],
-            "own, transformers, or addresses of servers such as http://",
+            ["--rollout_engine", "sglang"],
+            "own, transformers, vllm, or addresses of servers such as http://",
         ),
         (
             ["--rollout_engine", f"{NOBODY},ftp://a"],
@@ -138,6 +139,27 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         (
             ["--oversample", "1.5", "--rollout_engine", "transformers"],
             "--oversample 1.5 gives up responses .*--rollout_engine transformers do not",
+        ),
+        (
+            [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "no-such-vllm serve"],
+            "--vllm_command begins with no-such-vllm, which is no program on .*: install vLLM",
+        ),
+        (
+            [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "' x"],
+            '--vllm_command "\' x": No clo',
+        ),
+        (
+            [*VLLM, "--actor_lora_dim", "600", "--vllm_command", "true"],
+            "--actor_lora_dim 600 is more than the 512 that vLLM takes",
+        ),
+        (
+            [*VLLM, "--actor_lora_dim", "4", "--rollouts_ahead", "1", "--no-do_sample"],
+            "--rollouts_ahead 1 .*, and --no-do_sample leaves no weights",
+        ),
+        (VLLM, "--rollout_engine vllm hands over the actor's adapter, and all weights train"),
+        (
+            [*VLLM, "--vllm_gpu_memory_utilization", "1"],
+            "--vllm_gpu_memory_utilization must be between 0 and 1, got 1",
         ),
         (["--oversample", "0.9"], r"--oversample must be in \[1, 10\], got 0.9"),
         (["--oversample", "1e6"], r"--oversample must be in \[1, 10\], got 1000000"),
