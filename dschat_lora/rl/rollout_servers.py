@@ -177,7 +177,7 @@ class RolloutServer:
 
     def last_words(self) -> str:
         """What its log tells of why it ended: the first error, or else the last line."""
-        if self.log is None:
+        if self.log is None or not self.log.is_file():
             return ""
         lines = self.log.read_text(errors="replace").splitlines()
         errors = [each for each in lines if re.search(r"\b\w*(Error|Exception): ", each)]

@@ -59,19 +59,16 @@ def start_vllm(
     assert home is not None, "a dry run starts nothing"
     timeout, on_gpu = config.batch.rollout_timeout, device().type == "cuda"
     if on_gpu or local_rank() == 0:
-        found["address"] = f"http://127.0.0.1:{(port := _free_port())}"
+        port, sleeping = _free_port(), sleeps(config)
+        found["address"] = f"http://127.0.0.1:{port}"
         server = RolloutServer(found["address"], timeout, log=_log(home, rank()))
+        command = serve_command(config, base, dtype=dtype, port=port, sleeps=sleeping)
+        gpu = visible_gpu(local_rank()) if on_gpu else None
         try:
-            process = ServerProcess(
-                server,
-                serve_command(config, base, dtype=dtype, port=port, sleeps=sleeps(config)),
-                serve_environment(
-                    visible_gpu(local_rank()) if on_gpu else None, sleeps=sleeps(config)
-                ),
-            )
+            process = ServerProcess(server, command, serve_environment(gpu, sleeps=sleeping))
             run.closing.callback(process.close)
             process.wait(timeout)
-            if sleeps(config):
+            if sleeping:
                 server.ask_once("/sleep?level=1", {}, LOAD_SECONDS)
         except (OSError, ServerError, EngineError) as error:
             found["failure"] = f"--rollout_engine vllm: {error}"

@@ -5,6 +5,7 @@ from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row
+from dschat_lora.rl.rewards import prompt_of
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -232,3 +233,31 @@ def test_digests_tell_prompt_and_completion_apart():
 def test_a_margin_that_float32_cannot_hold_is_refused(margin):
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": margin}
     assert "`margin` must be a finite number" in reason(row)
+
+
+SECOND, THIRD = ({"role": "assistant", "content": text} for text in "bc")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [USER, ANSWER]}, [USER]),
+        ({"messages": [USER, ANSWER, USER]}, [USER]),
+        ({"messages": [USER, ANSWER, SECOND]}, [USER, ANSWER]),
+        ({"messages": [USER, ANSWER, USER, SECOND]}, [USER, ANSWER, USER]),
+        ({"prompt": [USER, ANSWER, USER]}, [USER, ANSWER, USER]),
+        ({"prompt": [USER], "completion": [ANSWER]}, [USER]),
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": [SECOND, USER, THIRD]},
+            [USER, ANSWER, USER, SECOND, USER],
+        ),
+    ],
+)
+def test_functions_get_the_prompt_that_the_model_reads(row, expected):
+    assert record(row, kind="prompts").prompt == record({"prompt": expected}).prompt
+    assert prompt_of(row, None) == expected
+
+
+def test_prompts_of_other_rows_are_texts():
+    assert prompt_of({"prompt": "as it is", "completion": " c"}, "decoded") == "as it is"
+    assert prompt_of({"instruction": "do", "output": "done"}, "decoded") == "decoded"

@@ -7,24 +7,13 @@ import time
 
 import pytest
 import torch
-from hand_tokenizers import build_byte_tokenizer
 
-from dschat_lora.data.chat import Chat
-from dschat_lora.data.readers import RawRow
-from dschat_lora.data.records import to_records
-from dschat_lora.data.rows import parse_row
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.builtin_rewards import BUILTINS, builtin_function
 from dschat_lora.rl.config import RewardsConfig
 from dschat_lora.rl.dynamic_sampling import resample
 from dschat_lora.rl.experience import Scores
-from dschat_lora.rl.rewards import (
-    RewardError,
-    RewardFunction,
-    RewardFunctions,
-    load_functions,
-    prompt_of,
-)
+from dschat_lora.rl.rewards import RewardError, RewardFunction, RewardFunctions, load_functions
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -42,35 +31,6 @@ RESPONSES = [
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-AGAIN = {"role": "user", "content": "and then?"}
-SAID = [{"role": "assistant", "content": text} for text in ("a", "b", "c")]
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"messages": [*HELLO, SAID[0]]}, HELLO),
-        ({"messages": [*HELLO, SAID[0], AGAIN]}, HELLO),
-        ({"messages": [*HELLO, SAID[0], SAID[1]]}, [*HELLO, SAID[0]]),
-        ({"messages": [*HELLO, SAID[0], AGAIN, SAID[1]]}, [*HELLO, SAID[0], AGAIN]),
-        ({"prompt": [*HELLO, SAID[0], AGAIN]}, [*HELLO, SAID[0], AGAIN]),
-        ({"prompt": HELLO, "completion": [SAID[0]]}, HELLO),
-        (
-            {"prompt": [*HELLO, SAID[0], AGAIN], "completion": [SAID[1], AGAIN, SAID[2]]},
-            [*HELLO, SAID[0], AGAIN, SAID[1], AGAIN],
-        ),
-    ],
-)
-def test_functions_get_the_prompt_that_the_model_reads(row, expected):
-    chat = Chat(build_byte_tokenizer(), "</s>")
-    (record,) = to_records(parse_row(RawRow("f:1", row)), chat, "prompts")
-    assert record.prompt == chat.render(expected, add_generation_prompt=True)
-    assert prompt_of(row, None) == expected
-
-
-def test_prompts_of_other_rows_are_texts():
-    assert prompt_of({"prompt": "as it is", "completion": " c"}, "decoded") == "as it is"
-    assert prompt_of({"instruction": "do", "output": "done"}, "decoded") == "decoded"
 
 
 def made(function, name="mine:score", **options):
