@@ -179,10 +179,10 @@ class RolloutServer:
         """What its log tells of why it ended: the first error, or else the last line."""
         if self.log is None or not self.log.is_file():
             return ""
-        lines = self.log.read_text(errors="replace").splitlines()
-        errors = [each for each in lines if re.search(r"\b\w*(Error|Exception): ", each)]
-        said = [*errors[:1], *reversed([each for each in lines if each.strip()]), "nothing"][0]
-        return f"; its log {self.log} says: {' '.join(said.split())[-300:]}"
+        text = self.log.read_text(errors="replace").strip() or "nothing"
+        error = re.search(r"\b\w*([Ee]rror|Exception): .*", text)
+        said = text.rpartition("\n")[2] if error is None else error[0]
+        return f"; its log {self.log} says: {said.strip():.300}"
 
     def has_failed(self, patience: float) -> bool:
         """Count a failure; whether that makes too many for so many seconds."""
