@@ -180,8 +180,11 @@ class RolloutServer:
         if self.log is None or not self.log.is_file():
             return ""
         text = self.log.read_text(errors="replace").strip() or "nothing"
-        error = re.search(r"\b\w*([Ee]rror|Exception): .*", text)
-        said = text.rpartition("\n")[2] if error is None else error[0]
+        # What only warns may name an error too.
+        error = re.search(
+            r"^(?!.*\b(?:WARNING|INFO)\b).*?\b(\w*(?:[Ee]rror|Exception): .*)", text, re.MULTILINE
+        )
+        said = text.rpartition("\n")[2] if error is None else error[1]
         return f"; its log {self.log} says: {said.strip():.300}"
 
     def has_failed(self, patience: float) -> bool:

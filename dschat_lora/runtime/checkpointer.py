@@ -1,6 +1,7 @@
 """When a run saves its state, and the thread that writes it."""
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -292,7 +293,7 @@ def how_to_go_on(run: "OpenRun[Resumable]") -> str:
     flat = flatten(run.config)
     code = command_line({name: flat[name] for name in RUNS_CODE if flat.get(name)})
     resumed = ("--output_dir", str(run.directory), "--resume_from_checkpoint", "latest")
-    return f"go on with: {' '.join([*resumed, *code])}"
+    return f"go on with: {shlex.join([*resumed, *code])}"
 
 
 def end_by_signal(run: "OpenRun[Resumable]", number: int, step: int) -> NoReturn:

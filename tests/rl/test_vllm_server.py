@@ -91,7 +91,9 @@ def test_a_server_is_waited_for_and_ends_with_what_it_has_started(tmp_path):
     process.close()
     assert are_gone(pids)
     # Whoever draws with it is told what its log says.
-    (tmp_path / "vllm" / "0.log").write_text("start\nCudaError: no memory\nending\n")
+    (tmp_path / "vllm" / "0.log").write_text(
+        "WARNING as by `OSError: x`\n(pid=1) CudaError: no memory\nending\n"
+    )
     servers = RolloutServers([server], 1, lambda words: None, frozenset(), 64)
     with pytest.raises(EngineError, match=r"its log \S+/vllm/0.log says: CudaError: no memory\)$"):
         servers.load({"adapter": "/somewhere"})
