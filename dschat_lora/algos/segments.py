@@ -34,6 +34,7 @@ class Spans:
     key_ends: Tensor  # (S + 1,) int32, likewise of keys
     keys: Tensor | None  # (K,) int64 in [0, N), keys of all sequences; None: their own tokens
     places: Tensor | None  # (N,) int64 in the flattened (B T) positions; None: there is no padding
+    context: Any = None  # the group of ranks that divide the tokens among them; None: all are here
 
     def to(self, device: torch.device | str) -> "Spans":
         """The same spans with tensors on ``device``."""

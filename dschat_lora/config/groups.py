@@ -369,22 +369,35 @@ class ParallelConfig:
         help="with --tensor_parallel_size above 1: between the layers each process keeps its "
         "share of the tokens alone",
     )
+    context_parallel_size: int = option(
+        1,
+        help="SFT: processes that divide the tokens of each row among them, for long rows; "
+        "attention is exact over the whole of it",
+    )
     deepspeed_config: str | None = option(
         None, help='DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in'
     )
     deepspeed: bool = classic(False, help="accepted from DeepSpeed; it is always used")
 
     def __post_init__(self) -> None:
-        require_numbers(self, ">= 1", "tensor_parallel_size")
+        require_numbers(self, ">= 1", "tensor_parallel_size", "context_parallel_size")
+
+    @property
+    def processes_per_share(self) -> int:
+        """Processes that see the same rows."""
+        return self.tensor_parallel_size * self.context_parallel_size
 
     def shares(self, processes: int) -> int:
         """Number of data-parallel shares of ``processes``."""
-        return processes // self.tensor_parallel_size
+        return processes // self.processes_per_share
 
     def share_words(self, processes: int) -> str:
         """The number of shares as a factor in a message."""
-        size = self.tensor_parallel_size
-        return f"{processes} processes" + (f" / --tensor_parallel_size {size}" if size > 1 else "")
+        names = ("tensor_parallel_size", "context_parallel_size")
+        sizes = {name: getattr(self, name) for name in names}
+        return f"{processes} processes" + "".join(
+            f" / --{name} {size}" for name, size in sizes.items() if size > 1
+        )
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
-from dschat_lora.algos.segments import Sizes, Spans, causal_pairs, make_spans, to_device
+from dschat_lora.algos.segments import (
+    Sizes,
+    Spans,
+    causal_pairs,
+    lengthened,
+    make_spans,
+    to_device,
+)
 from dschat_lora.data.loader import SampleCounts, first_fit, round_up
 from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet
 
@@ -83,6 +90,7 @@ class SampleCollator:
 
     pad_id: int  # of padding, which segment 0 marks: nothing reads it
     multiple_of: int = 1  # width is rounded up to it
+    context: Any = None  # the group of ranks that divide the tokens among them, if any do
 
     def __call__(self, rows: Sequence[Sequence[SequenceSample]]) -> Batch:
         """One batch row per element of ``rows``, none of which is empty.
@@ -102,7 +110,7 @@ class SampleCollator:
                 logit_positions.append(index * grid.shape[1] + start + steps)
                 target_ids.append(sample.labels[1:][steps].astype(np.int64))
         lengths = [size for row in sizes for size in row]
-        return Batch(
+        batch = Batch(
             input_ids=torch.from_numpy(grid.input_ids),
             position_ids=torch.from_numpy(grid.positions),
             segment_ids=torch.from_numpy(grid.segments),
@@ -114,6 +122,7 @@ class SampleCollator:
             num_samples=len(lengths),
             num_attended=sum(map(causal_pairs, lengths)),
         )
+        return batch if self.context is None else own_tokens(batch, self.context)
 
     def empty(self) -> Batch:
         """One row of one padding token."""
@@ -139,6 +148,39 @@ class SampleCollator:
             targets.append(before[offsets[1:]] - before[first])
         learnt, none = np.concatenate(targets), np.zeros_like(tokens)
         return SampleCounts(tokens, learnt, causal_pairs(tokens), tokens, none)
+
+
+def own_tokens(batch: Batch, context: Any) -> Batch:
+    """A rank's share of the tokens of all rows, one row after another without padding.
+
+    ``context`` is the group of ranks, with ``rank`` and ``size``. All get as many tokens, the last
+    ones perhaps padding. Spans stay those of all tokens, and a target is on the rank of the token
+    that predicts it. Targets are counted where they are, all else on the first rank.
+    """
+    tokens, places = sum(n for n, _ in batch.spans.lengths), batch.spans.places
+    padding = -tokens % context.size
+    size = (tokens + padding) // context.size
+    first = size * context.rank
+
+    def own(values: Tensor) -> Tensor:
+        real = values.flatten() if places is None else values.flatten()[places]
+        return nn.functional.pad(real, (0, padding))[None, first : first + size]
+
+    steps = batch.logit_positions
+    steps = (steps if places is None else torch.searchsorted(places, steps)) - first
+    here = (steps >= 0) & (steps < size)
+    others = ("num_tokens", "num_samples", "num_attended")
+    return replace(
+        batch,
+        input_ids=own(batch.input_ids),
+        position_ids=own(batch.position_ids),
+        segment_ids=own(batch.segment_ids),
+        logit_positions=steps[here],
+        target_ids=batch.target_ids[here],
+        spans=replace(lengthened(batch.spans, padding), places=None, context=context),
+        num_targets=int(here.sum()),
+        **{name: getattr(batch, name) if context.rank == 0 else 0 for name in others},
+    )
 
 
 # Tokens of a tree, or of one sequence, and their numbers.

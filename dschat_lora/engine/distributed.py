@@ -124,6 +124,33 @@ def form_grid(tensor_size: int) -> Grid | None:
     return _grid
 
 
+_context: Any = None
+
+
+def form_context(size: int) -> None:
+    """Put the processes in groups of ``size`` that divide rows among them; call on every rank.
+
+    Raises:
+        ValueError: if the processes do not fill groups.
+    """
+    global _context
+    count = world_size()
+    if count % size:
+        raise ValueError(f"--context_parallel_size {size} does not divide the {count} processes")
+    if _context is not None:
+        dist.destroy_process_group(_context)
+    _context = None
+    if size > 1:
+        firsts = range(0, count, size)
+        made = [dist.new_group(list(range(i, i + size)), timeout=TIMEOUT) for i in firsts]
+        _context = made[rank() // size]
+
+
+def context() -> Any:
+    """The processes that divide rows among them, this one too; None where each has whole rows."""
+    return _context
+
+
 def grid() -> Grid | None:
     """What :func:`form_grid` made; None where every process holds a whole model."""
     return _grid

@@ -13,10 +13,11 @@ from dschat_lora.engine import failure_detection, gpu
 from dschat_lora.engine.distributed import (
     TIMEOUT,
     _engines,
-    _grid,
     destroy_engines,
     device,
+    form_context,
     form_grid,
+    grid,
     local_rank,
 )
 from dschat_lora.engine.rendezvous import complete_environment, settle_port
@@ -96,8 +97,9 @@ def shutdown() -> None:
     gpu_index = device().index  # NCCL would guess it from the rank
     # Nobody leaves while another still waits for an answer.
     dist.barrier(device_ids=None if gpu_index is None else [gpu_index])
-    if _grid is not None:
+    if grid() is not None:
         form_grid(1)
+    form_context(1)
     comm = sys.modules.get("deepspeed.comm.comm")
     if comm is None or comm.cdb is None:
         dist.destroy_process_group()

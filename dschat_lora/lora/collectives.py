@@ -7,6 +7,7 @@ scattered sum. Sums are sums, never means.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,6 +137,30 @@ class TensorGroup:
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts, group=self.process_group)
         return own
+
+
+class ContextGroup:
+    """The ranks that divide the tokens of each row among them. Call every method on all of them."""
+
+    def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.process_group, self.rank, self.size = process_group, rank, size
+
+    def swap(self, x: Tensor) -> Tensor:
+        """All of dimension 2 for a share of dimension 1 (an all-to-all; Ulysses, arXiv:2309.14509).
+
+        Of (1, heads, T / size, D) it is (1, heads / size, T, D), and of (1, T, heads / size, D) it
+        is (1, T / size, heads, D).
+        """
+        return exchange(
+            x, partial(self._swap, deals=1, gathers=2), partial(self._swap, deals=2, gathers=1)
+        )
+
+    def _swap(self, x: Tensor, deals: int, gathers: int) -> Tensor:
+        assert x.shape[deals] % self.size == 0
+        sent = torch.stack(x.chunk(self.size, deals))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.process_group)
+        return torch.cat(received.unbind(), gathers)
 
 
 def exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:

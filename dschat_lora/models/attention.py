@@ -1,10 +1,12 @@
 """Attention of packed rows: each sequence attends to itself alone."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,14 +42,36 @@ def attend_by_spans(
 
     ``query`` is (1, heads, N, D), ``key`` and ``value`` are (1, key heads, N, D): all sequences one
     after another, no padding. The mask has no meaning beside spans; of the options
-    ``sliding_window`` counts there too, the positions that a query sees, its own included.
+    ``sliding_window`` counts there too, the positions that a query sees, its own included. Where
+    ranks divide the tokens (``spans.context``), each attends by some of the heads to all of them.
     """
     if spans is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if (context := spans.context) is None:
+        return _attend(module, query, key, value, spans, options), None
+    # As many key heads as can be dealt out, each beside the queries that read it.
+    repeats = math.lcm(key.shape[1], context.size) // key.shape[1]
+    query, key, value = (
+        context.swap(x) for x in (query, *(x.repeat_interleave(repeats, 1) for x in (key, value)))
+    )
+    # What transformers reads of a layer; a rank's heads may be grouped otherwise than the layer's.
+    groups, causal = query.shape[1] // key.shape[1], getattr(module, "is_causal", True)
+    heads: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=causal)
+    return context.swap(_attend(heads, query, key, value, spans, options)), None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """(1, N, heads, D) of heads of which all tokens are here, see :func:`attend_by_spans`."""
     if varlen_takes(query, key, value, options):
         scaling, window = options.get("scaling"), options.get("sliding_window")
-        output = varlen_attend(query, key, value, spans, scaling=scaling, window=window)
-        return output, None
+        return varlen_attend(query, key, value, spans, scaling=scaling, window=window)
     window = options.get("sliding_window")
     tokens = [queries for queries, _ in spans.lengths]
     outputs: list[Tensor] = []
@@ -67,7 +91,7 @@ def attend_by_spans(
         outputs.append(sdpa_attention_forward(module, q, seen_k, seen_v, mask, **options)[0])
         if keys == queries:
             before = k, v
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:

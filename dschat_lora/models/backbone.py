@@ -115,7 +115,8 @@ class Backbone:
             output are meant; and the places in the flattened (B T) of the tokens that were
             computed, in ascending order, None where all were.
         """
-        if self.skips_padding(input_ids.device):
+        divided = spans is not None and spans.context is not None
+        if divided or self.skips_padding(input_ids.device):
             spans = find_spans(segment_ids, branch_ids) if spans is None else spans
             if spans.lengths:
                 tokens = _real(input_ids, spans)
@@ -144,6 +145,11 @@ class Backbone:
         if self._group is None or not self._group.sequence_parallel:
             return 0
         return -count % self._group.size
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether ranks can divide the tokens of a row: nothing but attention mixes them."""
+        return self.by_spans and not (self.own_mask or self._recurrent)
 
     def skips_padding(self, device: torch.device) -> bool:
         """Whether real tokens alone are computed on ``device``, each among its sequence.

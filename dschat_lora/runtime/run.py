@@ -20,6 +20,7 @@ from dschat_lora.engine import failure_detection
 from dschat_lora.engine.distributed import (
     broadcast_string,
     check_same,
+    form_context,
     form_grid,
     on_rank_zero,
     rank,
@@ -95,6 +96,7 @@ def open_run(
         config = resolved_together(config, check)
         failure_detection.set_timeout(config.run.distributed_timeout)
         form_grid(config.parallel.tensor_parallel_size)
+        form_context(config.parallel.context_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         earlier = goes_on_in_place(config)
         directory, trackers = None, list[Tracker]()

@@ -29,12 +29,12 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     broadcast_bytes,
     broadcast_string,
-    data_rank,
-    data_world_size,
+    context,
     local_rank_first,
     rank,
     world_size,
 )
+from dschat_lora.lora.collectives import ContextGroup
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
 from dschat_lora.models.causal_lm import LMHeadModel
@@ -61,8 +61,37 @@ def make_sample_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel
     """Of samples, after a look at how the user's own model treats them; call on every rank."""
     tokenizer, wanted = setup.tokenizer, setup.config.data.packing
     packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
-    collate = SampleCollator(int(tokenizer.pad_token_id))
+    collate = SampleCollator(int(tokenizer.pad_token_id), context=_context_group(setup, engine))
     return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
+
+
+def _context_group(
+    setup: SupervisedSetup, engine: TrainEngine[BackboneModel]
+) -> ContextGroup | None:
+    """The ranks that divide rows with this one; None where none do.
+
+    Raises:
+        ValueError: if the model's layers cannot be told which tokens are a sequence.
+    """
+    ranks, size = context(), setup.config.parallel.context_parallel_size
+    if ranks is None:
+        return None
+    backbone = engine.module.backbone
+    if not backbone.is_divisible:
+        raise ValueError(
+            f"--context_parallel_size {size} takes models whose tokens meet in attention by "
+            f"--attn_implementation sdpa alone, which {type(backbone.model).__name__} is not"
+        )
+    return ContextGroup(ranks, rank() % size, size)
+
+
+def row_share(setup: SupervisedSetup) -> dict[str, int]:
+    """Which share of the rows this process reads, and how many shares there are.
+
+    Processes that hold one model between them, or divide rows among them, read the same.
+    """
+    shares = setup.config.parallel.shares(world_size())
+    return {"rank": rank() * shares // world_size(), "world_size": shares}
 
 
 def make_pair_layout(
@@ -254,8 +283,7 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
         seed=seed,
         micro_batch_size=batch.per_device_train_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        rank=data_rank(),
-        world_size=data_world_size(),
+        **row_share(setup),
         collate=batch_layout.collate,
         budget=budget,
     )
@@ -271,14 +299,14 @@ def rows_per_step(setup: SupervisedSetup) -> int:
     """Rows, or micro-batches of a budget of tokens, of an optimizer step on all ranks."""
     batch = setup.config.batch
     rows: int = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-    return rows * data_world_size()
+    return rows * row_share(setup)["world_size"]
 
 
 def _token_budget(setup: SupervisedSetup, batch_layout: BatchLayout) -> TokenBudget | None:
     batch = setup.config.batch
     if not batch.tokens_per_device:
         return None
-    micro_batches = batch.gradient_accumulation_steps * data_world_size()
+    micro_batches = batch.gradient_accumulation_steps * row_share(setup)["world_size"]
     return TokenBudget(batch.tokens_per_device, micro_batches, batch_layout.row_tokens)
 
 
@@ -304,8 +332,7 @@ def train_loader(
         rows=rows,
         micro_batch_size=batch.per_device_train_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        rank=data_rank(),
-        world_size=data_world_size(),
+        **row_share(setup),
         seed=config.run.seed,
         collate=batch_layout.collate,
         counts=counts,

@@ -13,7 +13,7 @@ from dschat_lora.algos.logprobs import IGNORE_INDEX, token_logprobs
 from dschat_lora.data.loader import PackedRow, eval_batches
 from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import data_rank, data_world_size, world_size
+from dschat_lora.engine.distributed import world_size
 from dschat_lora.generation.search import greedy_decode
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.backbone import BackboneModel
@@ -21,7 +21,7 @@ from dschat_lora.models.loading import end_ids
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.report.log import eval_line
 from dschat_lora.runtime.loop import AnswerLog, EvalResults
-from dschat_lora.supervised.batching import BatchLayout, rows_of
+from dschat_lora.supervised.batching import BatchLayout, row_share, rows_of
 from dschat_lora.supervised.loop import Evaluation, evaluate
 from dschat_lora.supervised.objectives import SUPERVISED, Objective, mean_of
 from dschat_lora.supervised.setup import SupervisedSetup
@@ -52,7 +52,7 @@ class SupervisedEvaluator:
                 self._by_source[name] = [tuple(first + index for index in row) for row in own]
                 first += size
         self._collate, self._config = batch_layout.collate, setup.config
-        self._interrupts = setup.run.interrupts
+        self._interrupts, self._share = setup.run.interrupts, row_share(setup)
         self.results = EvalResults(setup.run, eval_line)
 
     def __call__(self, step: int) -> None:
@@ -101,8 +101,7 @@ class SupervisedEvaluator:
             self._samples,
             rows=rows,
             batch_size=self._config.batch.per_device_eval_batch_size,
-            rank=data_rank(),
-            world_size=data_world_size(),
+            **self._share,
             collate=self._collate,
         )
         for batch in islice(batches, self._config.run.eval_iters or None):
