@@ -143,7 +143,7 @@ def reconcile(
             )
         values[name] = stated
     _refuse_foreign_optimizer(path, content)
-    _refuse_foreign_groups(path, content, parallel.tensor_parallel_size)
+    _refuse_foreign_groups(path, content, parallel)
     model = replace(model, dtype=values["dtype"])
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
     batch = replace(batch, **{name: values[name] for name in sizes})
@@ -277,17 +277,20 @@ def _refuse_foreign_optimizer(path: str | None, content: Mapping[str, Any]) -> N
             )
 
 
-def _refuse_foreign_groups(path: str | None, content: Mapping[str, Any], size: int) -> None:
+def _refuse_foreign_groups(
+    path: str | None, content: Mapping[str, Any], parallel: ParallelConfig
+) -> None:
     """Refuse DeepSpeed's own model parallelism, and groups that cross tensor-parallel ones."""
     for name in _FOREIGN:
         if name in content:
             raise ValueError(
                 f"--deepspeed_config {path} has {name}, which knows nothing of adapters; remove it "
-                "there, and use --tensor_parallel_size (and --sequence_parallel)"
+                "there, and use --tensor_parallel_size (and --sequence_parallel), or "
+                "--context_parallel_size"
             )
     stated = _without_auto(content.get("zero_optimization", {}))
     crossing = [name for name, off in _CROSSING.items() if stated.get(name, off) != off]
-    if size > 1 and crossing:
+    if (size := parallel.tensor_parallel_size) > 1 and crossing:
         raise ValueError(
             f"--deepspeed_config {path} sets zero_optimization.{crossing[0]}, whose groups of "
             f"processes cross those of --tensor_parallel_size {size}; drop one"

@@ -1,4 +1,4 @@
-"""What four bits and tensor parallelism need and cannot do, by the options and a configuration.
+"""What four bits and divided models or rows need and cannot do, by options and a configuration.
 
 Imports nothing heavy, so that what does not fit is reported at once.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.groups import LoadConfig, LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoadConfig, LoraConfig, ModelConfig, ParallelConfig
 
 # Architectures in whose blocks column-parallel layers alone read the input of attention and MLP.
 KINDS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
@@ -116,17 +116,59 @@ def check_files(directory: Path, size: int) -> None:
         )
 
 
-def check_processes(size: int, processes: int) -> None:
-    """Refuse groups of ``size`` that the launched processes do not fill."""
+def check_processes(parallel: ParallelConfig, processes: int) -> None:
+    """Refuse groups that the launched processes do not fill."""
+    tensor, context = parallel.tensor_parallel_size, parallel.context_parallel_size
+    if min(tensor, context) > 1:
+        raise ValueError(
+            f"--tensor_parallel_size {tensor} divides the model and --context_parallel_size "
+            f"{context} the rows; give one of them"
+        )
+    size = parallel.processes_per_share
+    option = "context_parallel_size" if context > 1 else "tensor_parallel_size"
     if processes % size == 0:
         return
     wanted = -(-processes // size) * size
     fitting = [n for n in range(1, processes + 1) if processes % n == 0]
     raise ValueError(
-        f"--tensor_parallel_size {size} does not divide the number of launched processes, "
+        f"--{option} {size} does not divide the number of launched processes, "
         f"{processes} ({', '.join(map(str, fitting))} would); to start {wanted}, put "
         f"`deepspeed --num_gpus {wanted}` or `torchrun --nproc_per_node {wanted}` before the script"
     )
+
+
+def check_whole_rows(parallel: ParallelConfig, stage: str) -> None:
+    """Refuse to divide rows in a stage that is not SFT."""
+    if parallel.context_parallel_size > 1:
+        raise ValueError(
+            f"--context_parallel_size {parallel.context_parallel_size} divides the rows of SFT; "
+            f"{stage} takes them whole: leave it out"
+        )
+
+
+def check_divided_rows(model: ModelConfig, fields: Mapping[str, Any], size: int) -> None:
+    """Refuse rows that ``size`` ranks cannot divide, by options and the model's ``config.json``."""
+    if size == 1:
+        return
+    typed = f"--context_parallel_size {size}"
+    if model.attn_implementation not in ("auto", "sdpa"):
+        raise ValueError(
+            f"{typed} exchanges the heads of sdpa, and --attn_implementation is "
+            f"{model.attn_implementation}; leave one out"
+        )
+    for name in ("router_aux_loss_coef", "neftune_noise_alpha"):
+        if value := getattr(model, name):
+            raise ValueError(
+                f"--{name} {value:g} is about a whole row, of which each process has a part with "
+                f"{typed}; leave one out"
+            )
+    heads = sizes_of(fields).get("attention heads", size)
+    if heads % size:
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"{typed} does not divide the model's {heads} attention heads; "
+            f"{', '.join(map(str, fitting))} would"
+        )
 
 
 def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:

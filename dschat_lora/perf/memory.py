@@ -1,7 +1,7 @@
 """An estimate of the memory a run needs per device, made before it starts.
 
 Assumed: the package's low-rank layers, which keep their input and ``x A^T``, no dropout, pre-norm
-blocks with two norms, a dense attention mask, AdamW in fp32, the loss computed chunk by chunk.
+blocks with two norms, AdamW in fp32, the loss computed chunk by chunk.
 With fused attention the activations are within 3 percent of what autograd keeps on OPT, Llama and
 GPT-2, and up to 15 percent low on GPT-NeoX, which keeps q, k and v both before and after rotation.
 Of a model that is divided among tensor-parallel ranks, what one of them keeps is estimated.
@@ -64,6 +64,8 @@ def estimate_memory(
     bucket_size: int = BUCKET_SIZE,
     chunk_logits: int = MAX_CHUNK_LOGITS,
     logit_bytes: int | None = None,
+    context_parallel_size: int = 1,
+    has_mask: bool = True,
 ) -> MemoryEstimate:
     """Bytes per device of training ``model``, which may be on the meta device.
 
@@ -76,7 +78,9 @@ def estimate_memory(
     lie beside the next one's activations; else those of 16-bit weights come as activations go.
     ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements. ``chunk_logits`` is the
     most logits that the loss forms at a time, and ``logit_bytes`` what it takes for each where it
-    is not cross-entropy, and forms them whole on every rank.
+    is not cross-entropy, and forms them whole on every rank. Of ``context_parallel_size`` processes
+    each has its share of the positions. Rows whose sequences are attended to one by one have no
+    mask.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -93,7 +97,7 @@ def estimate_memory(
     optimizer = sum(_numel(p) for p in trained) * (12 if copied else 8)
     if offload:
         optimizer = 0
-    positions = rows * length
+    positions = -(-rows * length // context_parallel_size)
     activations = activation_bytes(
         model,
         shape,
@@ -101,6 +105,7 @@ def estimate_memory(
         compute_dtype=compute_dtype,
         gradient_checkpointing=gradient_checkpointing,
         offload_activations=offload_activations,
+        has_mask=has_mask,
     )
     loss = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
@@ -175,6 +180,7 @@ def activation_bytes(
     compute_dtype: torch.dtype,
     gradient_checkpointing: bool,
     offload_activations: bool = False,
+    has_mask: bool = True,
 ) -> int:
     """Bytes per position kept between the forward and the backward pass, without the loss.
 
@@ -200,7 +206,7 @@ def activation_bytes(
         round(kept.by_attention(block) + kept.by_layers(block.mlp)) + block.norm_width * per_feature
         for block in shape.blocks
     ]
-    mask = length * width  # one (B, 1, T, T) for all blocks
+    mask = length * width * has_mask  # one (B, 1, T, T) for all blocks
     outside = shape.hidden_size * per_feature + mask
     outside += round(sum(kept.inputs([x], x.in_features) for x in shape.outside))
     if gradient_checkpointing:

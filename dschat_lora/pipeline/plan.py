@@ -312,8 +312,8 @@ def _step_time(config: SupervisedConfig, trained: TrainedModel) -> StepTime:
         return passes * config.batch.gradient_accumulation_steps
 
     return StepTime(
-        tokens * data_world_size(),
-        flops.hardware / config.parallel.tensor_parallel_size,
+        tokens * data_world_size() // config.parallel.context_parallel_size,
+        flops.hardware / config.parallel.processes_per_share,
         {fused: launches(fused) for fused in (True, False)},
         fused=config.model.fused_kernels != "off",
     )

@@ -5,6 +5,7 @@ Published models and outputs of stages to come have placeholders, with all that 
 
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
@@ -96,8 +97,8 @@ def check_stage(name: str, values: Mapping[str, Any], processes: int | None) -> 
     if processes is None and "deepspeed_config" in values:
         values = {k: v for k, v in values.items() if k not in _OF_PROCESSES}
     # Without a number the launcher uses every GPU, which only the stage can count.
-    size = values.get("tensor_parallel_size", 1)
-    least = size if isinstance(size, int) and size > 0 else 1
+    sizes = [values.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "context")]
+    least = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(processes or least)
     try:

@@ -13,7 +13,7 @@ from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
-from dschat_lora.models.option_checks import check_processes, check_training
+from dschat_lora.models.option_checks import check_processes, check_training, check_whole_rows
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.algorithms import Correction
@@ -324,7 +324,8 @@ def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse models that the processes cannot divide, or cannot train once they are divided."""
     size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
-    check_processes(size, launched_processes())
+    check_whole_rows(config.parallel, "step 3")
+    check_processes(config.parallel, launched_processes())
     for role in ("actor", "critic") if config.has_critic else ("actor",):
         options: RoleConfig = getattr(config, role)
         with option_errors_for(role):

@@ -24,6 +24,7 @@ from dschat_lora.engine.distributed import (
     max_over_ranks,
     rank,
 )
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.launches import micro_batch_advice
@@ -55,6 +56,8 @@ class TrainedModel:
     sequences: int = 1  # of a row
     offloads: bool = False  # the inputs of its blocks, where they are recomputed
     logit_bytes: int | None = None  # of a loss over whole distributions; None: cross-entropy
+    processes: int = 1  # that divide the tokens of a row
+    has_mask: bool = True  # of the attention of a row; without, each sequence is by itself
 
     def estimate(
         self,
@@ -84,6 +87,8 @@ class TrainedModel:
             accumulates=self.settings.accumulation_steps > 1 or rows < self.rows,
             chunk_logits=MAX_CHUNK_LOGITS_CPU if small else MAX_CHUNK_LOGITS,
             logit_bytes=self.logit_bytes,
+            context_parallel_size=self.processes,
+            has_mask=self.has_mask,
             **self.settings.gathering(zero_stage),
         )
 
@@ -103,8 +108,9 @@ class TrainedModel:
         if not (self.offloads and self.recomputes):
             return 0
         rows, length = self._grid(self.rows, self.length)
+        positions = -(-rows * length // self.processes)
         return offloaded_bytes(
-            self.model, positions=rows * length, compute_dtype=self.settings.torch_dtype
+            self.model, positions=positions, compute_dtype=self.settings.torch_dtype
         )
 
     def launch_advice(self, *, fused_kernels: str, compiled: bool) -> str | None:
@@ -299,6 +305,11 @@ def trained_model(
         tokens=tokens,
         sequences=config.max_row_tokens // config.data.max_seq_len,
         offloads=offloads_inputs(config),
+        processes=config.parallel.context_parallel_size,
+        has_mask=not (
+            config.parallel.context_parallel_size > 1
+            or (device_type() == "cpu" and Backbone(adapted.model).skips_padding(device()))
+        ),
     )
 
 

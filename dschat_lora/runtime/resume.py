@@ -300,7 +300,7 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
             "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
             "one: name an adapter with --model_name_or_path instead"
         )
-    _check_groups(merged, path, typed="tensor_parallel_size" in now)
+    _check_groups(merged, path, now)
     notes: list[str] = []
     if "tokens_per_device" not in fixed:  # or steps would be counted in two units
         merged, rows, notes = _with_same_rows(merged, state, now)
@@ -318,17 +318,19 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     return merged
 
 
-def _check_groups(config: "Resumable", path: Path, *, typed: bool) -> None:
-    """Refuse processes that the tensor-parallel size, perhaps the checkpoint's, does not divide."""
-    size = config.parallel.tensor_parallel_size
+def _check_groups(config: "Resumable", path: Path, now: Mapping[str, Any]) -> None:
+    """Refuse processes that the sizes of groups, perhaps the checkpoint's, do not divide."""
+    names = ("tensor_parallel_size", "context_parallel_size")
+    sizes = {name: getattr(config.parallel, name) for name in names if name not in now}
+    before = " and ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
     try:
-        check_processes(size, launched_processes())
+        check_processes(config.parallel, launched_processes())
     except ValueError as error:
-        if typed:
+        if not before:
             raise
         raise ValueError(
-            f"--resume_from_checkpoint {path} is of a run with --tensor_parallel_size {size}: type "
-            f"the size that is wanted now, as {error}"
+            f"--resume_from_checkpoint {path} is of a run with {before}: type the size that is "
+            f"wanted now, as {error}"
         ) from error
 
 

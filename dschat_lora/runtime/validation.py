@@ -22,7 +22,12 @@ from dschat_lora.data.rows import DataKind, check_some_prompt_fits, check_source
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
-from dschat_lora.models.option_checks import check_processes, check_training
+from dschat_lora.models.option_checks import (
+    check_divided_rows,
+    check_processes,
+    check_training,
+    check_whole_rows,
+)
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import say_once
 from dschat_lora.runtime.checks import (
@@ -100,6 +105,8 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
 
     def check(config: ConfigT) -> ConfigT:
         # In this order: the first that fails is what a user reads.
+        if rules is not SFT:
+            check_whole_rows(config.parallel, f"the stage {rules.name}")
         source = find_model(config.model.model_name_or_path)
         config = apply_checks(config, source, rules.checks)
         asked = config.data.data_path
@@ -216,9 +223,10 @@ def with_adapter_and_base(config: ConfigT, source: ModelSource) -> ConfigT:
         tensor_parallel_size=size,
     )
     config = replace(config, lora=lora, model=replace(config.model, base_bits=bits))
-    check_processes(size, launched_processes())
+    check_processes(config.parallel, launched_processes())
     check_training(config.model, lora, size)
     check_divided(source, config.parallel)
+    check_divided_rows(config.model, model_fields(source), config.parallel.context_parallel_size)
     return config
 
 

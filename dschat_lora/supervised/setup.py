@@ -37,6 +37,7 @@ from dschat_lora.models.loading import (
     load_config,
     load_tokenizer,
 )
+from dschat_lora.models.option_checks import check_divided_rows
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.runtime.advice import explaining_memory
 from dschat_lora.runtime.memory import (
@@ -113,6 +114,7 @@ def set_up(
     # A model of the hub is known only here.
     model_config = load_config(source.base, config.model)
     fields = model_config.to_dict()
+    check_divided_rows(config.model, fields, config.parallel.context_parallel_size)
     length = fitting_length(config.data.max_seq_len, source, config.given, fields=fields)
     config = replace(config, data=replace(config.data, max_seq_len=length))
     if config.optim.learning_rate == "auto":

@@ -33,7 +33,7 @@ from dschat_lora.supervised.loop import (
     train_steps,
 )
 from dschat_lora.supervised.objectives import SUPERVISED, BatchLoss, causal_lm_loss
-from helpers.tensor_parallel import divided, replicas_differ
+from helpers.tensor_parallel import divided, divided_rows, replicas_differ
 from helpers.tiny import LENGTH, ragged_samples
 
 LORA = {"lora_dim": 4, "lora_alpha": 8.0}
@@ -97,17 +97,19 @@ def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None, b
     return model, TrainEngine(CausalLMLoss(model), parameter_groups(model, optim), settings)
 
 
-def loader(samples, *, micro, accumulation, packing=False):
+def loader(samples, *, micro, accumulation, packing=False, group=None):
+    """The rows of this process, or of those of ``group``, which divide them."""
+    size = 1 if group is None else group.size
     lengths = torch.tensor([len(sample.input_ids) for sample in samples]).numpy()
     return StepLoader(
         samples,
         rows=make_rows(lengths, max_seq_len=LENGTH, packing=packing, seed=3),
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
-        rank=data_rank(),
-        world_size=data_world_size(),
+        rank=data_rank() // size,
+        world_size=data_world_size() // size,
         seed=3,
-        collate=SampleCollator(0),
+        collate=SampleCollator(0, context=group),
     )
 
 
@@ -142,6 +144,7 @@ def train(
     overflow_at=None,
     tensor_parallel=1,
     sequence_parallel=False,
+    context_parallel=1,
     bits=None,
     want_gradient=False,
     save_adapter_to=None,
@@ -157,7 +160,10 @@ def train(
         deepspeed_json=deepspeed_json,
         offload=offload,
     )
-    with divided(tensor_parallel, sequence_parallel=sequence_parallel) as group:
+    with (
+        divided(tensor_parallel, sequence_parallel=sequence_parallel) as group,
+        divided_rows(context_parallel) as row_group,
+    ):
         return _train(
             path,
             build(path, lora, settings, checkpointing=checkpointing, group=group, bits=bits),
@@ -167,6 +173,7 @@ def train(
             steps=steps,
             samples=samples,
             packing=packing,
+            row_group=row_group,
             overflow_at=overflow_at,
             want_gradient=want_gradient,
             save_adapter_to=save_adapter_to,
@@ -184,6 +191,7 @@ def _train(
     steps,
     samples,
     packing,
+    row_group,
     overflow_at,
     want_gradient,
     save_adapter_to,
@@ -192,7 +200,11 @@ def _train(
     model, engine = built
     before = gather_to_cpu(_base_parameters(model))
     source = loader(
-        ragged_samples(samples), micro=micro, accumulation=accumulation, packing=packing
+        ragged_samples(samples),
+        micro=micro,
+        accumulation=accumulation,
+        packing=packing,
+        group=row_group,
     )
     objective = SUPERVISED
     if overflow_at is not None:

@@ -1,11 +1,12 @@
-"""Models divided among the processes of ``Ranks``, and what must not depend on that."""
+"""Models and rows divided among processes of ``Ranks``, and what must not depend on that."""
 
 from contextlib import contextmanager
 
 import torch
 
 from dschat_lora.config.groups import ParallelConfig
-from dschat_lora.engine.distributed import form_grid
+from dschat_lora.engine.distributed import context, form_context, form_grid, rank
+from dschat_lora.lora.collectives import ContextGroup
 from dschat_lora.lora.parallel import group_of, shard_of
 from dschat_lora.runtime.setup import tensor_group
 
@@ -20,6 +21,16 @@ def divided(size, *, sequence_parallel=False):
         )
     finally:
         form_grid(1)
+
+
+@contextmanager
+def divided_rows(size):
+    """Within, so many processes divide the tokens of rows; yields their group, None for one."""
+    form_context(size)
+    try:
+        yield ContextGroup(context(), rank() % size, size) if size > 1 else None
+    finally:
+        form_context(1)
 
 
 def replicas_differ(model):

@@ -11,6 +11,7 @@ from transformers.models.gpt_neox import GPTNeoXConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.opt import OPTConfig
 from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
@@ -59,6 +60,8 @@ def _config(kind):
         return LlamaConfig(tie_word_embeddings=False, **SHAPE)
     if kind == "qwen2":  # tied, rotary, grouped queries, biases
         return Qwen2Config(tie_word_embeddings=True, **SHAPE)
+    if kind == "qwen3":  # heads wider than their share of the width, normed
+        return Qwen3Config(head_dim=16, **SHAPE)
     if kind == "qwen3_moe":  # fused experts
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         return Qwen3MoeConfig(head_dim=8, **experts, **SHAPE)
