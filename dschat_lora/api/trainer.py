@@ -321,6 +321,7 @@ class Trainer:
             },
             base_bits=adapted.base_bits,
             base_fingerprint=weights_fingerprint(source.base) if adapted.base_bits == 4 else "",
+            rope_scaling=adapted.rope_scaling,
         )
 
     def close(self) -> None:

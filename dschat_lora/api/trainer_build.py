@@ -79,7 +79,7 @@ from dschat_lora.runtime.validation import (
 OPTIONS = frozenset(
     (
         *("dtype", "attn_implementation", "trust_remote_code", "base_bits", "chat_template"),
-        *("add_eot_token", "eot_token", "gradient_checkpointing", "dropout"),
+        *("add_eot_token", "eot_token", "gradient_checkpointing", "dropout", "rope_scaling"),
         *(field.name for field in fields(LoraConfig) if "hidden" not in field.metadata),
         *("per_device_train_batch_size", "per_device_eval_batch_size"),
         *("loraplus_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),

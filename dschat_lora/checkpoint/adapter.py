@@ -73,6 +73,7 @@ def write_adapter(
     base_model_name_or_path: str,
     base_bits: int = 16,
     base_fingerprint: str = "",
+    rope_scaling: str | None = None,
     task_type: str = "CAUSAL_LM",
     write_more: Callable[[Path], None] | None = None,
 ) -> AdapterConfig:
@@ -81,9 +82,9 @@ def write_adapter(
     Everything is written to a temporary directory, read back and compared before it takes the
     final name, so an interrupted write leaves the earlier adapter whole. Call on one rank.
     ``tensors`` are whole, by the names of :func:`adapter_parameters`. Factors for k parts of
-    packed layers are written as one pair of k times the rank, with zeros. ``base_bits`` and
-    ``base_fingerprint`` are those of the base that it was trained on. ``write_more`` adds
-    files such as the tokenizer's to the directory that it is given.
+    packed layers are written as one pair of k times the rank, with zeros. ``base_bits``,
+    ``base_fingerprint`` and ``rope_scaling`` are those of the base that it was trained on.
+    ``write_more`` adds files such as the tokenizer's to the directory that it is given.
 
     Raises:
         ValueError: if a factor is missing, of a wrong shape, or not finite.
@@ -114,6 +115,7 @@ def write_adapter(
         alpha_pattern=_patterns(config.alphas, layout, adapted),
         base_bits=base_bits,
         base_fingerprint=base_fingerprint,
+        rope_scaling=rope_scaling,
     )
     stored = {}
     for name, tensor in tensors.items():

@@ -23,7 +23,7 @@ from dschat_lora.checkpoint.manifest import (
     verify,
 )
 from dschat_lora.config.files import read_json
-from dschat_lora.config.groups import OWN_SETTINGS
+from dschat_lora.config.groups import OWN_SETTINGS, parse_rope_scaling
 from dschat_lora.config.values import fits_fp32
 from dschat_lora.lora.names import adapted_modules, is_of_expert
 
@@ -31,8 +31,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # Metadata of weights that were written here: a directory with them needs its manifest.
 WEIGHTS_METADATA = {"format": "pt", "manifest": MANIFEST}
-# Keys of further metadata, which PEFT knows nothing of: of packed layers, and of the base.
-_PACKED, _BASE = "packed", "base"
+# Keys of further metadata, which PEFT knows nothing of: of packed layers, of the base.
+_PACKED, _BASE, _ROPE = "packed", "base", "rope_scaling"
 # The model card, which people edit.
 _UNCHECKED = frozenset({"README.md"})
 
@@ -72,6 +72,7 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)  # in place of lora_alpha
     base_bits: int | None = 16  # in which the base was held in training; None: not recorded
     base_fingerprint: str = ""  # of the base's files: where it has 4 bits, and of rollouts
+    rope_scaling: str | None = None  # --rope_scaling of training
 
 
 def is_adapter_directory(path: str | Path) -> bool:
@@ -217,6 +218,8 @@ def more_metadata(config: AdapterConfig) -> dict[str, str]:
     if config.base_bits == 4 or config.base_fingerprint:
         base = {"bits": config.base_bits, "fingerprint": config.base_fingerprint}
         found[_BASE] = json.dumps(base)
+    if config.rope_scaling is not None:
+        found[_ROPE] = config.rope_scaling
     if config.enable_lora:
         packed = {"enable_lora": config.enable_lora, "group_sizes": config.group_sizes}
         found[_PACKED] = json.dumps(packed)
@@ -235,6 +238,12 @@ def _with_metadata(config: AdapterConfig, weights: Path) -> AdapterConfig:
     if "manifest" not in notes:
         config = replace(config, base_bits=None)
     config = _as_packed(config, weights, notes.get(_PACKED))
+    if scaling := notes.get(_ROPE):
+        try:
+            parse_rope_scaling(scaling)
+        except ValueError as error:
+            raise ValueError(f"{weights} is damaged: {error}") from None
+        config = replace(config, rope_scaling=scaling)
     if (note := notes.get(_BASE)) is None:
         return config
     try:
@@ -443,4 +452,5 @@ def _config_in_state(
         rank_pattern={f"^{name}": shapes[f"{name}.lora_A"][-2] for name in experts},
         alpha_pattern={f"^{name}": float(alpha) for name in experts if alpha is not None},
         base_bits=int(options.get("base_bits") or 16),
+        rope_scaling=options.get("rope_scaling"),
     )

@@ -52,6 +52,7 @@ def save_adapter(
     card: Mapping[str, Any],
     base_bits: int = 16,
     base_fingerprint: str = "",
+    rope_scaling: str | None = None,
     task_type: str = "CAUSAL_LM",
     tensors: Mapping[str, Tensor] | None = None,
     write_more: Callable[[Path], None] | None = None,
@@ -79,6 +80,7 @@ def save_adapter(
             base_model_name_or_path=base,
             base_bits=base_bits,
             base_fingerprint=base_fingerprint,
+            rope_scaling=rope_scaling,
             task_type=task_type,
             write_more=write_more_files,
         )

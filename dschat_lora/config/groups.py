@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import classic, hidden, option
 from dschat_lora.config.parser import EVALUATION, LOGGING, PROCESSES
 from dschat_lora.config.values import LOCAL_HOSTS
@@ -20,6 +21,8 @@ Scheduler = Literal[
 OWN_SETTINGS = "modules of another rank or alpha"
 # What configurations of models call the number of experts, and of those that a token is sent to.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ROPE_TYPES = ("linear", "yarn", "llama3")  # by which a token's position alone decides
+MAX_ROPE_FACTOR = 10_000
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
 
@@ -74,6 +77,32 @@ def check_address(host: str, port: int, token: str | None, *, example: str) -> N
 def is_on(switch: Switch) -> bool:
     """Whether a switch is on; ``auto`` is off until it is resolved."""
     return switch is True
+
+
+def parse_rope_scaling(text: str | None) -> dict[str, Any]:
+    """What ``--rope_scaling`` says, empty where it is None.
+
+    Raises:
+        ValueError: unless it is a JSON object with a type and a factor. In other types of
+            transformers the rotation of a token depends on the longest row of its batch.
+    """
+    if text is None:
+        return {}
+    reason = ""
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        found, reason = None, f" ({error})"
+    if isinstance(found, dict):
+        factor = found.get("factor")
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if found.get("rope_type") in ROPE_TYPES and is_number and 1 <= factor <= MAX_ROPE_FACTOR:
+            return found
+    raise ValueError(
+        """--rope_scaling must be a JSON object such as '{"rope_type": "yarn", "factor": 4.0}', """
+        f"of rope_type {', '.join(ROPE_TYPES)} and a factor in [1, {MAX_ROPE_FACTOR}], "
+        f"got {text:.200}{reason}"
+    )
 
 
 @dataclass(frozen=True)
@@ -153,6 +182,12 @@ class ModelConfig(LoadConfig):
         "experts; 0: without",
     )
 
+    rope_scaling: str | None = option(
+        None,
+        help="JSON object by which rotary position embeddings reach longer rows, in transformers' "
+        """words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: """
+        "that with which the adapter that is loaded was trained, else the model's own",
+    )
     neftune_noise_alpha: float = option(
         0.0,
         help="SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; "
@@ -163,6 +198,7 @@ class ModelConfig(LoadConfig):
         super().__post_init__()
         require_numbers(self, "in [0, 1)", "dropout")
         require_numbers(self, ">= 0", "router_aux_loss_coef", "neftune_noise_alpha")
+        parse_rope_scaling(self.rope_scaling)
 
 
 @dataclass(frozen=True)

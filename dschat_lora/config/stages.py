@@ -137,7 +137,7 @@ _FIXED = frozenset(
     (
         *_FIXED_OF_ROLES,
         *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
-        *("add_eot_token", "eot_token", "base_bits"),
+        *("add_eot_token", "eot_token", "base_bits", "rope_scaling"),
         *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
         *("chat_template_kwargs", "data_weights", "columns", "unpaired_rows", "eval_ratio"),
         *("seed", "tokens_per_device"),

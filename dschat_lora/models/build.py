@@ -22,7 +22,7 @@ from dschat_lora.models.four_bit_base import kind_of, packed_how, whole_weights_
 from dschat_lora.models.loading import Tokenizer, load_causal_lm, load_config, share_parameters
 from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
-from dschat_lora.models.source import ModelSource
+from dschat_lora.models.source import ModelSource, trained_rope
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class AdaptedModel:
     targets: list[str]  # adapted modules, in model order
     task: Task = "CAUSAL_LM"
     base_bits: int = 16  # of the linear layers of the blocks
+    rope_scaling: str | None = None  # where it is not the base's own
     warning: str | None = None  # where the adapter is on another base than its own
     stored_as: Kind | None = None  # how files hold the weights, where they are quantised
 
@@ -74,7 +75,7 @@ def build_causal_lm(
     Raises:
         ValueError: if something cannot be loaded or does not fit.
     """
-    config = resolve_base_bits(config, source)
+    config = as_trained(config, source)
     kind: Kind | None = None
     if base is not None:
         model = share_parameters(base)
@@ -87,7 +88,7 @@ def build_causal_lm(
     adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="CAUSAL_LM")
     if config.add_eot_token:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return replace(adapted, stored_as=kind)
+    return replace(adapted, stored_as=kind, rope_scaling=config.rope_scaling)
 
 
 def build_reward_model(
@@ -118,7 +119,7 @@ def build_reward_model(
             f"--model_name_or_path {source.adapter} is an adapter of a {adapter.task_type} model, "
             "not of a reward model (SEQ_CLS)"
         )
-    config = resolve_base_bits(config, source)
+    config = as_trained(config, source)
     model_config = load_config(source.base, config)
     kind = kind_of(model_config, source.base)
     # transformers scores the token before the padding: with end-of-sequence as padding it would
@@ -140,14 +141,17 @@ def build_reward_model(
     )
     lora = _with_head(lora)
     adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
-    return replace(adapted, stored_as=kind)
+    return replace(adapted, stored_as=kind, rope_scaling=config.rope_scaling)
 
 
-def resolve_base_bits(config: ModelConfig, source: ModelSource) -> ModelConfig:
-    """The options with the bits of the base that the adapter was trained on, if none are given."""
-    if config.base_bits is not None or source.base_bits != 4:
-        return config
-    return replace(config, base_bits=4)
+def as_trained(config: ModelConfig, source: ModelSource) -> ModelConfig:
+    """The options with the base's bits and rotation that the adapter was trained on, if not given.
+
+    Raises:
+        ValueError: if another rotation is given.
+    """
+    bits = 4 if config.base_bits is None and source.base_bits == 4 else config.base_bits
+    return replace(config, base_bits=bits, rope_scaling=trained_rope(config.rope_scaling, source))
 
 
 def bits_of(model: PreTrainedModel) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,13 +28,14 @@ from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.gpt2_checkpoint import Gpt2Checkpoint, load_base
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
 from dschat_lora.checkpoint.quantization import located
-from dschat_lora.config.groups import LoadConfig, ModelConfig
+from dschat_lora.config.groups import LoadConfig, ModelConfig, parse_rope_scaling
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
 from dschat_lora.models.fused import fuse_kernels
+from dschat_lora.models.option_checks import original_positions, position_limit
 from dschat_lora.models.stored_weights import check_whole, empty_parameters, load_parts
 from dschat_lora.models.tensor_parallel import divide
 
@@ -107,7 +109,32 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     kind_of(model_config, path)
     for name in _dropouts(model_config):
         setattr(model_config, name, 0.0 if name == "layerdrop" else config.dropout)
+    if scaling := parse_rope_scaling(config.rope_scaling):
+        _scale_rope(model_config, scaling)
     return model_config
+
+
+def _scale_rope(config: PretrainedConfig, scaling: Mapping[str, Any]) -> None:
+    """Put ``scaling`` in place of the scaling of a configuration, with the positions it reaches.
+
+    Raises:
+        ValueError: if the model has no rotary embeddings, or transformers refuses the scaling.
+    """
+    rope, typed = getattr(config, "rope_parameters", None), f"--rope_scaling {json.dumps(scaling)}"
+    if not rope or config.nested_rope_parameter_keys(rope):
+        how = "rotates layers of several kinds otherwise" if rope else "has no rotary embeddings"
+        raise ValueError(f"{typed}: a {config.model_type} model {how}; leave the option out")
+    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    fields = config.to_dict()
+    config.max_position_embeddings = position_limit(fields, scaling)
+    if scaling["rope_type"] != "linear":
+        kept["original_max_position_embeddings"] = original_positions(fields)
+    config.rope_parameters = {**kept, **scaling}
+    try:
+        config.standardize_rope_params()
+        config.validate_rope()
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{typed}: {error.args[0]}") from error
 
 
 def stored_dropouts(path: str, config: ModelConfig) -> dict[str, float]:

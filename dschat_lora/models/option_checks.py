@@ -210,6 +210,25 @@ def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
         )
 
 
+def original_positions(fields: Mapping[str, Any]) -> int | None:
+    """Positions that a model was trained on, by its ``config.json``; None where it says none."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    name = "original_max_position_embeddings"
+    return _first({**fields, name: rope.get(name)}, name, "max_position_embeddings", "n_positions")
+
+
+def position_limit(fields: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
+    """Positions that a model has, with the scaling of its rotary embeddings if there is one.
+
+    ``fields`` are those of its ``config.json``; None where they say none.
+    """
+    limit = _first(fields, "max_position_embeddings", "n_positions")
+    if not scaling or limit is None:
+        return limit
+    start = scaling.get("original_max_position_embeddings") or original_positions(fields)
+    return max(limit, int(scaling["factor"] * start))
+
+
 def _first(fields: Mapping[str, Any], *names: str) -> int | None:
     """The first of these fields that has a value."""
     name = next((name for name in names if fields.get(name) is not None), None)

@@ -18,7 +18,7 @@ from dschat_lora.checkpoint.adapter_config import (
 from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
 from dschat_lora.checkpoint.quantization import GGUF
 from dschat_lora.config.bundled import BUNDLED_MODEL
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, parse_rope_scaling
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -49,9 +49,29 @@ class ModelSource:
         return None if self.adapter_config is None else self.adapter_config.base_bits
 
     @property
+    def rope_scaling(self) -> str | None:
+        """``--rope_scaling`` that the adapter was trained with; None for the base's own."""
+        return None if self.adapter_config is None else self.adapter_config.rope_scaling
+
+    @property
     def bundled(self) -> bool:
         """Whether the base is the tiny model that comes with the package."""
         return self.base == str(BUNDLED_MODEL.resolve())
+
+
+def trained_rope(asked: str | None, source: ModelSource) -> str | None:
+    """``--rope_scaling`` as it was asked for, or as the adapter was trained with.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    own = source.rope_scaling
+    if asked is None or own is None or parse_rope_scaling(asked) == parse_rope_scaling(own):
+        return asked if own is None else own
+    raise ValueError(
+        f"--rope_scaling {asked}: the adapter {source.adapter} was trained with {own}; leave the "
+        "option out"
+    )
 
 
 def find_model(name: str | None) -> ModelSource:

@@ -11,9 +11,9 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import (
     AdaptedModel,
+    as_trained,
     build_causal_lm,
     build_reward_model,
-    resolve_base_bits,
 )
 from dschat_lora.models.causal_lm import DivergenceHead, Policy
 from dschat_lora.models.loading import (
@@ -93,7 +93,7 @@ def build_roles(
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
         has_adapter = start.adapter is not None or new_head
-        alike = build.shares_bits(start, sources.actor) and start.base == sources.actor.base
+        alike = build.shares_base(start, sources.actor)
         if not (base is not None and has_adapter and alike):
             frozen_base = build.is_frozen("critic")
             base = build.scored_base(start, new_head=new_head) if frozen_base else None
@@ -122,13 +122,16 @@ class _Builder:
         options: RoleConfig = getattr(self.config, role)
         return options.lora_dim > 0 and self.config.classic.only_optimize_lora
 
-    def shares_bits(self, one: ModelSource, other: ModelSource) -> bool:
-        """Whether the bases of two models are held in as many bits."""
+    def shares_base(self, one: ModelSource, other: ModelSource) -> bool:
+        """Whether the bases of two models are the same, held in as many bits."""
         asked = self.config.load.base_bits
-        return (asked or one.base_bits or 16) == (asked or other.base_bits or 16)
+        first, second = (
+            (each.base, each.rope_scaling, asked or each.base_bits or 16) for each in (one, other)
+        )
+        return first == second
 
     def language_base(self, source: ModelSource) -> PreTrainedModel:
-        model_config = resolve_base_bits(self.config.actor.model(self.config.load), source)
+        model_config = as_trained(self.config.actor.model(self.config.load), source)
         return load_causal_lm(
             source.base,
             load_config(source.base, model_config),
@@ -139,7 +142,7 @@ class _Builder:
         ).requires_grad_(False)
 
     def scored_base(self, source: ModelSource, *, new_head: bool) -> PreTrainedModel:
-        model_config = resolve_base_bits(self.config.critic.model(self.config.load), source)
+        model_config = as_trained(self.config.critic.model(self.config.load), source)
         return load_reward_model(
             source.base,
             load_config(source.base, model_config),
@@ -158,7 +161,8 @@ class _Builder:
         load = self.config.load
         asked = self.config.teacher.teacher_bits or load.base_bits
         bits = asked or source.base_bits or 16, load.base_bits or actor.base_bits or 16
-        shared = base if source.base == actor.base and bits[0] == bits[1] else None
+        same = (source.base, source.rope_scaling) == (actor.base, actor.rope_scaling)
+        shared = base if same and bits[0] == bits[1] else None
         options = self.config.teacher.model(load)
         return self.policy(source, base=shared, trained=False, options=options)
 

@@ -20,10 +20,11 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.blocks import offload_inputs, recompute_blocks
-from dschat_lora.models.build import check_targets
+from dschat_lora.models.build import as_trained, check_targets
 from dschat_lora.models.composite import Task
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
+from dschat_lora.models.option_checks import position_limit
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.advice import explaining_memory
 from dschat_lora.rl.agent_programs import Program, load_program
@@ -327,12 +328,13 @@ def _judge(config: RlhfConfig, tokenizer: Tokenizer) -> RewardFunction | None:
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
     """With lengths that the models have positions for; those of the hub are known only here."""
-    fields = []
+    limits = []
     for role, source in sources.by_role.items():
         with option_errors_for(role):
             options: RoleConfig | TeacherConfig = getattr(config, role)
-            fields.append(load_config(source.base, options.model(config.load)).to_dict())
-    return fit_lengths(config, fields)
+            model = as_trained(options.model(config.load), source)
+            limits.append(position_limit(load_config(source.base, model).to_dict(), {}))
+    return fit_lengths(config, limits)
 
 
 def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]) -> RlhfConfig:

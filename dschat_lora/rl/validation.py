@@ -4,16 +4,21 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from dschat_lora.config.bundled import BUNDLED_DATA
-from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig
+from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, parse_rope_scaling
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
-from dschat_lora.models.option_checks import check_processes, check_training, check_whole_rows
+from dschat_lora.models.option_checks import (
+    check_processes,
+    check_training,
+    check_whole_rows,
+    position_limit,
+)
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.algorithms import Correction
@@ -280,18 +285,19 @@ def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleCon
 
 def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With lengths that local models have positions for; longer ones are refused if typed."""
-    return fit_lengths(config, map(model_fields, inputs.sources.by_role.values()))
+    sources = inputs.sources.by_role.values()
+    limits = [position_limit(model_fields(s), parse_rope_scaling(s.rope_scaling)) for s in sources]
+    return fit_lengths(config, limits)
 
 
-def fit_lengths(config: RlhfConfig, fields: Iterable[Mapping[str, Any]]) -> RlhfConfig:
-    """With lengths that models of these configurations have positions for.
+def fit_lengths(config: RlhfConfig, limits: Iterable[int | None]) -> RlhfConfig:
+    """With lengths that models of so many positions have room for.
 
     Raises:
         ValueError: if longer ones were typed.
     """
     data, given = config.data, config.given
-    limits = [f.get("max_position_embeddings") or f.get("n_positions") for f in fields]
-    limit = min((n for n in limits if isinstance(n, int)), default=data.max_seq_len)
+    limit = min((n for n in limits if n is not None), default=data.max_seq_len)
     if data.max_seq_len <= limit:
         return config
     if given & BUNDLED_LENGTHS.keys():

@@ -70,6 +70,7 @@ def export_trained(
             },
             base_bits=adapted.base_bits,
             base_fingerprint=weights_fingerprint(source.base) if adapted.base_bits == 4 else "",
+            rope_scaling=adapted.rope_scaling,
             task_type=adapted.task,
             tensors=tensors,
         )

@@ -1,12 +1,13 @@
 """Validation of the supervised stages: the checks of steps 1, 2 and DPO, in their order."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.data import DataConfig
+from dschat_lora.config.groups import parse_rope_scaling
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
     LOSSES_OF_OPTION,
@@ -27,8 +28,10 @@ from dschat_lora.models.option_checks import (
     check_processes,
     check_training,
     check_whole_rows,
+    original_positions,
+    position_limit,
 )
-from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.models.source import ModelSource, find_model, trained_rope
 from dschat_lora.report.terminal import say_once
 from dschat_lora.runtime.checks import (
     Check,
@@ -116,7 +119,8 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         config = with_adapter_and_base(config, source)
         if isinstance(config, DpoStageConfig):
             config = replace(config, dpo=checked_dpo(config))
-        length = fitting_length(config.data.max_seq_len, source, config.given)
+        rope = config.model.rope_scaling
+        length = fitting_length(config.data.max_seq_len, source, config.given, rope_scaling=rope)
         config = replace(config, data=replace(config.data, max_seq_len=length))
         check_budget(config)
         check_data(config, rules, source)
@@ -156,7 +160,8 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
     check_adapter_files(source)
     check_task(source, tasks)
     settled_base_bits(config.loading.base_bits, source)
-    fitting_length(config.max_seq_len, source, frozenset({"max_seq_len"}))
+    rope, given = source.rope_scaling, frozenset({"max_seq_len"})
+    fitting_length(config.max_seq_len, source, given, rope_scaling=rope)
     if config.loading.chat_template is not None:
         read_chat_template(config.loading.chat_template)
     if isinstance(config, GenerateConfig):
@@ -222,7 +227,9 @@ def with_adapter_and_base(config: ConfigT, source: ModelSource) -> ConfigT:
         trains=config.optim.num_train_epochs > 0,
         tensor_parallel_size=size,
     )
-    config = replace(config, lora=lora, model=replace(config.model, base_bits=bits))
+    rope = trained_rope(config.model.rope_scaling, source)
+    model = replace(config.model, base_bits=bits, rope_scaling=rope)
+    config = replace(config, lora=lora, model=model)
     check_processes(config.parallel, launched_processes())
     check_training(config.model, lora, size)
     check_divided(source, config.parallel)
@@ -261,19 +268,22 @@ def fitting_length(
     given: frozenset[str],
     *,
     fields: Mapping[str, Any] | None = None,
+    rope_scaling: str | None = None,
 ) -> int:
     """``length`` or, unless the user chose it, what the model's positions allow.
 
     ``fields`` are those of its configuration; a local one's are read where they are absent.
     """
-    path = Path(source.base) / "config.json"
     fields = model_fields(source) if fields is None else fields
-    limit = fields.get("max_position_embeddings") or fields.get("n_positions") or length
-    if not isinstance(limit, int):
-        raise ValueError(f"--model_name_or_path: {path} says {limit!r} of its positions")
+    limit = position_limit(fields, parse_rope_scaling(rope_scaling)) or length
     if length > limit and "max_seq_len" in given:
-        raise ValueError(f"--max_seq_len is {length}, but the model has {limit} positions")
-    return min(length, int(limit))
+        rotates = any(fields.get(name) for name in ("rope_theta", "rope_parameters"))
+        factor = math.ceil(length / (original_positions(fields) or limit))
+        more = f"""; --rope_scaling '{{"rope_type": "yarn", "factor": {factor}}}' reaches them"""
+        raise ValueError(
+            f"--max_seq_len is {length}, but the model has {limit} positions{more * rotates}"
+        )
+    return min(length, limit)
 
 
 def check_budget(config: SupervisedConfig) -> None:

@@ -52,6 +52,7 @@ class BaseBatch:
     base: PreTrainedModel  # without adapters
     rows: SlotRows
     limit: int  # most tokens of prompt and answer
+    rope_scaling: str | None = None  # where it is not that of the base's files
 
     @cached_property
     def broken_weights(self) -> list[str]:
@@ -117,19 +118,18 @@ def open_models(config: AnswerConfig, *, with_base: bool) -> dict[str, ServedMod
         ValueError: if something cannot be loaded or does not fit.
     """
     named = find_models(config.models, with_base=with_base)
-    by_base: dict[str, list[NamedSource]] = {}
+    by_base: dict[tuple[str, str | None], list[NamedSource]] = {}
     for each in named:
-        by_base.setdefault(each.source.base, []).append(each)
+        by_base.setdefault((each.source.base, each.source.rope_scaling), []).append(each)
     served: dict[str, ServedModel] = {}
-    for base, sources in by_base.items():
-        served |= _open_base(base, sources, config)
+    for sources in by_base.values():
+        served |= _open_base(sources, config)
     return {each.name: served[each.name] for each in named}
 
 
-def _open_base(
-    base: str, named: Sequence[NamedSource], config: AnswerConfig
-) -> dict[str, ServedModel]:
-    options = config.loading.model()
+def _open_base(named: Sequence[NamedSource], config: AnswerConfig) -> dict[str, ServedModel]:
+    base, rope = named[0].source.base, named[0].source.rope_scaling
+    options = replace(config.loading.model(), rope_scaling=rope)
     if options.base_bits is None:
         # That of all adapters: the others would be on another base than their own.
         bits = {each.source.base_bits for each in named if each.source.adapter is not None}
@@ -156,7 +156,7 @@ def _open_base(
         )
     pad_id = int(tokenizers[named[0].name].pad_token_id)
     slots = _slots(mixed, rows, pad_id, config)
-    batch = BaseBatch(model, slots, asked or positions)
+    batch = BaseBatch(model, slots, asked or positions, rope)
     served = {}
     for name, tokenizer in tokenizers.items():
         chat = make_chat(tokenizer, config.loading.chat_template_kwargs)
@@ -194,7 +194,12 @@ def open_adapter(
     mix_adapters(mixed, [tree], rows=rows)
     pad_id = int(base.tokenizer.pad_token_id)
     slots = _slots(mixed, rows, pad_id, config)
-    return replace(base, name=name, batch=BaseBatch(model, slots, base.batch.limit), adapter=1)
+    return replace(
+        base,
+        name=name,
+        batch=BaseBatch(model, slots, base.batch.limit, base.batch.rope_scaling),
+        adapter=1,
+    )
 
 
 def _slots(
@@ -220,6 +225,12 @@ def _check_own_base(path: str, source: ModelSource, base: ServedModel) -> None:
         raise ValueError(
             f"lora_path {path} was trained on a {own.base_bits}-bit base, and {base.base_path} is "
             f"served in {bits} bits: start the server with --base_bits {own.base_bits}"
+        )
+    if own.rope_scaling != base.batch.rope_scaling:
+        raise ValueError(
+            f"lora_path {path} was trained with --rope_scaling {own.rope_scaling}, and "
+            f"{base.base_path} is served with {base.batch.rope_scaling}: name the adapter when the "
+            "server is started"
         )
     if own.base_fingerprint and own.base_fingerprint != weights_fingerprint(base.base_path):
         raise ValueError(

@@ -23,7 +23,7 @@ from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.models.architecture_checks import check_architecture
-from dschat_lora.models.build import bits_of, build_reward_model, resolve_base_bits
+from dschat_lora.models.build import as_trained, bits_of, build_reward_model
 from dschat_lora.models.loading import PreTrainedModel, load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
@@ -56,7 +56,7 @@ class Scorer:
         source = find_model(config.model_name_or_path)
         self.tokenizer = load_tokenizer(source.tokenizer, config)
         base = bases.get(source.base) if source.adapter is not None else None
-        bits = resolve_base_bits(config, source).base_bits or 16
+        bits = as_trained(config, source).base_bits or 16
         adapted = build_reward_model(
             source,
             self.tokenizer,
