@@ -38,6 +38,7 @@ def sft(
     chat_template: str | None = None,
     dropout: float = 0.0,
     router_aux_loss_coef: float = 0.0,
+    rope_scaling: str | None = None,
     neftune_noise_alpha: float = 0.0,
     eval_ratio: float = 0.05,
     max_seq_len: int = 512,
@@ -111,6 +112,7 @@ def sft(
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
+    context_parallel_size: int = 1,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
@@ -154,6 +156,7 @@ def sft(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
         dropout (float): every dropout probability of the base model, in [0, 1)
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
         neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
@@ -227,6 +230,7 @@ def sft(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -255,6 +259,7 @@ def reward(
     chat_template: str | None = None,
     dropout: float = 0.0,
     router_aux_loss_coef: float = 0.0,
+    rope_scaling: str | None = None,
     neftune_noise_alpha: float = 0.0,
     eval_ratio: float = 0.05,
     max_seq_len: int = 512,
@@ -331,6 +336,7 @@ def reward(
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
+    context_parallel_size: int = 1,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
@@ -353,6 +359,7 @@ def reward(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
         dropout (float): every dropout probability of the base model, in [0, 1)
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
         neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
@@ -429,6 +436,7 @@ def reward(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -458,6 +466,7 @@ def dpo(
     chat_template: str | None = None,
     dropout: float = 0.0,
     router_aux_loss_coef: float = 0.0,
+    rope_scaling: str | None = None,
     neftune_noise_alpha: float = 0.0,
     eval_ratio: float = 0.05,
     max_seq_len: int = 512,
@@ -541,6 +550,7 @@ def dpo(
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
+    context_parallel_size: int = 1,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
@@ -564,6 +574,7 @@ def dpo(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
         dropout (float): every dropout probability of the base model, in [0, 1)
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
+        rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
         neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
@@ -647,6 +658,7 @@ def dpo(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -833,6 +845,7 @@ def rlhf(
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
+    context_parallel_size: int = 1,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
@@ -1043,6 +1056,7 @@ def rlhf(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -1240,6 +1254,7 @@ def distill(
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
+    context_parallel_size: int = 1,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
@@ -1444,6 +1459,7 @@ def distill(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
+        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -1771,6 +1787,7 @@ class Trainer(_Trainer):
         eot_token: str = '<|endoftext|>',
         chat_template: str | None = None,
         dropout: float = 0.0,
+        rope_scaling: str | None = None,
         per_device_train_batch_size: int = 16,
         loraplus_lr_ratio: float = 1.0,
         adam_beta1: float = 0.9,
@@ -1812,6 +1829,7 @@ class Trainer(_Trainer):
             eot_token (str): end-of-text token of --add_eot_token
             chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
             dropout (float): every dropout probability of the base model, in [0, 1)
+            rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
             per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
             loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
             adam_beta1 (float): decay of the gradient's mean

@@ -162,6 +162,13 @@ def check_divided_rows(model: ModelConfig, fields: Mapping[str, Any], size: int)
                 f"--{name} {value:g} is about a whole row, of which each process has a part with "
                 f"{typed}; leave one out"
             )
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if (kind := part.get("rope_type", part.get("type"))) in ("dynamic", "longrope"):
+            raise ValueError(
+                f"{typed}: the model's rotary embeddings of type {kind} depend on the longest "
+                "row, of which each process has a part; leave the option out"
+            )
     heads = sizes_of(fields).get("attention heads", size)
     if heads % size:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]

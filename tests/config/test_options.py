@@ -24,7 +24,7 @@ from helpers.step1 import parsed
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
 STEP1_FLAGS = """
     expert_lora_dim expert_lora_alpha expert_learning_rate router_aux_loss_coef
-    neftune_noise_alpha early_stopping_patience
+    neftune_noise_alpha early_stopping_patience rope_scaling
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation base_bits
     trust_remote_code add_eot_token eot_token chat_template compile compute_fp32_loss
     fused_kernels
@@ -41,6 +41,7 @@ STEP1_FLAGS = """
     adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type num_warmup_steps num_train_epochs
     max_steps
     zero_stage offload offload_activations tensor_parallel_size sequence_parallel
+    context_parallel_size
     deepspeed_config deepspeed
     output_dir overwrite_output_dir seed logging_steps eval_interval eval_iters
     sample_generations merge_adapter merge_max_kl report_to enable_tensorboard tensorboard_path

@@ -325,7 +325,8 @@ def test_deepspeeds_own_division_is_refused(processes, tmp_path, section, size):
     message = error_of(divided, size, *deepspeed_json(tmp_path, {section: {"autotp_size": 2}}))
     assert message == (
         f"--deepspeed_config ds.json has {section}, which knows nothing of adapters; remove it "
-        "there, and use --tensor_parallel_size (and --sequence_parallel)"
+        "there, and use --tensor_parallel_size (and --sequence_parallel), or "
+        "--context_parallel_size"
     )
 
 

@@ -1,0 +1,70 @@
+"""``--context_parallel_size``: what is refused before torch is there, and what a step holds."""
+
+import pytest
+
+from dschat_lora.config.groups import ModelConfig
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
+from dschat_lora.models.option_checks import check_divided_rows
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
+from helpers.step1 import checked, write_jsonl
+
+TWO = ("--context_parallel_size", "2")
+
+
+@pytest.fixture(autouse=True)
+def two_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "row.jsonl", [{"prompt": "a", "chosen": " b", "rejected": " c"}])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--context_parallel_size", 3), "3 does not divide the number of launched processes, 2"),
+        ((*TWO, "--tensor_parallel_size", 2), "--tensor_parallel_size 2 divides the model and"),
+        ((*TWO, "--attn_implementation", "eager"), "2 exchanges the heads of sdpa"),
+        ((*TWO, "--router_aux_loss_coef", 0.1), "--router_aux_loss_coef 0.1 is about a whole row"),
+        ((*TWO, "--neftune_noise_alpha", 5), "--neftune_noise_alpha 5 is about a whole row"),
+        (("--context_parallel_size", 0), "--context_parallel_size must be >= 1, got 0"),
+    ],
+)
+def test_what_needs_whole_rows_or_other_processes_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        checked("--data_path", "row.jsonl", *options)
+
+
+def test_heads_that_the_processes_cannot_share_are_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="8 does not divide the model's 4 .* heads; 1, 2, 4 would"):
+        checked("--data_path", "row.jsonl", "--context_parallel_size", 8)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rotation_by_the_longest_row_is_refused(nested):
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    fields = {"rope_parameters": {"full_attention": rope} if nested else rope}
+    with pytest.raises(ValueError, match="of type dynamic depend on the longest row"):
+        check_divided_rows(ModelConfig(), fields, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "check", "options"),
+    [
+        (RewardStageConfig, lambda config: check_supervised(config, rules=REWARD), ()),
+        (DpoStageConfig, lambda config: check_supervised(config, rules=DPO), ()),
+        (RlhfConfig, check_rlhf, ("--reward_function", "dschat_lora.world:reward")),
+    ],
+)
+def test_other_stages_take_rows_whole(config, check, options):
+    with pytest.raises(ValueError, match="2 divides the rows of SFT; .* takes them whole"):
+        check(parse_config(config, ["--data_path", "row.jsonl", *TWO, *options]))
+
+
+def test_processes_that_divide_rows_are_one_share_of_a_step():
+    parallel = checked("--data_path", "row.jsonl", *TWO).parallel
+    assert parallel.shares(6) == 3
+    assert parallel.share_words(6) == "6 processes / --context_parallel_size 2"
