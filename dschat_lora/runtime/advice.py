@@ -147,7 +147,9 @@ def make_estimator(
 def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
     """Multiples of ``--tensor_parallel_size`` that the processes and the model allow as well."""
     size, count = config.parallel.tensor_parallel_size, world_size()
-    found = []
+    found: list[int] = []
+    if config.parallel.context_parallel_size > 1:  # which goes with none
+        return found
     for larger in (n for n in range(2 * size, count + 1, size) if count % n == 0):
         with suppress(ValueError):
             check_divides(adapted.model.config.to_dict(), larger)

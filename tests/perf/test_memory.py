@@ -109,6 +109,21 @@ def test_activations_grow_with_positions_alone_when_attention_is_fused():
         activation_bytes(llama(attn="sdpa"), shape, length=n, **settings) for n in (100, 200)
     )
     assert long - short == 100 * 2  # one more row of the mask
+    bare = [
+        activation_bytes(llama(attn="sdpa"), shape, length=n, has_mask=False, **settings)
+        for n in (100, 200)
+    ]
+    assert bare == [short - 100 * 2] * 2
+
+
+def test_processes_that_divide_rows_keep_a_share_of_the_positions():
+    model = build("llama", "LoRA everywhere", torch.float32, attn="sdpa")
+    whole, part = (estimate(model, context_parallel_size=n, has_mask=False) for n in (1, 4))
+    assert part.activations == whole.activations // 4
+    assert (part.weights, part.optimizer) == (whole.weights, whole.optimizer)
+    assert estimate(model, rows=1, length=5, context_parallel_size=4).activations == (
+        estimate(model, rows=1, length=5).activations // 5 * 2
+    )
 
 
 def test_parameters_gradients_and_optimizer_are_counted_and_divided_as_zero_does():
