@@ -31,7 +31,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # Metadata of weights that were written here: a directory with them needs its manifest.
 WEIGHTS_METADATA = {"format": "pt", "manifest": MANIFEST}
-# Keys of further metadata, which PEFT knows nothing of: of packed layers, of the base.
+# Keys of further metadata, which PEFT knows nothing of: of packed layers, and of the base.
 _PACKED, _BASE, _ROPE = "packed", "base", "rope_scaling"
 # The model card, which people edit.
 _UNCHECKED = frozenset({"README.md"})

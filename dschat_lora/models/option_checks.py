@@ -162,7 +162,7 @@ def check_divided_rows(model: ModelConfig, fields: Mapping[str, Any], size: int)
                 f"--{name} {value:g} is about a whole row, of which each process has a part with "
                 f"{typed}; leave one out"
             )
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope = _rope_of(fields)
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if (kind := part.get("rope_type", part.get("type"))) in ("dynamic", "longrope"):
             raise ValueError(
@@ -219,9 +219,15 @@ def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
 
 def original_positions(fields: Mapping[str, Any]) -> int | None:
     """Positions that a model was trained on, by its ``config.json``; None where it says none."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     name = "original_max_position_embeddings"
-    return _first({**fields, name: rope.get(name)}, name, "max_position_embeddings", "n_positions")
+    found = {**fields, name: _rope_of(fields).get(name)}
+    return _first(found, name, "max_position_embeddings", "n_positions")
+
+
+def _rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of rotary embeddings, by either of its names."""
+    found = fields.get("rope_parameters") or fields.get("rope_scaling")
+    return found if isinstance(found, dict) else {}
 
 
 def position_limit(fields: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
