@@ -220,8 +220,8 @@ def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
 def original_positions(fields: Mapping[str, Any]) -> int | None:
     """Positions that a model was trained on, by its ``config.json``; None where it says none."""
     name = "original_max_position_embeddings"
-    found = {**fields, name: _rope_of(fields).get(name)}
-    return _first(found, name, "max_position_embeddings", "n_positions")
+    found = _rope_of(fields).get(name) or fields.get(name)
+    return _first({**fields, name: found}, name, "max_position_embeddings", "n_positions")
 
 
 def _rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
