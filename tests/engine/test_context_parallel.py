@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from helpers.spread import ALL
-
 pytestmark = pytest.mark.stage
 # Eight rows of a step in two micro-batches, clipped at most steps.
 RUN = {"accumulation": 2, "max_grad_norm": 0.3, "steps": 3, "packing": True, "want_gradient": True}
@@ -27,7 +25,13 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "size", "layout"), EVERY if ALL else [("llama", 2, TWO[0])])
+@pytest.mark.parametrize(
+    ("kind", "size", "layout"),
+    [
+        pytest.param(*each, marks=() if each == ("llama", 2, TWO[0]) else pytest.mark.thorough)
+        for each in EVERY
+    ],
+)
 def test_losses_gradients_and_weights_are_those_of_whole_rows(
     ranks, model_directory, kind, size, layout
 ):
