@@ -94,9 +94,9 @@ def parse_rope_scaling(text: str | None) -> dict[str, Any]:
     except ValueError as error:
         found, reason = None, f" ({error})"
     if isinstance(found, dict):
-        factor = found.get("factor")
-        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if found.get("rope_type") in ROPE_TYPES and is_number and 1 <= factor <= MAX_ROPE_FACTOR:
+        factor: Any = found.get("factor")
+        fits = type(factor) in (int, float) and 1 <= factor <= MAX_ROPE_FACTOR
+        if fits and found.get("rope_type") in ROPE_TYPES:
             return found
     raise ValueError(
         """--rope_scaling must be a JSON object such as '{"rope_type": "yarn", "factor": 4.0}', """

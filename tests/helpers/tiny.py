@@ -60,8 +60,9 @@ def _config(kind):
         return LlamaConfig(tie_word_embeddings=False, **SHAPE)
     if kind == "qwen2":  # tied, rotary, grouped queries, biases
         return Qwen2Config(tie_word_embeddings=True, **SHAPE)
-    if kind == "qwen3":  # heads wider than their share of the width, normed
-        return Qwen3Config(head_dim=16, **SHAPE)
+    if kind == "qwen3":  # heads wider than their share of the width, normed, in three groups
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+        return Qwen3Config(**SHAPE | heads)
     if kind == "qwen3_moe":  # fused experts
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         return Qwen3MoeConfig(head_dim=8, **experts, **SHAPE)
