@@ -548,6 +548,13 @@ def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
         remedy = ": install vLLM in an environment of its own, and name that environment's program"
         _check_command("vllm_command", command, remedy)
         vllm_rank(max(config.actor.lora_dim, config.actor.expert_lora_dim or 0))
+        rope = inputs.sources.by_role["actor"].rope_scaling
+        if rope is not None and "hf-overrides" not in command:
+            raise ValueError(
+                f"--rollout_engine vllm serves the base as its files have it, and the actor was "
+                f"trained with --rope_scaling {rope}: say the same to vLLM by --hf-overrides in "
+                "--vllm_command, or merge the adapter first"
+            )
     if is_first_rank():
         for address in batch.rollout_servers:
             _check_server(address, config.data.max_seq_len)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_lora.config.options import parse_config
+from dschat_lora.config.options import build_config, parse_config
 from dschat_lora.rl.algorithms import RolloutCorrection
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.role_config import RoleConfig
@@ -207,3 +207,19 @@ def test_addresses_of_servers_are_taken_with_and_without_their_path():
     typed = f"{NOBODY}/v1, https://host/a/v1/,{NOBODY}/"
     config = parse_config(RlhfConfig, ["--rollout_engine", typed])
     assert config.batch.rollout_servers == (NOBODY, "https://host/a")
+
+
+def test_vllm_is_told_how_long_rows_are_rotated():
+    from types import SimpleNamespace
+
+    from dschat_lora.rl.validation import with_rollout_engine
+
+    rope = '{"rope_type": "linear", "factor": 2.0}'
+    inputs = SimpleNamespace(
+        sources=SimpleNamespace(by_role={"actor": SimpleNamespace(rope_scaling=rope)})
+    )
+    options = {"rollout_engine": "vllm", "actor_lora_dim": 4, "vllm_command": "true"}
+    with pytest.raises(ValueError, match="trained with --rope_scaling .*: say the same to vLLM"):
+        with_rollout_engine(build_config(RlhfConfig, options), inputs)
+    options["vllm_command"] = "true --hf-overrides {}"
+    assert with_rollout_engine(build_config(RlhfConfig, options), inputs)
