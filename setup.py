@@ -26,6 +26,8 @@ STRUCTURED = ["llguidance>=1.9,<2"]
 EVAL = ["lm-eval[ifeval]>=0.4.13,<0.5"]
 # dschat-lora tune.
 TUNE = ["optuna>=5.0,<6"]
+# dschat-lora audit: near duplicates, and languages.
+DEDUP = ["datasketch>=2.0,<3", "py3langid>=0.4,<0.5"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.
 DOCS = [
     "mkdocs>=1.6,<2",
@@ -67,6 +69,7 @@ TEST = [
     *GGUF,
     *NOTEBOOK,
     *TUNE,
+    *DEDUP,
     "nbclient>=0.10,<1",
     "nbformat>=5.10,<6",
     "loralib>=0.1.2,<0.2",
@@ -113,6 +116,7 @@ setup(
     extras_require={
         "agents": AGENTS,
         "bench": BENCH,
+        "dedup": DEDUP,
         "docs": DOCS,
         "eval": EVAL,
         "environments": ENVIRONMENTS,

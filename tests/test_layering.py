@@ -45,7 +45,8 @@ FLOORS = [
         ),
         "data": Room(
             "algos config",
-            "datasets huggingface_hub jinja2 numpy pyarrow tokenizers torch transformers",
+            "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
+            "tokenizers torch transformers",
             "arrow_rows json_stream layouts messages nlg readers rows sources tar_rows templates "
             "tool_calls",
         ),

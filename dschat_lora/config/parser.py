@@ -25,6 +25,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "critic and reward model": ("critic_model_name_or_path", "critic_lora_dim"),
     "model": ("model_name_or_path",),
     "data": ("data_path", "eval_data_path", "eval_ratio", "max_seq_len", "packing"),
+    "filtering": (),
     "training": (
         *("num_train_epochs", "max_steps", "per_device_train_batch_size"),
         *("gradient_accumulation_steps", "tokens_per_device", "learning_rate"),

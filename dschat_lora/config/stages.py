@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dschat_lora.config.data import DataConfig, parse_columns, parse_variables
+from dschat_lora.config.data import DataConfig, FilterConfig, parse_columns, parse_variables
 from dschat_lora.config.groups import (
     BatchConfig,
     Dtype,
@@ -318,6 +318,7 @@ class AuditConfig:
     eot_token: str = option("<|endoftext|>", help="as in training")
     seed: int = option(1234, help="of --data_split and --eval_ratio")
     data: DataConfig = group(DataConfig, eval_ratio=0.0)
+    filters: FilterConfig = group(FilterConfig)
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "show")

@@ -54,6 +54,8 @@ class DataAudit:
     split_rows: int = 0  # training rows of text that were cut into several samples
     text_samples: int = 0  # training samples of plain text
     text_eos_samples: int = 0  # of these, those that end in end-of-sequence
+    # The same quantiles of "prompt" and "answer", of which a pair counts the longer one.
+    part_quantiles: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -228,6 +230,10 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         split_rows=train.split,
         text_samples=train.texts,
         text_eos_samples=train.text_eos,
+        part_quantiles={
+            "prompt": _quantiles(train.prompts),
+            "answer": _quantiles(np.subtract(train.lengths, train.prompts).tolist()),
+        },
         max_seq_len=config.max_seq_len,
         kind=rows.kind,
     )

@@ -108,6 +108,18 @@ class Line:
         return RawRow(self.location, {}, problem)
 
 
+def json_line(row: RawRow | Line) -> bytes:
+    """A row as a line of JSON: of a file of such lines its own, byte for byte.
+
+    What JSON has no form for, such as a date, becomes text.
+    """
+    if isinstance(row, Line) and row.parse is _parse_json:
+        return row.text if row.text.endswith(b"\n") else row.text + b"\n"
+    text = json.dumps(row.read().values, ensure_ascii=False, default=str)
+    # Half a surrogate pair is escaped, as JSON does it too.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
 def iter_rows(source: Source) -> Iterator[RawRow]:
     """Rows of all files of a source, or of a hub data set, in order.
 

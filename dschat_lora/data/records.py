@@ -155,7 +155,7 @@ def _rendered(
 
 
 def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
-    prompt, chosen, rejected = _split_preference(row.values)
+    prompt, chosen, rejected = split_preference(row.values)
     margin = _margin(row.values.get("margin"))
     if isinstance(prompt, str):
         return TextRecord(row.location, row.kind, _pair(prompt, chosen), rejected, margin)
@@ -178,7 +178,7 @@ def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     return TextRecord(row.location, row.kind, _pair(shared, texts[0]), texts[1], margin, end=end)
 
 
-def _split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
+def split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Prompt, chosen and rejected; without a prompt, it is what both answers begin with."""
     chosen, rejected = values["chosen"], values["rejected"]
     if "prompt" in values:

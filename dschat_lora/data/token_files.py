@@ -24,6 +24,7 @@ class Tally:
 
     rows: int = 0
     lengths: list[int] = field(default_factory=list)  # of every record, before any was cut
+    prompts: list[int] = field(default_factory=list)  # of these, tokens of the prompt
     # rows of messages by how their answers are found
     chat_rows: Counter[str] = field(default_factory=Counter)
     answer_samples: int = 0  # of rows that become one for each answer
@@ -51,6 +52,7 @@ class Tally:
         total = cls()
         for part in parts:
             total.lengths.extend(part.lengths)
+            total.prompts.extend(part.prompts)
             total.chat_rows.update(part.chat_rows)
             for each in fields(cls):
                 if each.type is int:
@@ -68,6 +70,7 @@ class Tally:
     def add(self, tokenized: Tokenized, times: int, *, eos_id: int) -> None:
         """Count one record that is used ``times`` times."""
         self.lengths.append(tokenized.length)
+        self.prompts.append(tokenized.prompt_length)
         self.truncated += tokenized.truncated
         self.doubled_bos += tokenized.doubled_bos
         self.identical += tokenized.identical

@@ -39,6 +39,7 @@ class Tokenized:
 
     sample: AnySample | None  # None: dropped, too long or with nothing to learn
     length: int  # tokens before anything was cut; of a pair's longer sequence
+    prompt_length: int  # of these, tokens before the last answer
     truncated: bool = False
     doubled_bos: bool = False  # its text brought a second beginning-of-sequence
     identical: bool = False  # a pair that was dropped because nothing tells its answers apart
@@ -99,6 +100,7 @@ def _tokenize_sample(
     if record.spans[-1].target and record.end == "eos":
         pieces[-1] = ended(pieces[-1], rule.eos_id)
     length, is_text = sum(map(len, pieces)), record.kind == "text"
+    before = length - len(pieces[-1]) * record.spans[-1].target
     if length > rule.max_seq_len and is_text and rule.overlong == "split":
         tokens, size = np.array([*chain.from_iterable(pieces)], dtype=np.int32), rule.max_seq_len
         # Each piece after the first begins with the last token of the one before it, as context.
@@ -107,14 +109,16 @@ def _tokenize_sample(
             SequenceSample(ids, np.where(np.arange(len(ids)) > 0, ids, IGNORE_INDEX))
             for ids in cuts
         )
-        return Tokenized(first, length, doubled_bos=doubled, is_text=True, rest=tuple(rest))
+        return Tokenized(first, length, before, doubled_bos=doubled, is_text=True, rest=tuple(rest))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
-        return Tokenized(None, length, doubled_bos=doubled)
+        return Tokenized(None, length, before, doubled_bos=doubled)
     sample = _to_sample(record, pieces, rule)
     learns, truncated = sample.num_supervised > 0, length > rule.max_seq_len
     kept, is_ended = sample if learns else None, record.end == "template" and not truncated
-    return Tokenized(kept, length, truncated and learns, doubled, ended=is_ended, is_text=is_text)
+    return Tokenized(
+        kept, length, before, truncated and learns, doubled, ended=is_ended, is_text=is_text
+    )
 
 
 def _tokenize_pair(
@@ -126,11 +130,11 @@ def _tokenize_pair(
     length = max(map(len, sequences))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
-        return Tokenized(None, length, doubled_bos=doubled)
+        return Tokenized(None, length, len(prompt), doubled_bos=doubled)
     # A prompt that fills the row leaves nothing of either answer.
     chosen, rejected = (ids[: rule.max_seq_len] for ids in sequences)
     if chosen == rejected:
-        return Tokenized(None, length, doubled_bos=doubled, identical=True)
+        return Tokenized(None, length, len(prompt), doubled_bos=doubled, identical=True)
     shared = shared_length(chosen, rejected)
     sample = PairSample(
         np.array([*chosen, *rejected[shared:]], dtype=np.int32),
@@ -141,7 +145,7 @@ def _tokenize_pair(
     )
     truncated = length > rule.max_seq_len
     is_ended = record.end == "template" and not truncated
-    return Tokenized(sample, length, truncated, doubled, ended=is_ended)
+    return Tokenized(sample, length, len(prompt), truncated, doubled, ended=is_ended)
 
 
 def _tokenize_unpaired(
@@ -152,10 +156,10 @@ def _tokenize_unpaired(
     ids = [*prompt, *answer]
     if len(ids) > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, len(ids), rule)
-        return Tokenized(None, len(ids), doubled_bos=doubled)
+        return Tokenized(None, len(ids), len(prompt), doubled_bos=doubled)
     room = rule.max_seq_len - len(prompt)
     if room <= 0:
-        return Tokenized(None, len(ids), doubled_bos=doubled)
+        return Tokenized(None, len(ids), len(prompt), doubled_bos=doubled)
     sample = UnpairedSample(
         np.array(ids[: rule.max_seq_len], dtype=np.int32),
         np.array(mismatched[:room], dtype=np.int32),
@@ -164,7 +168,7 @@ def _tokenize_unpaired(
     )
     truncated = len(ids) > rule.max_seq_len
     is_ended = record.end == "template" and not truncated
-    return Tokenized(sample, len(ids), truncated, doubled, ended=is_ended)
+    return Tokenized(sample, len(ids), len(prompt), truncated, doubled, ended=is_ended)
 
 
 def _tokenize_prompt(
@@ -175,11 +179,13 @@ def _tokenize_prompt(
     ids = [*chain.from_iterable(_pieces(record.context, prefixes, encoder))]
     if not ids or (len(ids) > rule.max_seq_len and rule.overlong != "truncate"):
         _refuse_overlong(record, len(ids), rule, option="max_prompt_seq_len")
-        return Tokenized(None, len(ids), doubled_bos=doubled)
+        return Tokenized(None, len(ids), len(ids), doubled_bos=doubled)
     # The answer follows the prompt's end, so its beginning is cut.
     kept = np.array(ids[-rule.max_seq_len :], dtype=np.int32)
     sample = PromptSample(kept, record.columns.encode())
-    return Tokenized(sample, len(ids), truncated=len(ids) > len(kept), doubled_bos=doubled)
+    return Tokenized(
+        sample, len(ids), len(ids), truncated=len(ids) > len(kept), doubled_bos=doubled
+    )
 
 
 def _two_answers(

@@ -10,6 +10,8 @@ from typing import Any
 
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.data.audit import MAX_SHOWN, DataAudit
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.filtering import Filtered, filter_rows
 from dschat_lora.data.prepare import ShownSample, prepare, preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.models.loading import Tokenizer, load_tokenizer
@@ -36,6 +38,7 @@ class Findings:
     samples: list[ShownSample]
     refusal: str | None  # why a run would stop
     tokenizer: Tokenizer
+    filtered: Filtered | None = None  # unless that was not asked for
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -54,6 +57,7 @@ class Findings:
             "split": audit.split_rows,
             "duplicates": audit.duplicate_rows,
             "overlap": audit.overlap_rows,
+            **({} if self.filtered is None else self.filtered.counts),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,6 +76,7 @@ class Findings:
             "warnings": list(self.audit.warnings()),
             "refusal": self.refusal,
             "samples": samples,
+            **({} if self.filtered is None else {"filtered": self.filtered.to_dict()}),
         }
 
     def lines(self, *, colour: bool = False) -> list[str]:
@@ -79,6 +84,10 @@ class Findings:
         audit = self.audit
         lines = audit.lines()
         lines += [f"bad row      {text}" for text in audit.bad_row_examples[MAX_SHOWN:]]
+        for part, quantiles in audit.part_quantiles.items():
+            words = ", ".join(f"{name} {n:,}" for name, n in quantiles.items())
+            lines.append(f"{part:<12} {words} tokens")
+        lines += [] if self.filtered is None else self.filtered.lines()
         lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
         for sample in self.samples:
             for name, (ids, supervised) in sample.sequences.items():
@@ -112,10 +121,14 @@ def audit_data(config: AuditConfig) -> Findings:
             kind=kind,
         ).audit
     samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
+    filtered = None
+    if config.filters.is_used:
+        chat = make_chat(tokenizer, data.chat_template_kwargs, eos_id=eos_id)
+        filtered = filter_rows(config.filters, data, chat, kind=kind, seed=config.seed)
     refusal = audit.refusal
     if audit.bad_rows and config.data.bad_rows == "stop":
         refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
-    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer)
+    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer, filtered)
 
 
 def show_audit(config: AuditConfig) -> bool:

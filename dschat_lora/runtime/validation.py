@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dschat_lora.config.bundled import BUNDLED_DATA
-from dschat_lora.config.data import DataConfig
+from dschat_lora.config.data import DataConfig, FilterConfig
 from dschat_lora.config.groups import parse_rope_scaling
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
@@ -19,7 +19,12 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, ReadingConfig
-from dschat_lora.data.rows import DataKind, check_some_prompt_fits, check_sources
+from dschat_lora.data.rows import (
+    DataKind,
+    check_some_prompt_fits,
+    check_sources,
+    config_sources,
+)
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
@@ -191,7 +196,39 @@ def check_audit(config: AuditConfig) -> AuditConfig:
     if not (data.data_path or data.sft_only_data_path):
         data = replace(data, data_path=(str(BUNDLED_DATA["train"]),))
     check_sources(replace(data, bad_rows="skip"))
+    check_filters(config.filters, data)
     return replace(config, data=data)
+
+
+def check_filters(filters: FilterConfig, data: DataConfig) -> None:
+    """Refuse what cannot be compared with, and to write over data that are read.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    against = [find_source("against", entry) for entry in filters.against]
+    if filters.near_duplicates is not None:
+        require_packages("--near_duplicates", "datasketch", extra="dedup")
+    if filters.language_rows:
+        require_packages("--language_rows", "py3langid", extra="dedup")
+    if filters.kept_path is None:
+        return
+    check_file_can_be_made(filters.kept_path, "kept_path")
+    kept = Path(filters.kept_path).expanduser()
+    for source in (*config_sources(data, head=False), *against):
+        named = Path(source.entry).expanduser()
+        if any(kept.exists() and file.samefile(kept) for file in source.files) or (
+            named.is_dir() and kept.resolve().is_relative_to(named.resolve())
+        ):
+            raise ValueError(
+                f"--kept_path {filters.kept_path} is a file of --{source.option} {source.entry}, "
+                "which is read; name another one"
+            )
+    if kept.exists() and not filters.overwrite_kept_path:
+        raise ValueError(
+            f"--kept_path {filters.kept_path} exists; name another file, or replace it by "
+            "--overwrite_kept_path"
+        )
 
 
 def with_bundled_data(config: ConfigT, rules: StageRules) -> ConfigT:
