@@ -4,9 +4,9 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.groups import require, require_numbers
@@ -21,6 +21,7 @@ COLUMNS = (
     *("question", "answer"),
 )
 MAX_WEIGHT = 10_000  # times that rows are used in an epoch
+NameT = TypeVar("NameT")
 Overlong = Literal["split", "drop", "truncate", "error"]
 
 
@@ -295,6 +296,17 @@ def split_weight(entry: str) -> tuple[str, float | None]:
     if match is None or is_held(entry) or os.path.exists(os.path.expanduser(entry)):
         return entry, None
     return match["entry"], float(match["weight"])
+
+
+def mixture_shares(weights: Mapping[NameT, float], temperature: float) -> dict[NameT, float]:
+    """Shares that sum to 1, in proportion to ``weights`` to the power ``1 / temperature``.
+
+    Section 3 of arXiv:1907.05019 takes numbers of rows for weights: 1 keeps their proportions, and
+    a large temperature gives every source the same share.
+    """
+    largest = max(weights.values(), default=1.0)
+    powers = {name: (weight / largest) ** (1 / temperature) for name, weight in weights.items()}
+    return {name: power / sum(powers.values()) for name, power in powers.items()}
 
 
 def parse_columns(items: Sequence[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.config.data import DataConfig, parse_data_split
+from dschat_lora.config.data import DataConfig, mixture_shares, parse_data_split
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.record_files import RowCounts, RowFiles, RowReader, row_tasks
 from dschat_lora.data.rows import DataKind, row_options
@@ -222,17 +222,6 @@ def repeats(size: int, weight: float, *, seed: int, source: int) -> Indices:
     once_more = _round((weight - int(weight)) * size)
     counts[permutation(size, "weight", seed, source)[:once_more]] += 1
     return counts
-
-
-def mixture_shares(weights: Mapping[int, float], temperature: float) -> dict[int, float]:
-    """Shares that sum to 1, in proportion to ``weights`` to the power ``1 / temperature``.
-
-    Section 3 of arXiv:1907.05019 takes numbers of rows for weights: 1 keeps their proportions, and
-    a large temperature gives every source the same share.
-    """
-    largest = max(weights.values(), default=1.0)
-    powers = {name: (weight / largest) ** (1 / temperature) for name, weight in weights.items()}
-    return {name: power / sum(powers.values()) for name, power in powers.items()}
 
 
 def mixture_weights(

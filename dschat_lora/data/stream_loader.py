@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from dschat_lora.algos.seeds import permutation, stream_seed
-from dschat_lora.config.data import DataConfig
+from dschat_lora.config.data import DataConfig, mixture_shares
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.collect import mixture_shares
 from dschat_lora.data.encoder import Tokenizer, make_encoder
 from dschat_lora.data.loader import (
     PackedRow,

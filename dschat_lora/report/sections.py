@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from dschat_lora.config.data import mixture_shares, split_weight
 from dschat_lora.report.markup import amount, duration, number, operations, short, value_text
 from dschat_lora.report.rollouts import RolloutQuery, rollout_text, select_rollouts
 from dschat_lora.report.run_data import RunData
@@ -59,6 +60,11 @@ _REASONS = {
     "eval_dropped_rows": "held-out rows dropped: longer than the limit",
     "eval_identical_rows": "held-out pairs of equal answers, left out",
 }
+
+SOURCE_HEADER = [
+    *("source", "share asked for", "share of samples", "tokens", "epochs"),
+    *("held-out loss, first", "held-out loss, last"),
+]
 
 Rows = list[list[Any]]
 Versions = dict[Any, list[tuple[str, Any]]]  # what is said of each version of a text, and its text
@@ -132,6 +138,41 @@ def data_rows(audit: Mapping[str, Any]) -> Rows:
         for name, reason in _REASONS.items()
         if amount(audit.get(name))
     ]
+
+
+def source_rows(run: RunData) -> Rows:
+    """Of each source of several, what :data:`SOURCE_HEADER` names; else empty.
+
+    Shares are of samples; where ``--data_path`` asks for none, none is said.
+    """
+    last = run.train[-1] if run.train else {}
+    names = [key.removeprefix("samples/") for key in last if key.startswith("samples/")]
+    if len(names) < 2:
+        return []
+    paths = run.config.get("data_path")
+    weights = [split_weight(str(path))[1] for path in paths] if isinstance(paths, list) else []
+    asked: dict[str, float] = {}
+    if len(weights) == len(names) and all(weights):
+        given = {name: weight or 0.0 for name, weight in zip(names, weights, strict=True)}
+        asked = mixture_shares(given, amount(run.config.get("mixture_temperature")) or 1.0)
+    drawn, tokens = (
+        {name: sum(amount(line.get(f"{what}/{name}")) for line in run.train) for name in names}
+        for what in ("samples", "tokens")
+    )
+    rows = []
+    for name in names:
+        losses = [line[f"loss/{name}"] for line in run.evals if f"loss/{name}" in line]
+        rows.append(
+            [
+                name,
+                f"{asked[name]:.1%}" if asked else "-",
+                f"{drawn[name] / max(1.0, sum(drawn.values())):.1%}",
+                f"{tokens[name]:,.0f}",
+                short(number(last.get(f"epochs/{name}"))),
+                *(short(number(losses[place] if losses else None)) for place in (0, -1)),
+            ]
+        )
+    return rows
 
 
 def length_rows(audit: Mapping[str, Any]) -> tuple[str, Rows]:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from base64 import b64encode
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dschat_lora.report.curves import MOST_POINTS, chart_data, charts_of, thin
 from dschat_lora.report.html import page, render_report, write_report
 from dschat_lora.report.markup import duration, number, operations, safe, short
 from dschat_lora.report.run_data import RunData, read_run, read_runs
+from dschat_lora.report.sections import source_rows
 
 STYLE = (Path(html_module.__file__).parent / "page" / "report.css").read_text()
 ATTACK = (
@@ -646,6 +648,31 @@ def test_data_tells_the_fate_of_rows():
     ):
         assert part in document.text
     assert "repeat an earlier row" not in document.text
+
+
+def test_sources_of_a_mixture_have_a_row_each():
+    steps = [(3, 1, 30, 90), (4, 0, 50, 0), (2, 2, 20, 10)]
+    train = [
+        {"step": n, "samples/a": a, "samples/b": b, "tokens/a": s, "tokens/b": t, "epochs/a": n / 2}
+        for n, (a, b, s, t) in enumerate(steps, start=1)
+    ]
+    evals = [{"step": 0, "loss/a": 2.5, "loss/b": 3.0}, {"step": 3, "loss/a": 1.25}]
+    config = {"data_path": ["no/a:9", "no/b:1"], "mixture_temperature": 2.0}
+    run = RunData("sft", {"config": config}, train=train, evals=evals)
+    # Square roots of 9 and 1 are as 3 to 1; 9 of 12 samples were of a.
+    assert source_rows(run) == [
+        ["a", "75.0%", "75.0%", "100", "1.5", "2.5", "1.25"],
+        ["b", "25.0%", "25.0%", "100", "-", "3", "3"],
+    ]
+    _, document = report_of(run)
+    assert "b25.0%25.0%100-33" in document.text
+    without = replace(run, facts={"config": {"data_path": ["no/a", "no/b"]}}, evals=[])
+    assert [row[1:3] + row[5:] for row in source_rows(without)] == [
+        ["-", "75.0%", "-", "-"],
+        ["-", "25.0%", "-", "-"],
+    ]
+    _, document = report_of(RunData("sft", train=[{"step": 1, "samples/a": 3}]))
+    assert "share of samples" not in document.text
 
 
 @pytest.mark.parametrize(
