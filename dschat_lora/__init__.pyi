@@ -1656,6 +1656,12 @@ def audit(
     shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
+    near_duplicates: float | None = None,
+    against: str | Sequence[str] = (),
+    against_ngram: int = 13,
+    language_rows: int = 0,
+    kept_path: str | os.PathLike[str] | None = None,
+    overwrite_kept_path: bool = False,
     stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
     show: int = 0,
     chat_template: str | None = None,
@@ -1694,6 +1700,12 @@ def audit(
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        near_duplicates (float | None): count rows whose text is near that of an earlier one: with at least this Jaccard similarity, in (0, 1], of their runs of 5 words, as 0.8
+        against (str | Sequence[str]): count rows that share a run of --against_ngram words with these evaluation data, named as in --data_path
+        against_ngram (int): words of a run; a shorter text is compared as a whole
+        language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
+        kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
+        overwrite_kept_path (bool): replace a file that is at --kept_path
         stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
         show (int): samples to show, token by token, with what is supervised
         chat_template (str | None): file of a Jinja chat template, as in training
