@@ -27,7 +27,7 @@ from dschat_lora.data.rows import (
     parse_row,
     row_options,
 )
-from dschat_lora.data.similar_rows import Likeness, NearDuplicates, SharedRuns
+from dschat_lora.data.similar_rows import Likeness, NearDuplicates, SharedRuns, words_of
 from dschat_lora.data.sources import find_source
 
 MAX_SHOWN = 5  # rows of each fate
@@ -115,7 +115,8 @@ class RowFilter:
         self._shared = SharedRuns(config.against_ngram)
         for entry in config.against:
             for raw in iter_rows(find_source("against", entry)):
-                self._shared.add(raw.location, *_texts_of_any(raw, self._options, chat))
+                prompt, answers = map(words_of, _texts_of_any(raw, self._options, chat))
+                self._shared.add(raw.location, prompt, prompt + answers)
 
     def fate(self, raw: RawRow) -> Fate:
         """The first that holds of unusable, contaminated, an earlier row again, near a kept one."""
@@ -124,16 +125,19 @@ class RowFilter:
             return "unusable"
         texts = compared_texts(parse_row(raw, self._options), self._chat, self._kind)
         self._add_to_sample(" ".join(texts))
-        if (like := self._shared.find(raw.location, *texts)) is not None:
+        prompt, answers = map(words_of, texts)
+        if (like := self._shared.find(raw.location, prompt, prompt + answers)) is not None:
             self.found.show("contaminated", like)
             return "contaminated"
         digest = row_digest(records, self._kind)
         if digest in self._digests:
             return "duplicates"
         self._digests.add(digest)
-        if self._near and (like := self._near.find_or_add(raw.location, *texts)) is not None:
-            self.found.show("near_duplicates", like)
-            return "near_duplicates"
+        if self._near is not None:
+            like = self._near.find_or_add(raw.location, prompt + answers)
+            if like is not None:
+                self.found.show("near_duplicates", like)
+                return "near_duplicates"
         return "kept"
 
     def _add_to_sample(self, text: str) -> None:

@@ -21,6 +21,7 @@ _WORD = regex.compile(
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bits are lost
 
 Hashes = NDArray[np.uint64]
+Words = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
-def run_hashes(words: Sequence[str], n: int) -> Hashes:
+def run_hashes(words: Words, n: int) -> Hashes:
     """(runs,) hashes of the runs of n words, in order; of fewer words one, of no words none."""
     n = min(n, len(words))
     numbers = np.array([_word_hash(word) for word in words], np.uint64)
@@ -64,25 +65,24 @@ class SharedRuns:
         self._n = n
         self._rows: dict[int, str] = {}  # the first row with a run, by its hash
 
-    def _runs(self, prompt: str, answers: str) -> Iterator[tuple[int, str]]:
-        """Hash and words of each run."""
-        asked = words_of(prompt)
-        whole = [*asked, *words_of(answers)]
-        for words in (whole, *([asked] if len(asked) < self._n else [])):
+    def _runs(self, prompt: Words, whole: Words) -> Iterator[tuple[int, Words, int]]:
+        """Hash of each run, and words with the place in them where it begins."""
+        for words in (whole, *([prompt] if len(prompt) < self._n else [])):
             for place, value in enumerate(run_hashes(words, self._n).tolist()):
-                yield value, " ".join(words[place : place + self._n])
+                yield value, words, place
 
-    def add(self, location: str, prompt: str, answers: str) -> None:
-        """Take in the runs of a row."""
-        for value, _ in self._runs(prompt, answers):
+    def add(self, location: str, prompt: Words, whole: Words) -> None:
+        """Take in the runs of a row, from the words of its prompt and all of them."""
+        for value, *_ in self._runs(prompt, whole):
             self._rows.setdefault(value, location)
 
-    def find(self, location: str, prompt: str, answers: str) -> Likeness | None:
+    def find(self, location: str, prompt: Words, whole: Words) -> Likeness | None:
         """The first run of a row that a row which was taken in has; None where there is none."""
         if self._rows:
-            for value, words in self._runs(prompt, answers):
+            for value, words, place in self._runs(prompt, whole):
                 if value in self._rows:
-                    return Likeness(location, self._rows[value], words)
+                    run = " ".join(words[place : place + self._n])
+                    return Likeness(location, self._rows[value], run)
         return None
 
 
@@ -95,35 +95,42 @@ class NearDuplicates:
     """
 
     def __init__(self, threshold: float) -> None:
-        from datasketch import MinHash, MinHashLSH
+        from datasketch import MinHash
 
-        # As many rows in a band as that share allows: the fewer candidates there are.
-        rows = range(NUM_PERM // 2, 0, -1)
-        share = {r: 1 - (1 - threshold**r) ** (NUM_PERM // r) for r in rows}
-        size = next((r for r in rows if share[r] >= LEAST_RECALL), 1)
-        self._index = MinHashLSH(num_perm=NUM_PERM, params=(NUM_PERM // size, size))
+        # As many hashes in a band as that share allows: the fewer candidates there are.
+        sizes = range(NUM_PERM, 0, -1)
+        share = {size: 1 - (1 - threshold**size) ** (NUM_PERM // size) for size in sizes}
+        self._size = next((size for size in sizes if share[size] >= LEAST_RECALL), 1)
         # The permutations are drawn once.
         self._empty = MinHash(num_perm=NUM_PERM, seed=1, scheme="affine64", hashfunc=int)
         self._threshold = threshold
         self._rows: list[tuple[str, Hashes]] = []
+        # Numbers of rows by what they have in a band. Those of datasketch's own index, with a set
+        # for each, take five times the memory.
+        self._buckets: dict[int, tuple[int, ...]] = {}
 
-    def find_or_add(self, location: str, prompt: str, answers: str) -> Likeness | None:
+    def find_or_add(self, location: str, words: Words) -> Likeness | None:
         """The first of the rows before that is near; where there is none, the row is added.
 
         Nothing is near to a row without words.
         """
-        words = [*words_of(prompt), *words_of(answers)]
         shingles = np.unique(run_hashes(words, SHINGLE_WORDS))
         if not len(shingles):
             return None
         minhash = self._empty.copy()
         minhash.update_batch(shingles)
-        for number in sorted(self._index.query(minhash)):
+        bands = minhash.hashvalues[: NUM_PERM // self._size * self._size].reshape(-1, self._size)
+        bands = np.column_stack([np.arange(len(bands), dtype=np.uint64), bands])
+        keys = (bands * _BASE ** np.arange(bands.shape[1], dtype=np.uint64)).sum(axis=1).tolist()
+        for number in sorted({each for key in keys for each in self._buckets.get(key, ())}):
             other, others = self._rows[number]
             both = len(np.intersect1d(shingles, others, assume_unique=True))
             similarity = both / (len(shingles) + len(others) - both)
             if similarity >= self._threshold:
                 return Likeness(location, other, similarity)
-        self._index.insert(len(self._rows), minhash, check_duplication=False)
+        own = (len(self._rows),)
+        for key in keys:
+            earlier = self._buckets.get(key)
+            self._buckets[key] = own if earlier is None else earlier + own
         self._rows.append((location, shingles))
         return None

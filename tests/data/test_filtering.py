@@ -59,7 +59,7 @@ def near_by_plain_loop(texts, threshold):
 def edited_texts():
     """Groups of texts of 40 words: one, and some in which a few words are others."""
     draw, texts = random.Random(5), []
-    for _ in range(60):
+    for _ in range(40):
         first = [f"w{draw.randrange(3000)}" for _ in range(40)]
         texts.append(first)
         for edits in (1, 1, 2, 3, 6):
@@ -71,19 +71,19 @@ def edited_texts():
     return texts
 
 
-@pytest.mark.parametrize("threshold", [0.4, 0.6, 0.75])
+@pytest.mark.parametrize("threshold", [0.5, 0.75])
 def test_near_duplicates_are_those_of_a_loop_over_all_pairs(edited_texts, threshold):
     pytest.importorskip("datasketch", reason="needs dschat_lora[dedup]")
     index, found = NearDuplicates(threshold), {}
     for number, words in enumerate(edited_texts):
-        like = index.find_or_add(str(number), "", " ".join(words))
+        like = index.find_or_add(str(number), words)
         if like is not None:
             found[number] = int(like.like)
             other = edited_texts[int(like.like)]
             both, all_ = (f(shingles(words), shingles(other)) for f in (set.__and__, set.__or__))
             assert like.by == pytest.approx(len(both) / len(all_))
     expected = near_by_plain_loop(edited_texts, threshold)
-    assert len(expected) > 60
+    assert len(expected) > 40
     # At the threshold one pair of twenty may be missed, and what follows from it.
     assert len(found.items() & expected.items()) >= 0.95 * len(expected)
     assert len(found.items() - expected.items()) <= 0.05 * len(expected)
