@@ -105,8 +105,8 @@ class NearDuplicates:
         self._empty = MinHash(num_perm=NUM_PERM, seed=1, scheme="affine64", hashfunc=int)
         self._threshold = threshold
         self._rows: list[tuple[str, Hashes]] = []
-        # Numbers of rows by what they have in a band. Those of datasketch's own index, with a set
-        # for each, take five times the memory.
+        # Numbers of rows by what they have in a band. Most are alone there, and datasketch's own
+        # index would make a set for each.
         self._buckets: dict[int, tuple[int, ...]] = {}
 
     def find_or_add(self, location: str, words: Words) -> Likeness | None:
