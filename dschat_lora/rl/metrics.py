@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -323,6 +324,8 @@ ENGINE_LIMIT = 0.5
 MISMATCH_TOLERANCE, MASKED_TOLERANCE = 0.01, 0.2
 # Mean length of responses by that of the first window, up or down, that is a drift.
 LENGTH_DRIFT = 2
+# Standard errors of a difference that are a fall, where nothing else is compared.
+FALL = 2.0
 # Failures that --guard is about; the others are warned of in any case.
 GUARDED = frozenset({"entropy", "eos", "length", "kl_budget", "judge", "held_out"})
 _METRICS = (
@@ -542,7 +545,7 @@ class Diagnostics:
 
     def _entropy(self) -> str | None:
         before, after = (self._mean(rows, "entropy") for rows in (self.first, self.latest))
-        if before is None or after is None or before <= 0 or after > 0.1 * before:
+        if before is None or after is None or before <= 0 or not after <= 0.1 * before:
             return None
         return (
             f"the entropy has collapsed to {after:.3g} nats per token from {before:.3g}: hardly "
@@ -613,7 +616,9 @@ class Diagnostics:
             return None
         gain, loss = last["reward"] - first["reward"], first["judge"] - last["judge"]
         # The standard error of a single judgement is NaN, and no comparison with it holds.
-        if not (gain > 0 and loss > 2 * last.get("judge_standard_error", 0.0)):
+        errors = [row.get("judge_standard_error", 0.0) for row in (first, last)]
+        limit = _fall(errors, comparisons=len(self.evaluations) - 1)
+        if not (gain > 0 and loss > limit):
             return None
         return (
             f"the reward rose on held-out prompts ({first['reward']:.3g} to {last['reward']:.3g}) "
@@ -622,7 +627,7 @@ class Diagnostics:
         )
 
     def _held_out(self) -> str | None:
-        """Against the best evaluation before, by two standard errors of the difference."""
+        """Against the best evaluation before."""
         if len(self.evaluations) < 2 or not self.learns_from_rewards:
             return None
         *earlier, last = self.evaluations
@@ -634,13 +639,24 @@ class Diagnostics:
         if trained is None or "reward" not in last:
             return None
         gain, loss = last.get("train_reward", math.nan) - trained, best["reward"] - last["reward"]
-        if not (gain > 0 and loss > 2 * math.hypot(*errors)):
+        # The best of noisy evaluations is above their mean: each pair was a chance to fall.
+        limit = _fall(errors, comparisons=math.comb(len(self.evaluations), 2))
+        if not (gain > 0 and loss > limit):
             return None
         return (
             f"the reward rose in training ({trained:.3g} to {last['train_reward']:.3g}) while it "
             f"fell on held-out prompts ({best['reward']:.3g} to {last['reward']:.3g}): the policy "
             "learns its prompts by heart; use more prompts, raise --kl_coef, or stop earlier"
         )
+
+
+def _fall(errors: Sequence[float], *, comparisons: int) -> float:
+    """The difference of two means with these standard errors that is a fall.
+
+    The chance that noise makes one is that of ``FALL`` errors over all comparisons (Bonferroni).
+    """
+    normal = NormalDist()
+    return -normal.inv_cdf(normal.cdf(-FALL) / comparisons) * math.hypot(*errors)
 
 
 def _numbers(metrics: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:

@@ -72,9 +72,18 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
         checkpointer=checkpointer,
         log=run.log,
     )
+
+    def stop_if_guarded(*, last: bool) -> None:
+        if config.ppo.guard == "stop" and not last:
+            (failed,) = sum_over_processes([float(trainer.diagnostics.failed)])
+            if failed:
+                checkpointer.stop(progress.step, by="--guard stop")
+
     scales_loss, keeps_cache = setup.settings["actor"].dtype == "fp16", True
     with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
         loop.begin()
+        # The evaluation of a run that goes on may be the one that its stop came before.
+        stop_if_guarded(last=progress.iteration == schedule.num_iterations)
         while progress.iteration < schedule.num_iterations:
             skipped = trainer.iterate()
             own = [*checkpointer.requests(), float(generator.released)]
@@ -84,10 +93,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
                 generator.release()
                 run.log.report_event(progress.step, "note", NOTE, label="note")
             last = loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
-            if config.ppo.guard == "stop" and not last:
-                (failed,) = sum_over_processes([float(trainer.diagnostics.failed)])
-                if failed:
-                    checkpointer.stop(progress.step, by="--guard stop")
+            stop_if_guarded(last=last)
     if progress.responses and not progress.step:
         raise ValueError(
             f"none of the {progress.responses:,} responses of {progress.iteration} iterations "

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import pytest
 
@@ -302,9 +303,11 @@ def test_a_reward_that_rises_in_training_alone_is_reported_against_the_best_eval
     said(looking, times(WINDOW, reward=1.0))
     assert evaluated(looking, 2.0) == []
     said(looking, times(WINDOW, reward=1.5))
-    assert evaluated(looking, 1.75) == []  # sqrt(2) * 0.1 is its error
-    (text,) = evaluated(looking, 1.7)
-    assert "rose in training (1 to 1.5) while it fell on held-out prompts (2 to 1.7)" in text
+    # sqrt(2) * 0.1 is its error. One in 44 falls by 2 of these, one in 44 * 3 by 2.43 and one in
+    # 44 * 6 by 2.67; three evaluations make 3 pairs, four make 6.
+    assert evaluated(looking, 1.66) == []
+    (text,) = evaluated(looking, 1.6)
+    assert "rose in training (1 to 1.5) while it fell on held-out prompts (2 to 1.6)" in text
     assert looking.failed
 
 
@@ -364,3 +367,22 @@ def test_only_what_is_guarded_counts_as_failed_and_only_until_the_next_iteration
     assert looking.failed
     said(looking, [{"entropy": 0.1}])
     assert not looking.failed
+
+
+def test_a_plateau_of_noise_is_no_fall():
+    """Of 40 runs that learn nothing, 16 evaluations each, hardly one is warned."""
+    noise, alarms = random.Random(0), 0
+    for _ in range(40):
+        looking = diagnostics()
+        for _ in range(16):
+            row = {"reward": noise.gauss(0, 0.1), "judge": noise.gauss(0, 0.1)}
+            errors = {"reward_standard_error": 0.1, "judge_standard_error": 0.1}
+            looking.evaluation(row | errors)
+            looking.iteration(HEALTHY | {"reward": noise.gauss(0, 0.1)})
+        alarms += bool({"judge", "held_out"} & {*looking.active}) or looking.failed
+    assert alarms <= 4
+
+
+@pytest.mark.parametrize("value", [math.nan, None])
+def test_an_entropy_that_is_no_number_has_not_collapsed(value):
+    assert said(diagnostics(), times(9, entropy=value)) == [[]] * 9

@@ -7,6 +7,7 @@ import pytest
 import dschat_lora as dl
 from api.programs import ROLLOUTS, ROWS, brevity, numbers
 from dschat_lora.rl.algorithms import PpoConfig
+from dschat_lora.rl.metrics import Diagnostics
 
 OPTIONS = {
     **ROLLOUTS,
@@ -33,6 +34,25 @@ def test_a_guard_stops_a_run_at_a_checkpoint_from_which_it_goes_on(tmp_path, cap
     rest = dl.rlhf(data=ROWS, **OPTIONS, guard="warn", resume="latest", **home)
     assert rest.status == "finished"
     assert numbers(rest) == numbers(whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.stage
+def test_a_guard_stops_a_resumed_run_at_the_evaluation_that_its_stop_came_before(
+    tmp_path, monkeypatch
+):
+    options = {**OPTIONS, "kl_budget": 0.0, "max_steps": 3, "output_dir": tmp_path / "out"}
+    options |= {"eval_prompts": 2, "eval_interval": 1, "guard": "stop"}
+    at_one = [lambda event, step, metrics: "stop" if step == 1 else None]
+    assert dl.rlhf(data=ROWS, **options, callbacks=at_one).status == "stopped"
+
+    def evaluation(self, metrics):
+        self.failed = True
+        return ["a held-out measure fell"]
+
+    monkeypatch.setattr(Diagnostics, "evaluation", evaluation)
+    run = dl.rlhf(data=ROWS, **options, resume="latest")
+    assert run.record["status"] == "stopped by --guard stop at step 1"
 
 
 @pytest.mark.thorough
