@@ -36,8 +36,9 @@ def choose_answers(
 
     ``best`` is best-of-n sampling and ``all`` with ``min_reward`` rejection sampling (both in
     arXiv:2307.09288, section 3.2.3); ``pair`` is the best and the worst answer. The first of equal
-    scores or texts counts. There is no best one where all scores are equal. What is to be learnt
-    has ended by itself, as training adds the end; what is rejected need not.
+    scores or texts counts, of texts the first that has ended. There is no best one where all scores
+    are equal. What is to be learnt has ended by itself, as training adds the end; what is rejected
+    need not.
 
     Args:
         answers: all of one prompt, in the order of their draws.
@@ -46,7 +47,9 @@ def choose_answers(
     """
     distinct: dict[str, ScoredAnswer] = {}
     for each in answers:
-        distinct.setdefault(each.text, each)
+        known = distinct.setdefault(each.text, each)
+        if each.ended and not known.ended:
+            distinct[each.text] = each
     good = [each for each in distinct.values() if each.ended and each.score >= min_reward]
     if keep == "all" or not good:
         return [(each,) for each in good]

@@ -18,7 +18,8 @@ DRAWS = 4
 
 def slow_choice(answers, keep, lowest):
     """The chosen answers, by loops over all pairs of answers."""
-    own = [a for n, a in enumerate(answers) if all(a.text != b.text for b in answers[:n])]
+    first = [a for n, a in enumerate(answers) if all(a.text != b.text for b in answers[:n])]
+    own = [next((b for b in answers if b.text == a.text and b.ended), a) for a in first]
     good = [a for a in own if a.ended and not a.score < lowest]
     if keep == "all":
         return [(a,) for a in good]
@@ -55,6 +56,15 @@ def test_an_answer_that_was_cut_off_is_rejected_but_never_learnt():
     low = cut._replace(score=0)
     assert choose_answers([low, bad, good], "pair") == [(good, low)]
     assert choose_answers([cut], "all") == []
+
+
+def test_of_equal_texts_one_that_has_ended_is_learnt():
+    cut, ended, other = (
+        ScoredAnswer("a", 5, False),
+        ScoredAnswer("a", 5, True),
+        ScoredAnswer("b", 1, True),
+    )
+    assert choose_answers([cut, ended, other], "pair") == [(ended, other)]
 
 
 REWARDS = """
