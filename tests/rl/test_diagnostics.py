@@ -125,6 +125,14 @@ def test_entropy_that_never_was_there_cannot_collapse():
     assert sum(map(len, said(diagnostics(), times(WINDOW) + times(9, entropy=0.21)))) == 0
 
 
+@pytest.mark.parametrize("change", [{"entropy": 0.01}, {"response_length": 900.0}])
+def test_entropy_and_lengths_of_distillation_become_the_teachers(change):
+    rows = times(WINDOW) + times(WINDOW, **change)
+    assert any(said(diagnostics(), rows))
+    taught = Diagnostics("fp32", samples_tokens=True, learns_from_rewards=False)
+    assert not any(said(taught, rows))
+
+
 def test_a_critic_has_time_to_learn():
     found = said(diagnostics(), times(PATIENCE + 5, explained_variance=-0.2))
     assert [n + 1 for n, each in enumerate(found) if each] == [PATIENCE]
