@@ -54,7 +54,7 @@ class DataAudit:
     split_rows: int = 0  # training rows of text that were cut into several samples
     text_samples: int = 0  # training samples of plain text
     text_eos_samples: int = 0  # of these, those that end in end-of-sequence
-    # The same quantiles of "prompt" and "answer", of which a pair counts the longer one.
+    # The same of "prompt" and "answer": a pair's longer one; all of a text is answer.
     part_quantiles: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

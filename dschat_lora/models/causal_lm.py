@@ -372,9 +372,13 @@ class DivergenceHead(nn.Module):
             table = own.log_softmax(-1)
             with torch.set_grad_enabled(self.entropy_trains and torch.is_grad_enabled()):
                 entropies = token_entropy(own)
-            both = cut(table), cut(other.log_softmax(-1))
-            both = with_one_rest(*both, top_k=self.top_k) if self.top_k else both
-            divergences = generalized_jsd(*both, beta=self.beta)
+            if self.top_k:
+                few = with_one_rest(cut(table), cut(other.log_softmax(-1)), top_k=self.top_k)
+                divergences = generalized_jsd(*few, beta=self.beta)
+            else:  # no name keeps a table of the size of the logits
+                divergences = generalized_jsd(
+                    cut(table), cut(other.log_softmax(-1)), beta=self.beta
+                )
             return table.gather(1, tokens[:, None]).squeeze(1), entropies, divergences
 
         parts = (torch.split(each, self.rows) for each in (student, teacher, tokens))

@@ -313,7 +313,11 @@ def fitting_length(
     ``fields`` are those of its configuration; a local one's are read where they are absent.
     """
     fields = model_fields(source) if fields is None else fields
-    limit = position_limit(fields, parse_rope_scaling(rope_scaling)) or length
+    try:
+        limit = position_limit(fields, parse_rope_scaling(rope_scaling)) or length
+    except ValueError as error:
+        path = Path(source.base) / "config.json"
+        raise ValueError(f"--model_name_or_path: {path}: {error}") from error
     if length > limit and "max_seq_len" in given:
         rotates = any(fields.get(name) for name in ("rope_theta", "rope_parameters"))
         factor = math.ceil(length / (original_positions(fields) or limit))

@@ -545,6 +545,11 @@ def test_the_audit_counts_by_hand(run, jsonl):
         "split_rows": 0,
         "text_samples": 1,
         "text_eos_samples": 1,
+        # of the six rows before any is cut: 3 + 3, 3 + 3, 2 + 2, 0 + 5, 6 + 5, 9 + 2
+        "part_quantiles": {
+            "prompt": {"min": 0, "p50": 3, "p90": 9, "p99": 9, "max": 9},
+            "answer": {"min": 2, "p50": 3, "p90": 5, "p99": 5, "max": 5},
+        },
     }
     json.dumps(audit.to_dict())
 

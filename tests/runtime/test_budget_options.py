@@ -155,6 +155,9 @@ def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     asked = []
     monkeypatch.setattr(advice, "describe", lambda model: None)
     monkeypatch.setattr(memory, "estimate_memory", lambda model, **options: asked.append(options))
+    monkeypatch.setattr(
+        memory, "Backbone", lambda model: SimpleNamespace(skips_padding=lambda device: True)
+    )
     config = checked("--tokens_per_device", 1300, "--max_seq_len", 512)
     said = {"reuse_distance": 7, "bucket_size": 5}
     settings = SimpleNamespace(
