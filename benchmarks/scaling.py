@@ -6,7 +6,6 @@ those of ``dschat_lora.perf`` and :mod:`benchmarks.common.exchanges`, the rates 
 sheets.
 """
 
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from benchmarks.common.exchanges import (
     experience_exchanges,
     tensor_exchanges,
 )
+from benchmarks.common.report import with_tables
 from benchmarks.common.shapes import SHAPES, Shape, meta_base
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.layers import LoraLinear
@@ -271,21 +271,6 @@ def tables() -> dict[str, str]:
     return {name: _markdown(rows) for name, rows in (found | {"compared": compared()}).items()}
 
 
-def updated(text: str) -> str:
-    """The document with its tables made anew.
-
-    Raises:
-        ValueError: if it lacks the place of a table.
-    """
-    for name, table in tables().items():
-        place = f"<!-- {name} -->\n"
-        if place not in text:
-            raise ValueError(f"no line {place.strip()!r} for the table {name!r}")
-        before, after = text.split(place)
-        text = before + place + table + re.sub(r"\A(\|.*\n)*", "", after)
-    return text
-
-
 def _tensor_exchanges(model: Model, tensor: int, *, recomputes: bool = False) -> list[Exchange]:
     return tensor_exchanges(
         model.size,
@@ -328,7 +313,8 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Print the tables, or put them into the documents named."""
     for path in map(Path, arguments):
-        path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        path.write_text(with_tables(text, tables()), encoding="utf-8")
     if not arguments:
         for name, table in tables().items():
             print(f"{name}\n\n{table}")

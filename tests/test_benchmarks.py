@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -423,3 +423,64 @@ def test_the_stored_result_is_of_a_whole_cpu_run():
     assert set(entries) == set(PARTS)
     assert {entry["status"] for entry in entries.values()} == {"passed"}
     assert not re.search(r"(?<![\w.])/\w", text), "a path of the machine it ran on"
+
+
+# ---------------------------------------------------------------------------- regret
+
+
+@pytest.fixture
+def regret(tmp_path):
+    """``regret(change)``: the claims, with verdicts, of made-up results; each holds unchanged."""
+    from benchmarks.regret import FULL, Results, claims, grid
+
+    def value(cell):
+        far = abs(math.log(cell.rate / (1.5e-4 if cell.rank == FULL else 1.5e-3)))
+        size = {FULL: 5, 64: 4, 16: 3, 4: 2, 1: 1}[cell.rank]
+        if cell.task == "grpo":
+            return 0.7 - 0.1 * far + 1e-3 * cell.seed
+        found = 1.0 + far + 1e-3 * cell.seed
+        if cell.task == "style":
+            return found + 0.1 * (cell.layers == "attention")
+        if cell.rows == 1024:
+            return 2 - 0.1 * size
+        return found + 0.2 * (cell.batch == 128 and cell.rank != FULL)
+
+    def found(change=lambda cell, value: value):
+        rows = [{**asdict(c), "value": change(c, value(c))} for c in grid()]
+        path = tmp_path / "regret.json"
+        path.write_text(json.dumps(rows))
+        return claims(Results(path))
+
+    return found
+
+
+def test_claims_of_regret_hold_where_they_should(regret):
+    assert [claim.holds for claim in regret()] == [True] * 8
+    assert "0.0015 against 0.00015, 10 times" in regret()[2].found
+
+
+AT_5E3 = {"style": 0.9999, "grpo": 0.7001}  # hardly better than the best of elsewhere
+
+
+def is_full_at_5e3(cell, task):
+    return (cell.task, cell.rank, cell.rate) == (task, 0, 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("broken", "number"),
+    [
+        (lambda c, v: v + (c.task == "style" and c.rank == 16), 0),
+        (lambda c, v: v + 2 * (c.rows == 1024 and c.rank == 4), 1),
+        (lambda c, v: AT_5E3[c.task] + 1e-3 * c.seed if is_full_at_5e3(c, "style") else v, 2),
+        (lambda c, v: v - 9 * (c.task == "style" and c.rank == 64 and c.rate == 5e-2), 3),
+        (lambda c, v: v - 0.2 * (c.batch == 128 and c.rank == 16), 4),
+        (lambda c, v: v - 0.1 * (c.layers == "attention"), 5),
+        (lambda c, v: v - 0.1 * (c.task == "grpo" and c.rank == 1), 6),
+        (lambda c, v: AT_5E3[c.task] + 1e-3 * c.seed if is_full_at_5e3(c, "grpo") else v, 7),
+        # a run that failed is no best one
+        (lambda c, v: None if c.task == "style" and c.rank == 64 and c.rate == 1.5e-3 else v, None),
+    ],
+)
+def test_a_claim_of_regret_falls_by_its_own_figures(regret, broken, number):
+    fallen = [n for n, claim in enumerate(regret(broken)) if not claim.holds]
+    assert fallen == ([] if number is None else [number])
