@@ -363,7 +363,7 @@ def _launch_of(pid: int) -> dict[str, str | None]:
 def settle_port() -> None:
     """Leave MASTER_PORT where it is free on this host, else take one that is."""
     if not _has_agent_store():
-        os.environ["MASTER_PORT"] = str(_usable_port(os.environ.get("MASTER_PORT")))
+        os.environ["MASTER_PORT"] = str(usable_port(os.environ.get("MASTER_PORT")))
 
 
 def _port_of_the_group() -> int | None:
@@ -372,7 +372,7 @@ def _port_of_the_group() -> int | None:
     Not in torchrun's own store: a static one keeps, over a restart, what lost processes wrote.
     """
     if _has_agent_store():
-        return _usable_port(None)
+        return usable_port(None)
     return int(os.environ["MASTER_PORT"]) if is_one_host() else None
 
 
@@ -383,7 +383,8 @@ def _use_port(port: int | None) -> None:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
-def _usable_port(wanted: str | None) -> int:
+def usable_port(wanted: str | None) -> int:
+    """The port ``wanted`` if it is free on this host, else one that is."""
     for port in ([] if wanted is None else [int(wanted)]) + [0]:
         with suppress(OSError), socket.create_server(("", port)) as probe:
             return int(probe.getsockname()[1])

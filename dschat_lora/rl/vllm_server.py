@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from dschat_lora.engine.children import end_with_parent, environment_of_no_launch, visible_gpu
 from dschat_lora.engine.distributed import device, gather_texts, local_rank, rank
-from dschat_lora.engine.rendezvous import is_one_host
+from dschat_lora.engine.rendezvous import is_one_host, usable_port
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.rollout_servers import (
     LOAD_SECONDS,
@@ -59,7 +58,7 @@ def start_vllm(
     assert home is not None, "a dry run starts nothing"
     timeout, on_gpu = config.batch.rollout_timeout, device().type == "cuda"
     if on_gpu or local_rank() == 0:
-        port, sleeping = _free_port(), sleeps(config)
+        port, sleeping = usable_port(None), sleeps(config)
         found["address"] = f"http://127.0.0.1:{port}"
         server = RolloutServer(found["address"], timeout, log=_log(home, rank()))
         command = serve_command(config, base, dtype=dtype, port=port, sleeps=sleeping)
@@ -186,10 +185,3 @@ class ServerProcess:
 
 def _log(home: Path, number: int) -> Path:
     return home / "vllm" / f"{number}.log"
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port

@@ -12,6 +12,7 @@ import torch
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.samples import PromptSample
+from dschat_lora.engine.rendezvous import usable_port
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling, keep_top
 from dschat_lora.generation.transformers_engine import TransformersDecoder
@@ -22,7 +23,7 @@ from dschat_lora.rl import rollout
 from dschat_lora.rl.rollout import _TurnDecoder
 from dschat_lora.rl.rollout_engines import RolloutError, ServerEngine
 from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
-from dschat_lora.rl.vllm_server import ServerProcess, _free_port, serve_environment
+from dschat_lora.rl.vllm_server import ServerProcess, serve_environment
 from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, running_server
 from helpers.spread import ALL
@@ -85,7 +86,7 @@ def addresses():
 @pytest.fixture(scope="module")
 def vllm(addresses, tmp_path_factory):
     """The address of a child process that one of the servers stands behind."""
-    address = f"http://127.0.0.1:{(port := _free_port())}"
+    address = f"http://127.0.0.1:{(port := usable_port(None))}"
     log = tmp_path_factory.mktemp("run") / "vllm" / "0.log"
     child = RolloutServer(address, 60.0, log=log)
     command = [*shlex.split(command_of(addresses[0])), "--port", str(port)]

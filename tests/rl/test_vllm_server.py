@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from dschat_lora.config.options import parse_config
+from dschat_lora.engine.rendezvous import usable_port
 from dschat_lora.rl import vllm_server
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.rollout_servers import EngineError, RolloutServer, RolloutServers
-from dschat_lora.rl.vllm_server import ServerProcess, _free_port, serve_command, serve_environment
+from dschat_lora.rl.vllm_server import ServerProcess, serve_command, serve_environment
 from helpers import fake_vllm
 
 
@@ -25,7 +26,7 @@ def config_of(target, *argv):
 
 def start(target, home):
     """A server, its process, and the ids of that and its child."""
-    port = _free_port()
+    port = usable_port(None)
     server = RolloutServer(f"http://127.0.0.1:{port}", 5.0, log=home / "vllm" / "0.log")
     command = serve_command(config_of(target), "base", dtype="float32", port=port, sleeps=False)
     process = ServerProcess(server, command, serve_environment(None, sleeps=False))
