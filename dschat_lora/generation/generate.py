@@ -21,7 +21,8 @@ from dschat_lora.lora.model import adapter_layers
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.causal_lm import fp32_logits
 
-GPU_POLL = 16  # steps between two checks of which sequences have ended
+# Steps between two checks of which sequences have ended.
+GPU_POLL, CPU_POLL = 16, 1
 KeepGoing = Callable[[bool], bool]
 # Relative error of logits that rounding explains; a wrong state makes it several tenths.
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
@@ -105,7 +106,7 @@ class Decoder:
     @property
     def refills(self) -> bool:
         """Whether a call may have more responses than ``largest`` says, unless ranks keep step."""
-        return bool(self._num_drafts)
+        return takes_cache(self._model)
 
     def release(self) -> None:
         """Free what is kept."""
@@ -155,6 +156,14 @@ class Decoder:
         copies = _check_prompts(self._model, prompts, seeds, every_bound)
         flat = [seed for each in seeds for seed in each]
         columns = max(map(len, prompts), default=0) + max(bounds, default=sampling.max_new_tokens)
+        most_rows = self._largest[0] or len(flat)
+        refilled = keep_going is None and (
+            self._num_drafts > 0
+            or self._slots is not None
+            or (self.refills and len(flat) > most_rows)
+        )
+        if refilled:
+            self._rows = None  # one cache at a time
         before = self._rows if self._retains else None
         known, self._weights = self._weights, _weights_of(self._model)
         fits = self._rows is None or self._rows.holds(len(flat), columns)
@@ -178,7 +187,7 @@ class Decoder:
         if not prompts and keep_going is None:
             return responses
         enough = len(prompts) if needed is None else needed
-        if self._num_drafts and keep_going is None:
+        if refilled:
             asked = [prompt for prompt in prompts for _ in range(copies)]
             self._draw_in_slots(
                 asked, responses, copies, enough, keeps_prefixes=prefixes is not None
@@ -208,18 +217,21 @@ class Decoder:
                 num_drafts=self._num_drafts,
                 record=self._record,
             )
-        rows = self._slots
+        rows, most_rows = self._slots, self._largest[0] or len(prompts)
         if not keeps_prefixes:
             rows.forget()  # weights may have changed
+        if self._keeps:
+            rows.reserve(*self._largest)
         before = rows.drafted, rows.accepted
         with self._kernels():
             draw_in_slots(
                 rows,
                 prompts,
                 responses,
-                most_rows=self._largest[0] or len(prompts),
+                most_rows=most_rows,
                 copies=copies,
                 needed=needed,
+                poll=GPU_POLL if self._device.type == "cuda" else CPU_POLL,
             )
         self.drafted += rows.drafted - before[0]
         self.accepted += rows.accepted - before[1]

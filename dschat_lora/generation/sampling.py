@@ -195,6 +195,17 @@ class Responses:
         ended: list[bool] = ends.any(-1).tolist()
         return [end or chosen >= n for end, n in zip(ended, self.limits, strict=True)]
 
+    def drawn(
+        self, sequences: Sequence[int], numbers: Sequence[int], count: int
+    ) -> list[list[int]]:
+        """``count`` tokens of some sequences, from the one of a number on; waits for the device."""
+        places = torch.tensor([sequences, numbers])[..., None] + torch.tensor([[[0]], [[1]]]) * (
+            torch.arange(count)
+        )
+        own, at = to_device(places, self._tokens.device)
+        found: list[list[int]] = self._tokens[own, at].tolist()
+        return found
+
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""
         return [[max(0, token) for token in row] for row in self._until_ends()]

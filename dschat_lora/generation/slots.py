@@ -196,12 +196,18 @@ class SlotRows:
         self._steps = RecordedSteps(record)
         # Of each row in a step: tokens in the cache, adapter and new tokens; logits after them.
         self._inputs = torch.zeros(0, 3 + self._num_drafts, dtype=torch.int64, device=self.device)
+        self._places = torch.zeros(0, 2, dtype=torch.int64, device=self.device)  # see draw
         self._logits = torch.zeros(0)
         self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
         self._lookups: list[PromptLookup] = []
         self._drafts: list[list[int]] = []  # of the last step
         self._linears: FastLinears | None = None
+
+    @property
+    def guesses(self) -> bool:
+        """Whether prompt look-up is used."""
+        return bool(self._num_drafts)
 
     def __len__(self) -> int:
         """Rows in use."""
@@ -322,9 +328,7 @@ class SlotRows:
         positions = (real.cumsum(-1) - 1).clamp(min=0) + firsts[:, None]
         # Padding goes behind the prompt, where the next token will replace it.
         columns = torch.where(real > 0, positions, lengths[:, None])
-        width = max(map(len, prompts))
-        if self._has_few_shapes:
-            width += -width % COLUMN_BUCKET
+        _, width = self._shape(0, max(map(len, prompts)))
         self._cache.read_prompts(row, columns, width)
         return self._forward(ids, positions, width, adapters, last)
 
@@ -342,12 +346,10 @@ class SlotRows:
         :meth:`keep` before the next step. Recorded logits hold until then.
         """
         lengths, most = [*map(len, self._tokens)], max(map(len, tokens))
-        count, rows = len(lengths), len(lengths)
-        if self._has_few_shapes:
-            rows, most = 1 << (rows - 1).bit_length(), most if most == 1 else 1 + self._num_drafts
-        width = max(lengths) + most
-        if self._has_few_shapes:
-            width += -width % COLUMN_BUCKET
+        if self._has_few_shapes and most > 1:
+            most = 1 + self._num_drafts
+        count = len(lengths)
+        rows, width = self._shape(count, max(lengths) + most)
         self.reserve(rows, width)
         given = torch.zeros(rows, 2 + most, dtype=torch.int64)
         table = zip(lengths, self._numbers, tokens, strict=True)
@@ -360,6 +362,48 @@ class SlotRows:
             row += own
         self._drafts = [list(own[1:]) for own in tokens]
         return self._logits[: rows * most].view(rows, most, -1)[:count]
+
+    def draw(
+        self,
+        responses: Responses,
+        sequences: Sequence[int],
+        numbers: Sequence[int],
+        tokens: Sequence[int],
+        count: int,
+    ) -> list[list[int]]:
+        """The next ``count`` tokens of every row, drawn on the device, which is waited for once.
+
+        A row holds one of the ``sequences`` of ``responses``, with ``numbers`` of tokens so far,
+        the last of which is in ``tokens``.
+        """
+        lengths = [*map(len, self._tokens)]
+        shapes = [self._shape(len(self), max(lengths) + step) for step in range(1, count + 1)]
+        rows, _ = shapes[-1]
+        self.reserve(*shapes[-1])
+        # Rows that hold no sequence draw for none.
+        given = torch.tensor([[0, 0, 0, responses.capacity, 0]]).repeat(rows, 1)
+        table = zip(lengths, self._numbers, tokens, sequences, numbers, strict=True)
+        given[: len(self)] = torch.tensor([*table])
+        given = to_device(given, self.device)
+        self._inputs[:rows, :3].copy_(given[:, :3])
+        self._places[:rows].copy_(given[:, 3:])
+        for _, width in shapes:
+            step = partial(self._advance_and_draw, responses, rows, width)
+            self._steps.run((responses, rows, width), step, self.device)
+        found = responses.drawn(sequences, numbers, count)
+        for row, last, own in zip(self._tokens, tokens, found, strict=True):
+            row += [last, *own[:-1]]
+        return found
+
+    def _advance_and_draw(self, responses: Responses, rows: int, width: int) -> None:
+        """One token for each of the first rows, in place."""
+        inputs, (sequences, numbers) = self._inputs[:rows], self._places[:rows].unbind(1)
+        columns = inputs[:, :1]
+        self._cache.read_tokens(columns, width)
+        logits = self._forward(inputs[:, 2:3], columns, width, inputs[:, 1])[:, -1]
+        inputs[:, 2] = responses.advance(logits, sequences, numbers, group_of(self.model))
+        inputs[:, 0] += 1
+        numbers += 1
 
     def keep(self, accepted: Sequence[int]) -> None:
         """Take back all but the first so many tokens of each row's draft."""
@@ -384,15 +428,22 @@ class SlotRows:
             self._logits = logits.new_zeros(size, logits.shape[1])
         self._logits[: len(logits)] = logits
 
+    def _shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """The shape that a step of so many rows and columns takes, where shapes are to be few."""
+        if not self._has_few_shapes:
+            return rows, columns
+        return 1 << max(0, rows - 1).bit_length(), columns + -columns % COLUMN_BUCKET
+
     def reserve(self, rows: int, columns: int) -> None:
         """Make room; where something moves for it, nothing recorded is replayed."""
         try:
-            moved = self._cache.reserve(rows, columns)
+            moved = self._cache.reserve(*self._shape(rows, columns))
         except BaseException:  # some may have moved
             self._steps.forget()
             raise
         if moved:
             self._inputs = self._inputs.new_zeros(self._cache.rows, self._inputs.shape[1])
+            self._places = self._places.new_zeros(self._cache.rows, 2)
             self._steps.forget()
 
     def leave(self, row: int) -> None:
@@ -454,25 +505,23 @@ def draw_in_slots(
     most_rows: int,
     copies: int,
     needed: int,
+    poll: int = 1,
 ) -> None:
     """Draw all sequences of ``responses``, one to each prompt; a row that has ended is refilled.
 
     Each ``copies`` of them belong together; where all of ``needed`` such groups have ended, the
-    others are :attr:`Responses.cut`.
+    others are :attr:`Responses.cut`. Where nothing is guessed, it is looked every ``poll`` tokens
+    which have ended.
 
     Every position is drawn by its own random number, whatever stands in a draft, which goes on
     only as far as it is what was drawn: so drafts change no text.
     """
-    device, group, limits = rows.device, group_of(rows.model), responses.limits
+    limits = responses.limits
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     rows.reserve(min(most_rows, len(prompts)), longest)
     waiting, running = deque(range(len(prompts))), list[int]()
     drawn, last = ([0] * len(prompts) for _ in range(2))  # tokens of each sequence, and the last
     left = [copies] * (len(prompts) // copies)  # of each group
-
-    def draw(logits: Tensor, sequences: Sequence[int], numbers: Sequence[int]) -> Iterator[int]:
-        own, at = to_device(torch.tensor([sequences, numbers]), device)
-        return iter(responses.advance(logits, own, at, group).tolist())
 
     def take(tokens: Sequence[Sequence[int]]) -> None:
         """Let the last rows go on with their tokens, and those that have ended leave."""
@@ -491,26 +540,53 @@ def draw_in_slots(
             new = [waiting.popleft() for _ in range(min(most_rows - len(running), len(waiting)))]
             logits, _ = rows.join([prompts[sequence] for sequence in new], [0] * len(new))
             running += new
-            take([[token] for token in draw(logits, new, [0] * len(new))])
+            sequences, none = to_device(torch.tensor([new, [0] * len(new)]), rows.device)
+            first = responses.advance(logits, sequences, none, group_of(rows.model))
+            take([[token] for token in first.tolist()])
             continue
-        rooms = [limits[sequence] - drawn[sequence] - 1 for sequence in running]
-        given = rows.propose([last[sequence] for sequence in running], rooms)
-        places = [(row, at) for row, own in enumerate(given) for at in range(len(own))]
-        row_of, at = to_device(torch.tensor(places).T, device)
-        sequences = [running[row] for row, _ in places]
-        numbers = [drawn[running[row]] + at for row, at in places]
-        found = draw(rows.step(given)[row_of, at], sequences, numbers)
-        tokens = [list(islice(found, len(own))) for own in given]
-        ends = [[t in responses.end_ids for t in own[:-1]] + [True] for own in tokens]
-        kept = [
-            min(end.index(True), common_prefix(own, draft))
-            for end, own, (_, *draft) in zip(ends, tokens, given, strict=True)
-        ]
-        rows.keep(kept)
-        take([own[: count + 1] for own, count in zip(tokens, kept, strict=True)])
+        own = [last[sequence] for sequence in running]
+        numbers = [drawn[sequence] for sequence in running]
+        rooms = [limits[sequence] - drawn[sequence] for sequence in running]
+        if rows.guesses:
+            take(_draw_with_drafts(rows, responses, running, numbers, own, rooms))
+        else:
+            found = rows.draw(responses, running, numbers, own, min(poll, *rooms))
+            take([each[: _until_end(each, responses)] for each in found])
     for row in reversed(range(len(running))):
         rows.leave(row)
     responses.cut = [n in {*waiting, *running} for n in range(len(prompts))]
+
+
+def _until_end(tokens: Sequence[int], responses: Responses) -> int:
+    """How many of the tokens belong to a sequence: those up to its end."""
+    ends = (n for n, token in enumerate(tokens, 1) if token in responses.end_ids)
+    return next(ends, len(tokens))
+
+
+def _draw_with_drafts(
+    rows: SlotRows,
+    responses: Responses,
+    sequences: Sequence[int],
+    numbers: Sequence[int],
+    last: Sequence[int],
+    rooms: Sequence[int],
+) -> list[list[int]]:
+    """The next token of every row, and as many more as its draft is right."""
+    given = rows.propose(last, [room - 1 for room in rooms])
+    places = [(row, at) for row, own in enumerate(given) for at in range(len(own))]
+    row_of, at = to_device(torch.tensor(places).T, rows.device)
+    own, number = to_device(
+        torch.tensor([[sequences[row], numbers[row] + at] for row, at in places]).T, rows.device
+    )
+    logits = rows.step(given)[row_of, at]
+    found = iter(responses.advance(logits, own, number, group_of(rows.model)).tolist())
+    tokens = [list(islice(found, len(each))) for each in given]
+    kept = [
+        min(_until_end(own, responses) - 1, common_prefix(own, draft))
+        for own, (_, *draft) in zip(tokens, given, strict=True)
+    ]
+    rows.keep(kept)
+    return [own[: count + 1] for own, count in zip(tokens, kept, strict=True)]
 
 
 def sample_each(

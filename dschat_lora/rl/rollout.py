@@ -342,7 +342,7 @@ class Generator:
             if counted:
                 self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
             # A decoder that refills its rows takes all prompts, and so do other engines.
-            refills = counted and decoder.refills and keep_going is None
+            refills = self._own_batches and decoder.refills and keep_going is None
             batches = self._own_batches and not (refills and self._episodes is None)
             batches = batches or self._agents is not None
             at_a_time = max(1, self._batch_size // num_generations if batches else len(order))

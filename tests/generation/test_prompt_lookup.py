@@ -31,6 +31,11 @@ def drawn(model, count, options=GREEDY, *, prompts=PROMPTS, seeds=SEEDS, rows=3,
     return decoder, found
 
 
+def static(model, options=GREEDY, **more):
+    """The same by one batch, whose rows are not refilled."""
+    return drawn(model, 0, options, rows=0, **more)[1]
+
+
 def same(plain, found):
     assert found.tokens() == plain.tokens()
     for name in ("logprobs", "sampler_logprobs"):
@@ -83,13 +88,47 @@ def test_a_batch_takes_drafts_of_a_token_a_row_on_average():
     "options", [GREEDY, {"temperature": 0.4}, {"top_p": 0.6, "top_k": 9}][:: 1 if ALL else 2]
 )
 @pytest.mark.parametrize("kind", KINDS if ALL else ["llama"])
-def test_texts_and_logprobs_are_those_without_drafts(kind, options):
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_texts_and_logprobs_are_those_of_one_batch_without_drafts(kind, options, drafts):
     model = adapted(tiny_model(kind), 0)
-    _, plain = drawn(model, 0, options)
-    decoder, found = drawn(model, 4, options)
-    same(plain, found)
-    if options == GREEDY:
+    decoder, found = drawn(model, drafts, options)
+    same(static(model, options), found)
+    if options == GREEDY and drafts:
         assert decoder.drafted > decoder.accepted > 0
+
+
+@pytest.mark.parametrize("poll", [1, 3, 16])
+def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(poll, monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.slots.COLUMN_BUCKET", 8)
+    monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", poll)
+    model, tapes, options = adapted(tiny_model("llama"), 0), [], {"temperature": 0.7}
+    record = lambda step: tapes.append(Tape(step)) or tapes[-1]  # noqa: E731
+    decoder, found = drawn(model, 0, options, record=record)
+    same(static(model, options), found)
+    same(static(model, options, seeds=(others := [[9, 8]] * 5)), again(decoder, others, options))
+    assert len(tapes) > 3
+
+
+def test_a_prompt_takes_of_a_running_row_the_tokens_that_were_drawn_for_it(monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.slots.MIN_PREFIX", 2)
+    model, first, options = tiny_model("llama"), [5, 6, 7, 8], {"do_sample": True}
+    (text, *_) = static(model, options, prompts=[first], seeds=[[0]]).tokens()
+    # They join when the first has drawn some tokens: one begins with them, one with other ones.
+    prompts = [first, [9, 10], [*first, *text[:4], 11], [*first, *text[1:5], 11]]
+    given = {"limits": [30, 8, 5, 5], "seeds": [[0], [1], [2], [3]]}
+    found, plain = (
+        Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(rows, 0))(
+            prompts, Sampling(30, **options), **given
+        )
+        for rows in (2, 4)
+    )
+    assert found.tokens() == plain.tokens()
+
+
+def again(decoder, seeds, options):
+    """Another call of a decoder, for which its steps are replayed."""
+    sampling = Sampling(30, **options)
+    return decoder(PROMPTS, sampling, seeds=seeds, limits=LIMITS, keep_logprobs=True)
 
 
 @pytest.mark.parametrize("kind", SLIDING)
@@ -97,7 +136,8 @@ def test_what_is_taken_back_leaves_no_trace_in_a_sliding_window(kind):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = SLIDING[kind]().eval()
-    _, plain = drawn(model, 0, {"temperature": 0.3})
+    plain = static(model, {"temperature": 0.3})
+    same(plain, drawn(model, 0, {"temperature": 0.3})[1])
     decoder, found = drawn(model, 6, {"temperature": 0.3})
     same(plain, found)
     assert decoder.drafted > decoder.accepted
@@ -213,13 +253,14 @@ def test_a_prompt_is_read_once_for_its_copies_and_not_again_while_a_row_holds_it
     assert found.tokens() == plain([prompt] * 2, Sampling(9), **options).tokens()
 
 
-def test_rows_of_sequences_that_have_ended_are_refilled():
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_rows_of_sequences_that_have_ended_are_refilled(drafts):
     model, steps = tiny_model("llama"), []
     model.register_forward_pre_hook(
         lambda module, args, given: steps.append(len(given["input_ids"])), with_kwargs=True
     )
     prompts, limits = [[5, 6], [7, 8], [9, 10], [11, 12]], [2, 9, 4, 3]
-    decoder = Decoder(model, eos_ids=(), pad_id=0, device=CPU, num_drafts=2, largest=(2, 0))
+    decoder = Decoder(model, eos_ids=(), pad_id=0, device=CPU, num_drafts=drafts, largest=(2, 0))
     options = {"seeds": [[0], [1], [2], [3]], "limits": limits}
     found = decoder(prompts, Sampling(9), **options)
     # Two prompts and a step; the third takes the first one's place, the fourth the third's.
@@ -277,14 +318,15 @@ def test_a_sequence_that_can_draw_nothing_takes_none_of_its_prompt_along():
     model, prompt, options = tiny_model("llama"), list(range(3, 25)), {"pad_id": 0, "device": CPU}
     with torch.no_grad():
         model.get_input_embeddings().weight[33] = torch.nan
-    plain, found = (
-        Decoder(model, eos_ids=(), num_drafts=count, largest=(2, 0), **options)(
+    plain, *others = (
+        Decoder(model, eos_ids=(), num_drafts=count, largest=(rows, 0), **options)(
             [prompt], Sampling(20), seeds=[range(12)]
         )
-        for count in (0, 4)
+        for rows, count in ((12, 0), (2, 0), (2, 4))
     )
-    assert found.undrawn() == plain.undrawn()
-    assert found.tokens() == plain.tokens()
+    for found in others:
+        assert found.undrawn() == plain.undrawn()
+        assert found.tokens() == plain.tokens()
     assert 0 < sum(plain.undrawn()) < 12
 
 
