@@ -92,6 +92,15 @@ class SourceConfig:
         """'{"enable_thinking": false}'; a row's column of this name comes first""",
     )
 
+    streaming: bool = option(
+        False,
+        help="read, tokenise and pack rows while training, at bounded memory, in place of "
+        "preparing all of them before; needs --max_steps",
+    )
+    shuffle_buffer_size: int = option(
+        10_000, help="rows that --streaming shuffles and packs at a time, besides shards' order"
+    )
+
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "eval_ratio")
         require_numbers(self, ">= 0", "preprocessing_num_workers")
@@ -124,6 +133,19 @@ class SourceConfig:
         if self.data_split is not None:
             parse_data_split(self.data_split)
         parse_variables(self.chat_template_kwargs)
+        require_numbers(self, ">= 1", "shuffle_buffer_size")
+        if self.streaming:
+            for name in ("data_weights", "data_split"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"--{name} needs to know the number of rows, which --streaming does not; "
+                        "give --data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own"
+                    )
+            if self.mixture_temperature != 1 and not self.has_shares:
+                raise ValueError(
+                    f"--mixture_temperature {self.mixture_temperature:g} needs shares in "
+                    "--data_path, as in a.jsonl:0.6 b/:0.4: --streaming does not know the rows"
+                )
 
     def _require_bounds(self, name: str) -> None:
         bounds, count = getattr(self, name), len(self.data_path)
@@ -146,20 +168,11 @@ class SourceConfig:
 class DataConfig(SourceConfig):
     """Rows as sequences to train on."""
 
-    streaming: bool = option(
-        False,
-        help="read, tokenise and pack rows while training, at bounded memory, in place of "
-        "preparing all of them before; needs --max_steps",
-    )
     max_repeats: tuple[int, ...] = option(
         (),
         help="times that a row of each --data_path may be used in the whole run at most, or one "
         "number for all; 0 or absent: no bound",
     )
-    shuffle_buffer_size: int = option(
-        10_000, help="rows that --streaming shuffles and packs at a time, besides shards' order"
-    )
-
     sft_only_data_path: tuple[str, ...] = option(
         (), help="further data used whole in step 1 and in no other step"
     )
@@ -177,25 +190,12 @@ class DataConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
-        require_numbers(self, ">= 1", "shuffle_buffer_size")
         self._require_bounds("max_repeats")
-        if self.streaming:
-            for name in ("data_weights", "data_split"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"--{name} needs to know the number of rows, which --streaming does not; "
-                        "give --data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own"
-                    )
-            if self.mixture_temperature != 1 and not self.has_shares:
-                raise ValueError(
-                    f"--mixture_temperature {self.mixture_temperature:g} needs shares in "
-                    "--data_path, as in a.jsonl:0.6 b/:0.4: --streaming does not know the rows"
-                )
-            if len(set(self.max_repeats)) > 1 and not self.has_shares:
-                raise ValueError(
-                    f"--max_repeats {' '.join(map(str, self.max_repeats))}: --streaming reads "
-                    "sources without shares as one; give one number"
-                )
+        if self.streaming and len(set(self.max_repeats)) > 1 and not self.has_shares:
+            raise ValueError(
+                f"--max_repeats {' '.join(map(str, self.max_repeats))}: --streaming reads sources "
+                "without shares as one; give one number"
+            )
         if self.is_mixture and self.sft_only_data_path:
             raise ValueError(
                 "--sft_only_data_path has no share of a mixture; give it in --data_path"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -27,10 +27,11 @@ from dschat_lora.data.readers import (
     load_hub,
 )
 from dschat_lora.data.record_files import BYTES_PER_FILE, RowCounts, RowReader
-from dschat_lora.data.records import row_digest
+from dschat_lora.data.records import TextRecord, answers_of, row_digest, text_digest
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import COLUMNS, AnySample, TokenSet, read_table, write_table
 from dschat_lora.data.sources import Source, kind_of_file
+from dschat_lora.data.token_files import mismatched
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.data.workers import ordered_map
 
@@ -43,7 +44,10 @@ WAITS = (1.0, 2.0, 4.0)  # seconds before a shard that cannot be read is tried a
 
 MAX_EXAMPLES = 5  # bad rows of a block that are quoted
 # Why rows are not used, besides what is wrong with bad ones.
-FATES = NOT_LEARNT, HELD_OUT, TOO_LONG = "not learnt", "held out", "too long"
+FATES = NOT_LEARNT, HELD_OUT, TOO_LONG, ONE_PROMPT = (
+    *("not learnt", "held out", "too long"),
+    "of one prompt alone",
+)
 
 
 class StreamError(ValueError):
@@ -154,7 +158,8 @@ class StreamedRow(NamedTuple):
 
     key: tuple[int, ...]  # of files: pass, shard and row, by which rows are in order
     source: int
-    samples: Sequence[AnySample]  # none where the row is not used
+    # none where the row is not used; of unpaired answers records, until they are in a block
+    samples: Sequence[AnySample | TextRecord]
     after: Position
     fate: str = ""  # why it is not used, where it is not
     ends_pass: bool = False
@@ -179,12 +184,17 @@ class ChunkReader:
     rule: TokenRule
     left_out: frozenset[bytes]  # digests of rows, and of prompts, that are held out
 
-    def __call__(self, chunk: Chunk) -> list[StreamedRow]:
-        """One for each row of the chunk, or for the end of a pass.
+    def __call__(self, chunk: Chunk | list[TextRecord]) -> list[Any]:
+        """A :class:`StreamedRow` for each row of a chunk, or for the end of a pass.
+
+        Of records, the samples of each. Answers of KTO are tokenised so: with one to another
+        prompt of their block.
 
         Raises:
             ValueError: for a row that cannot be used, unless such rows are skipped.
         """
+        if isinstance(chunk, list):
+            return [each.samples for each in tokenize(chunk, self.encoder, self.rule)]
         if not chunk.rows:
             return [StreamedRow((), chunk.source, (), chunk.after[0], ends_pass=True)]
         made, kept = [], []
@@ -197,6 +207,8 @@ class ChunkReader:
             kept.append(records)
             key = (after.epoch, chunk.shard, after.row)
             made.append(StreamedRow(key, chunk.source, (), after, fate))
+        if self.reader.kind == "unpaired":
+            return [r._replace(samples=answers_of(*own)) for r, own in zip(made, kept, strict=True)]
         found = iter(tokenize([r for records in kept for r in records], self.encoder, self.rule))
         for place, records in enumerate(kept):
             samples = [each for _ in records for each in next(found).samples]
@@ -381,6 +393,32 @@ def take_block(mixture: Mixture, size: int) -> tuple[list[StreamedRow], list[Str
     return taken, others, ends_epoch
 
 
+def _with_mismatched(
+    rows: Sequence[StreamedRow],
+    tokenized: Callable[[Iterable[list[TextRecord]]], Iterator[list[Any]]],
+    *,
+    seed: int,
+) -> list[StreamedRow]:
+    """Rows of answers as samples, each with an answer to another prompt of the block.
+
+    A row has none if it is too long, or all rows are of one prompt.
+    """
+    records = [cast("TextRecord", each) for row in rows for each in row.samples]
+    prompts = [text_digest(each.prompt) if each.prompt else b"" for each in records]
+    others = mismatched(np.array(prompts, "S16"), seed=seed).tolist()
+    if min(others) < 0:
+        return [row._replace(samples=(), fate=ONE_PROMPT) for row in rows]
+    texts = [records[number].completion for number in others]
+    whole = [r._replace(mismatched=text) for r, text in zip(records, texts, strict=True)]
+    starts = range(0, len(whole), ROWS_PER_CHUNK)
+    chunks = tokenized(whole[start : start + ROWS_PER_CHUNK] for start in starts)
+    found = chain.from_iterable(chunks)
+    return [
+        row._replace(samples=[each for _ in row.samples for each in next(found)], fate=TOO_LONG)
+        for row in rows
+    ]
+
+
 def read_blocks(
     pools: Sequence[Pool],
     reader: ChunkReader,
@@ -410,6 +448,17 @@ def read_blocks(
         while mixture.peek() is not None:
             before = mixture.at
             taken, others, ends_epoch = take_block(mixture, size)
+            taken.sort(key=lambda row: (row.source, row.key))
+            if kind == "unpaired":
+                taken = _with_mismatched(taken, mapped, seed=pools[0].seed)
+                unused = [row for row in taken if not row.samples]
+                others += unused
+                if len(unused) == len(taken) and not number:  # rather than pass after pass
+                    raise StreamError(
+                        f"{pools[0].name}: all {len(taken):,} rows of a block are "
+                        f"{unused[0].fate}, and --loss_type kto needs answers to two prompts or "
+                        "more: raise --shuffle_buffer_size, or shuffle the rows"
+                    )
             bad = [row.fate for row in others if row.fate not in FATES]
             notes = {
                 "start": {"at": before, "epoch": epoch, "block": number},
@@ -423,7 +472,6 @@ def read_blocks(
                 "ends_stream": mixture.peek() is None,
             }
             epoch, number = (epoch + 1, 0) if ends_epoch else (epoch, number + 1)
-            taken.sort(key=lambda row: (row.source, row.key))
             samples = [(row.source, each) for row in taken for each in row.samples]
             columns: dict[str, list[Any]] = {
                 name: [getattr(each, name) for _, each in samples] for name in COLUMNS[kind]

@@ -3,13 +3,13 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from queue import Full, Queue
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,6 +34,8 @@ POLL = 0.1  # seconds between two looks at whether reading is to end
 PATIENCE = 10  # seconds in which it does, unless a read hangs
 # The rows of samples with these counts, by a seed: of ``TokenBudget.groups`` or ``make_rows``.
 Packer = Callable[[SampleCounts, int], PackedRows]
+# Rows with their blocks, and the passes over each pool up to the last of them.
+Taken = tuple[list[tuple[Block, PackedRow]], dict[str, float]]
 
 
 def describe_sources(config: DataConfig) -> str:
@@ -146,49 +148,39 @@ class Stream:
         return False
 
 
-class StreamLoader:
-    """``steps()`` yields this rank's micro-batches of every optimizer step, as a ``StepLoader``.
+class Blocks(Protocol):
+    """A :class:`Stream`, perhaps one that several processes share."""
 
-    A step takes the next rows of the blocks in turn, each of which is packed and permuted by a
-    seed of its own; the last step of an epoch takes what is left. So a step depends on the data,
-    the seed and the product of micro batch, accumulation and ranks alone. :meth:`state` says where
-    the block of the next row begins, and how many of its rows were used: to resume is to read
-    this one block again.
+    def begin(self, start: dict[str, Any] | None) -> None: ...
+
+    def next(self) -> bytes: ...
+
+
+class StreamedRows:
+    """The rows of the blocks of a stream, so many at a time, and how far they were read.
+
+    Blocks are gone through in turn, the rows of each as :meth:`rows_of` orders them; the last ones
+    of an epoch are what is left. :meth:`state` says where the block of the next row begins, and
+    how many of its rows were used: to resume is to read this one block again.
     """
 
     def __init__(
-        self,
-        share: Callable[[Stream | None], bytes],
-        stream: Stream | None,
-        *,
-        pack: Packer,
-        steps: int,
-        taken: int,
-        names: Sequence[str],
-        kind: DataKind,
-        seed: int,
-        say: Callable[[str], object],
-        **options: Any,
+        self, stream: Blocks, *, taken: int, kind: DataKind, say: Callable[[str], object]
     ) -> None:
-        """Prepare the steps; nothing is read yet.
-
-        ``share`` gives every rank the next block of rank 0's ``stream``, or raises there what that
-        raises; ``pack`` makes rows of samples by their counts and a seed; ``steps`` are those of
-        the run; ``taken`` are the rows, or groups of a budget, of a step; ``names`` those of the
-        training sources; ``options`` are a ``StepLoader``'s.
-        """
-        self._share, self._stream, self._pack, self._seed = share, stream, pack, seed
-        self._taken, self._names, self._kind, self._say = taken, names, kind, say
-        self._options = {**options, "seed": seed}
-        self.steps_per_epoch = steps  # as the length of a pass is not known
+        """Nothing is read yet; ``taken`` are the rows of a time."""
+        self._stream, self._taken, self._kind, self._say = stream, taken, kind, say
         self._state: dict[str, Any] = {
             "start": None,  # of the block of the last row; None: nothing was read
             "used": 0,  # rows of that block
             "unused": Counter(),  # rows of the data, by reason
             "read": Counter(),  # samples and tokens, by the name of their source
         }
-        #: whether the step that was yielded last is the last one that the data gives
+        #: whether the rows that were taken last are the last ones that the data gives
         self.has_ended = False
+
+    def rows_of(self, block: Block) -> Sequence[PackedRow]:
+        """The block's rows as samples' numbers, in the order in which they are taken."""
+        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         return self._state
@@ -197,17 +189,16 @@ class StreamLoader:
         counters = {name: Counter(state[name]) for name in ("unused", "read")}
         self._state = {**state, **counters}
 
-    def steps(self, start: int) -> Iterator[Window]:
-        """Steps from the state on, which is that before step ``start``, until the data ends.
+    def take(self) -> Iterator[Taken]:
+        """The rows of each time from the state on, until the data ends.
 
         Raises:
             ValueError: where the data cannot be read on.
         """
         state = self._state
-        if self._stream is not None:
-            self._stream.begin(state["start"])
+        self._stream.begin(state["start"])
         block: Block | None = None
-        rows: list[PackedRow] = []
+        rows: Sequence[PackedRow] = ()
         used, is_known = state["used"], state["start"] is not None
         while not self.has_ended:
             members: list[tuple[Block, PackedRow]] = []
@@ -217,8 +208,8 @@ class StreamLoader:
                         if block.ends_stream or (block.ends_epoch and members):
                             break
                         used, is_known = 0, False
-                    block = Block.decode(self._share(self._stream), self._kind)
-                    rows = self._rows_of(block)
+                    block = Block.decode(self._stream.next(), self._kind)
+                    rows = self.rows_of(block)
                     if not is_known:
                         self._tell(block)
                     continue
@@ -229,15 +220,9 @@ class StreamLoader:
                 return
             self.has_ended = block.ends_stream and used == len(rows)
             self._state = {**self._state, "start": block.start, "used": used}
-            yield self._window(members, used / len(rows))
-
-    def _rows_of(self, block: Block) -> list[PackedRow]:
-        """The block's rows as samples' numbers, in the order in which steps take them."""
-        number, epoch = block.start["block"], block.start["epoch"]
-        # A block that is a whole epoch is what the files give when they are prepared.
-        seed = stream_seed("block", self._seed, number) if number else self._seed
-        rows = self._pack(self._options["collate"].counts(block.samples), seed)
-        return [rows[place] for place in permutation(len(rows), "epoch", seed, epoch)]
+            share = used / len(rows) if rows else 1.0
+            passes = block.passes.items()
+            yield members, {name: old + share * (new - old) for name, (old, new) in passes}
 
     def _tell(self, block: Block) -> None:
         """Count and say what is to be known of a block besides its samples."""
@@ -253,8 +238,63 @@ class StreamLoader:
                 often = "once" if passes == 1 else f"{passes} times"
                 self._say(f"  note         {name} was read {often} and is read again")
 
-    def _window(self, members: Sequence[tuple[Block, PackedRow]], share: float) -> Window:
-        """This rank's micro-batches of these rows; ``share`` of the last block's were used."""
+
+def block_seed(block: Block, seed: int) -> int:
+    """That of a block: a block that is a whole epoch is what the files give, once prepared."""
+    number = block.start["block"]
+    return stream_seed("block", seed, number) if number else seed
+
+
+class StreamLoader(StreamedRows):
+    """``steps()`` yields this rank's micro-batches of every optimizer step, as a ``StepLoader``.
+
+    Each block is packed and permuted by a seed of its own. So a step depends on the data, the seed
+    and the product of micro batch, accumulation and ranks alone.
+    """
+
+    def __init__(
+        self,
+        stream: Blocks,
+        *,
+        pack: Packer,
+        steps: int,
+        taken: int,
+        names: Sequence[str],
+        kind: DataKind,
+        seed: int,
+        say: Callable[[str], object],
+        **options: Any,
+    ) -> None:
+        """Prepare the steps; nothing is read yet.
+
+        ``pack`` makes rows of samples by their counts and a seed; ``steps`` are those of the run;
+        ``taken`` are the rows, or groups of a budget, of a step; ``names`` those of the training
+        sources; ``options`` are a ``StepLoader``'s.
+        """
+        super().__init__(stream, taken=taken, kind=kind, say=say)
+        self._pack, self._names, self._seed = pack, names, seed
+        self._options = {**options, "seed": seed}
+        self.steps_per_epoch = steps  # as the length of a pass is not known
+
+    def rows_of(self, block: Block) -> Sequence[PackedRow]:
+        seed = block_seed(block, self._seed)
+        rows = self._pack(self._options["collate"].counts(block.samples), seed)
+        order = permutation(len(rows), "epoch", seed, block.start["epoch"])
+        return [rows[place] for place in order]
+
+    def steps(self, start: int) -> Iterator[Window]:
+        """Steps from the state on, which is that before step ``start``, until the data ends.
+
+        Raises:
+            ValueError: where the data cannot be read on.
+        """
+        for members, passes in self.take():
+            yield self._window(members, passes)
+
+    def _window(
+        self, members: Sequence[tuple[Block, PackedRow]], passes: Mapping[str, float]
+    ) -> Window:
+        """This rank's micro-batches of these rows."""
         blocks = list(dict.fromkeys(block for block, _ in members))
         chosen = [[(blocks.index(block), index) for index in row] for block, row in members]
         # In the order of the whole data, as samples of equal length are sorted by their numbers.
@@ -266,10 +306,6 @@ class StreamLoader:
         sources = SampleSources(self._names, numbers_of) if len(self._names) > 1 else None
         loader = StepLoader(samples, rows=rows, sources=sources, **self._options)
         window = loader.window(rows)
-        passes = {
-            name: before + share * (after - before)
-            for name, (before, after) in blocks[-1].passes.items()
-        }
         metrics = {**window.metrics, "epoch": min(passes.values())}
         self._state = {**self._state, "read": self._state["read"] + Counter(window.metrics)}
         if len(passes) > 1:

@@ -74,6 +74,10 @@ class PromptOrder:
         """The last one of an epoch may have fewer prompts."""
         return -(-self.num_prompts // self.per_iteration)
 
+    def passes(self, iteration: int) -> dict[str, float]:
+        """Passes over the prompts before an iteration, as a metric."""
+        return {"epoch": iteration / max(1, self.iterations_per_epoch)}
+
     def size(self, iteration: int) -> int:
         """How many prompts an iteration has."""
         number = iteration % self.iterations_per_epoch

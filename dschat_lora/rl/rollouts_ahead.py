@@ -33,13 +33,13 @@ class RolloutsAhead:
 
     Args:
         most: iterations whose responses are begun before theirs.
-        num_iterations: of the run.
+        num_iterations: of the run, as far as is known.
         iteration: the one that is next, counted from 0.
         prompts_of: the prompts of an iteration.
     """
 
     most: int
-    num_iterations: int
+    num_iterations: Callable[[], int]
     iteration: Callable[[], int]
     prompts_of: Callable[[int], Sequence[PromptSample]]
     begin: Begin
@@ -52,7 +52,7 @@ class RolloutsAhead:
             RolloutError: if they could not be drawn.
         """
         now = self.iteration()
-        for each in range(now, min(now + self.most + 1, self.num_iterations)):
+        for each in range(now, min(now + self.most + 1, self.num_iterations())):
             if each not in self._begun:
                 self._begun[each] = _Rollout(now, self.begin(self.prompts_of(each), each))
         # What is drawn stays until the iteration is whole, for the checkpoint of one that fails.

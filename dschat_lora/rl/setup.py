@@ -28,7 +28,7 @@ from dschat_lora.models.option_checks import position_limit
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.advice import explaining_memory
 from dschat_lora.rl.agent_programs import Program, load_program
-from dschat_lora.rl.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.environment import Episodes, TurnTokens
 from dschat_lora.rl.inputs import (
     Sources,
@@ -142,7 +142,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     judge = _judge(config, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
     _check_columns(prompts, scorer, judge, episodes, agents)
-    _check_others(config.batch, len(prompts.train))
+    _check_others(config, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
     servers = _rollout_servers(config, sources, run)
@@ -277,10 +277,12 @@ def _check_columns(
             function.check_columns(columns | objects)
 
 
-def _check_others(batch: RolloutConfig, num_prompts: int) -> None:
-    """Refuse over-sampling of data that are one iteration."""
+def _check_others(config: RlhfConfig, num_prompts: int) -> None:
+    """Refuse over-sampling of data that are one iteration; of streams there are always others."""
+    batch = config.batch
     rows = batch.per_device_generation_batch_size * batch.generation_batches * data_world_size()
-    if batch.oversample > 1 and num_prompts <= rows // batch.num_generations:
+    others = config.data.streaming or num_prompts > rows // batch.num_generations
+    if batch.oversample > 1 and not others:
         raise ValueError(
             f"--oversample {batch.oversample:g} begins further prompts than the {num_prompts} of "
             "an iteration, and the data has no others: give more prompts, or fewer "

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dschat_lora.data.stream import StreamError
+from dschat_lora.data.stream_loader import describe_sources
 from dschat_lora.engine.distributed import sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
@@ -16,6 +18,7 @@ from dschat_lora.rl.advice import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.engines import Engines, build_engines
 from dschat_lora.rl.evaluation import RlhfEvaluator
+from dschat_lora.rl.prompt_stream import PromptStream
 from dschat_lora.rl.rewards import UserFunctionError
 from dschat_lora.rl.rollout import BrokenWeightsError, Generator
 from dschat_lora.rl.setup import RlhfSetup, set_up
@@ -116,7 +119,7 @@ def show_plan(setup: RlhfSetup) -> None:
 def _failures_saved(
     checkpointer: Checkpointer, progress: RlhfProgress, generator: Generator
 ) -> Iterator[None]:
-    """Where a user's function fails in the block, save the last whole iteration, then raise.
+    """Where a user's function or the data fails in the block, save the last iteration, then raise.
 
     It sees responses before any of their steps is taken: no iteration is saved in part. Weights
     that are not finite are not saved.
@@ -132,6 +135,9 @@ def _failures_saved(
         raise ValueError(
             f"stopped after step {progress.step}: {error}. {checkpointer.last_good()}"
         ) from error
+    except StreamError:
+        checkpointer.save_rest(progress.step, "stopped by the data")
+        raise
     except UserFunctionError as error:
         cause, what = error.__cause__, error.what
     checkpointer.save_rest(progress.step, f"stopped by {what} that failed")
@@ -156,8 +162,10 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
     }
     if trainer.average is not None:
         states["actor_ema"] = trainer.average
+    order, streams = schedule.order, setup.config.data.streaming
     parts: dict[str, Stateful | None] = {
         "progress": trainer.progress,
+        "stream": order if isinstance(order, PromptStream) else None,
         "watch": trainer.diagnostics,
         "evaluation": evaluator,
         "rollouts": trainer.rollouts,
@@ -171,6 +179,7 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         identity={
             **setup.identity,
             "stage": setup.run.stage,
+            **({"stream": describe_sources(setup.config.data.data)} if streams else {}),
             "rows_per_step": schedule.rows_per_step,
             "responses": schedule.order.per_iteration * schedule.num_generations,
         },
@@ -188,6 +197,9 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
         name: {"seconds": progress.seconds[name], "flops": progress.flops[name]} for name in PHASES
     }
     setup.run.record.update({"results": results, "phases": phases})
+    order = trainer.schedule.order
+    if isinstance(order, PromptStream):
+        setup.run.record.update({"stream": {"unused": order.state()["unused"]}})
     if not progress.step and not setup.config.run.merge_adapter:
         return
     if progress.step:

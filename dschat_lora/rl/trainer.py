@@ -51,6 +51,7 @@ from dschat_lora.rl.metrics import (
     version_metrics,
 )
 from dschat_lora.rl.pretraining import make_pretraining
+from dschat_lora.rl.prompt_stream import Pool, PromptStream
 from dschat_lora.rl.rewards import (
     TrainerState,
     clipped_rewards,
@@ -69,6 +70,7 @@ from dschat_lora.rl.update import StepResult, Updater, count_deferred
 from dschat_lora.rl.vllm_server import sleeps
 from dschat_lora.runtime.loop import Progress, standard_schedule
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
+from dschat_lora.runtime.streaming import SharedStream
 
 
 class RlhfTrainer:
@@ -86,7 +88,9 @@ class RlhfTrainer:
         """
         self.setup, self.config = setup, setup.config
         config, self._pad_id = self.config, int(setup.tokenizer.pad_token_id)
-        self.schedule = make_rlhf_schedule(config, len(setup.prompts.train))
+        self.schedule = make_rlhf_schedule(
+            config, len(setup.prompts.train), self._stream if config.data.streaming else None
+        )
         self.generator = make_generator(setup, engines)
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
         self.progress = RlhfProgress(
@@ -118,9 +122,9 @@ class RlhfTrainer:
         if config.batch.rollouts_ahead:
             self.ahead = RolloutsAhead(
                 config.batch.rollouts_ahead,
-                self.schedule.num_iterations,
+                lambda: self.schedule.num_iterations,
                 iteration=lambda: self.progress.iteration,
-                prompts_of=lambda iteration: self._prompts(self._begun(iteration)),
+                prompts_of=lambda iteration: self._prompts(self._begun(iteration), iteration),
                 begin=lambda prompts, iteration: self.generator.begin(
                     prompts, **self._drawing(iteration), needed=self._needed(iteration)
                 ),
@@ -128,6 +132,24 @@ class RlhfTrainer:
         self.timer = PhaseTimer(device())
         self._shares_prompts = engines.shares_prompts and self.schedule.num_generations > 1
         self._rate_factor = standard_schedule(config.optim)(self.schedule.num_steps)
+
+    def _stream(self, per_iteration: int) -> PromptStream:
+        setup, run = self.setup, self.config.run
+        return PromptStream(
+            SharedStream(
+                setup.run,
+                self.config.data.data,
+                setup.tokenizer,
+                setup.prompts,
+                phase=3,
+                kind="prompts",
+            ),
+            per_iteration=per_iteration,
+            most=max(1, self.config.optim.max_steps),
+            seed=run.seed,
+            iteration=lambda: self.progress.iteration,
+            say=setup.run.log.say,
+        )
 
     @property
     def learning(self) -> tuple[str, ...]:
@@ -148,7 +170,7 @@ class RlhfTrainer:
         return TrainerState(
             global_step=self.progress.step,
             max_steps=self.schedule.num_steps,
-            epoch=self.progress.iteration / max(1, self.schedule.iterations_per_epoch),
+            epoch=self.schedule.order.passes(self.progress.iteration)["epoch"],
             num_train_epochs=self.config.optim.num_train_epochs,
             is_world_process_zero=rank() == 0,
             is_local_process_zero=local_rank() == 0,
@@ -219,7 +241,7 @@ class RlhfTrainer:
             )
             return False
         metrics = {
-            "epoch": progress.iteration / self.schedule.iterations_per_epoch,
+            **self.schedule.order.passes(progress.iteration),
             "iteration": progress.iteration,
             **update_metrics(results),
             **sampler_errors(updater.looked, bounds=config.batch.only_filters),
@@ -290,11 +312,18 @@ class RlhfTrainer:
         """Numbers of the prompts that are not of an iteration, in a random order."""
         first = set(self.schedule.order(iteration))
         key = ("further prompts", self.config.run.seed, iteration)
-        order = permutation(self.schedule.order.num_prompts, *key)
+        order = permutation(len(self._pool(iteration)), *key)
         return [int(number) for number in order if int(number) not in first]
 
-    def _prompts(self, numbers: Sequence[int]) -> list[PromptSample]:
-        return [self.setup.prompts.train[number] for number in numbers]
+    def _pool(self, iteration: int) -> Pool:
+        """The prompts that an iteration's numbers are of."""
+        if isinstance(self.schedule.order, PromptStream):
+            return self.schedule.order.pool(iteration)
+        return self.setup.prompts.train
+
+    def _prompts(self, numbers: Sequence[int], iteration: int) -> list[PromptSample]:
+        pool = self._pool(iteration)
+        return [pool[number] for number in numbers]
 
     def _generate(
         self, numbers: Sequence[int], *more: int | str, needed: int | None = None
@@ -306,7 +335,7 @@ class RlhfTrainer:
         if not numbers:
             return []
         drawing = self._drawing(self.progress.iteration, *more)
-        prompts = self._prompts(numbers)
+        prompts = self._prompts(numbers, self.progress.iteration)
         found = self.generator(prompts, **drawing, keep_logprobs=True, needed=needed)
         if self.ahead is None:
             return found
@@ -590,7 +619,7 @@ def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine
 class RlhfSchedule:
     """How long a run is: iterations, each of some optimizer steps; and how often it evaluates."""
 
-    order: PromptOrder
+    order: PromptOrder | PromptStream
     num_generations: int
     rows_per_step: int
     ppo_epochs: int
@@ -600,8 +629,10 @@ class RlhfSchedule:
 
     def steps_of(self, iteration: int) -> int:
         """Optimizer steps of an iteration, if nothing ends it early."""
-        responses = self.order.size(iteration) * self.num_generations
-        return self.ppo_epochs * -(-responses // self.rows_per_step)
+        return self._steps_on(self.order.size(iteration))
+
+    def _steps_on(self, prompts: int) -> int:
+        return self.ppo_epochs * -(-prompts * self.num_generations // self.rows_per_step)
 
     @property
     def iterations_per_epoch(self) -> int:
@@ -635,6 +666,25 @@ class RlhfSchedule:
         return epochs * self.iterations_per_epoch + within
 
 
+@dataclass(frozen=True)
+class StreamedSchedule(RlhfSchedule):
+    """That of prompts that are read meanwhile: iterations are full, but for those known shorter."""
+
+    order: PromptStream
+
+    def steps_before(self, iteration: int) -> int:
+        short = [number for number in self.order.short if number < iteration]
+        full = self._steps_on(self.order.per_iteration)
+        return full * (iteration - len(short)) + sum(map(self.steps_of, short))
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the run, as far as is known."""
+        known = max(self.order.short, default=-1) + 1
+        rest = max(0, self.num_steps - self.steps_before(known))
+        return known + -(-rest // self._steps_on(self.order.per_iteration))
+
+
 @dataclass
 class RlhfProgress(Progress):
     """How far a run has come, and the state that adapts on the way; counted over all processes."""
@@ -661,18 +711,28 @@ class RlhfProgress(Progress):
         self.moments = {name: float(value) for name, value in self.moments.items()}
 
 
-def make_rlhf_schedule(config: RlhfConfig, num_prompts: int) -> RlhfSchedule:
-    """The schedule of a run over so many prompts."""
+def make_rlhf_schedule(
+    config: RlhfConfig, num_prompts: int, stream: Callable[[int], PromptStream] | None = None
+) -> RlhfSchedule:
+    """The schedule of a run over so many prompts, or those of ``stream``, by its iteration's size.
+
+    Without that, prompts that are to be streamed count as without end.
+    """
     batch, world = config.batch, data_world_size()
     responses = batch.per_device_generation_batch_size * batch.generation_batches * world
-    return RlhfSchedule(
-        order=PromptOrder(num_prompts, responses // batch.num_generations, config.run.seed),
-        num_generations=batch.num_generations,
-        rows_per_step=batch.per_device_training_batch_size
+    per_iteration = responses // batch.num_generations
+    rest: dict[str, Any] = {
+        "num_generations": batch.num_generations,
+        "rows_per_step": batch.per_device_training_batch_size
         * batch.gradient_accumulation_steps
         * world,
-        ppo_epochs=config.ppo.ppo_epochs,
-        num_epochs=config.optim.num_train_epochs,
-        max_steps=config.optim.max_steps,
-        eval_interval=config.run.eval_interval,
-    )
+        "ppo_epochs": config.ppo.ppo_epochs,
+        "num_epochs": config.optim.num_train_epochs,
+        "max_steps": config.optim.max_steps,
+        "eval_interval": config.run.eval_interval,
+    }
+    if stream is not None:
+        return StreamedSchedule(stream(per_iteration), **rest)
+    if config.data.streaming:
+        num_prompts = per_iteration * max(1, config.optim.max_steps)
+    return RlhfSchedule(PromptOrder(num_prompts, per_iteration, config.run.seed), **rest)

@@ -62,6 +62,7 @@ from dschat_lora.runtime.checks import (
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import is_first_rank, launched_processes
+from dschat_lora.runtime.validation import check_streaming
 
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
 BUNDLED_REWARD = "dschat_lora.world:reward"
@@ -360,6 +361,14 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse prompts or pretraining text that cannot be read."""
     if config.load.chat_template is not None:
         read_chat_template(config.load.chat_template)
+    if config.data.streaming:
+        check_streaming(config)
+        share = config.teacher.on_policy_share
+        if config.ppo.rules.distills and share < 1:
+            raise ValueError(
+                f"--on_policy_share {share:g} draws from all answers of the data, which "
+                "--streaming does not know: drop one of them"
+            )
     check_sources(config.data.data, "prompts")
     check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
     data = text_data(config)

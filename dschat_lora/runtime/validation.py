@@ -17,6 +17,7 @@ from dschat_lora.config.stages import (
     DpoConfig,
     DpoStageConfig,
     ScoreConfig,
+    StageConfig,
     SupervisedConfig,
 )
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, ReadingConfig
@@ -348,7 +349,7 @@ def check_budget(config: SupervisedConfig) -> None:
 def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource) -> None:
     """Refuse data that cannot be read as the stage reads it, or a chat template that is none."""
     if config.data.streaming:
-        _check_streaming(config)
+        check_streaming(config)
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     unpaired = isinstance(config, DpoStageConfig) and config.dpo.is_unpaired
@@ -357,20 +358,19 @@ def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource)
         check_some_prompt_fits(config.data, source.tokenizer)
 
 
-def _check_streaming(config: SupervisedConfig) -> None:
+def check_streaming(config: StageConfig) -> None:
+    """Refuse to stream without a number of steps, and what needs all of the data before.
+
+    Raises:
+        ValueError: naming the option to give.
+    """
     if config.optim.num_train_epochs and not config.optim.max_steps:
         raise ValueError(
             "--streaming reads data whose length is not known before; give --max_steps, the "
             "optimizer steps of the run"
         )
-    if not isinstance(config, DpoStageConfig):
-        return
-    if config.dpo.is_unpaired:
-        raise ValueError(
-            "--streaming is not for --loss_type kto, which takes answers to other prompts from all "
-            "of the data"
-        )
-    if config.dpo.has_reference and config.dpo.precompute_ref_log_probs:
+    dpo = config.dpo if isinstance(config, DpoStageConfig) else None
+    if dpo is not None and dpo.has_reference and dpo.precompute_ref_log_probs:
         raise ValueError(
             "--streaming reads rows while training: give --no-precompute_ref_log_probs too, which "
             "computes the reference's log-probabilities then"

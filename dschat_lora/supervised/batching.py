@@ -22,13 +22,10 @@ from dschat_lora.data.loader import (
     make_rows,
 )
 from dschat_lora.data.samples import Samples
-from dschat_lora.data.stream import StreamError
-from dschat_lora.data.stream_loader import Stream, StreamLoader
+from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
-    broadcast_bytes,
-    broadcast_string,
     context,
     local_rank_first,
     rank,
@@ -41,6 +38,7 @@ from dschat_lora.models.causal_lm import LMHeadModel
 from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
+from dschat_lora.runtime.streaming import SharedStream
 from dschat_lora.supervised.setup import SupervisedSetup
 
 # Samples from which on their rows are kept in the cache: to pack more takes seconds.
@@ -244,36 +242,14 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
         size, packing = config.max_row_tokens, batch_layout.packing
         return make_rows(counts.positions, max_seq_len=size, packing=packing, seed=seed)
 
-    def next_block(stream: Stream | None) -> bytes:
-        found, error = b"", ""
-        if stream is not None:
-            try:
-                found = stream.next()
-            except (ValueError, OSError) as problem:
-                error = str(problem)
-        if error := broadcast_string(error):
-            raise StreamError(error)
-        return broadcast_bytes(found, 0) if world_size() > 1 else found
-
-    stream = None
-    if rank() == 0:
-        stream = Stream(
-            data,
-            setup.tokenizer,
-            phase=setup.phase,
-            seed=seed,
-            eos_id=int(setup.tokenizer.eos_token_id),
-            kind=setup.kind,
-            left_out=setup.data.left_out,
-        )
-        setup.run.closing.callback(stream.close)
     setup.run.log.say(
         f"  stream       blocks of {data.shuffle_buffer_size:,} rows, each shuffled and packed as "
         f"a whole; steps of up to {step_rows} rows"
     )
     return StreamLoader(
-        next_block,
-        stream,
+        SharedStream(
+            setup.run, data, setup.tokenizer, setup.data, phase=setup.phase, kind=setup.kind
+        ),
         pack=pack,
         steps=config.optim.max_steps,
         taken=step_rows if budget is None else budget.groups_per_step,

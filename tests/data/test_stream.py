@@ -76,7 +76,6 @@ def streamed(*paths, state=None, world=1, rank=0, budget=None, say=print, left_o
         return make_rows(counts.positions, max_seq_len=LENGTH, packing=True, seed=seed)
 
     loader = StreamLoader(
-        lambda each: each.next(),
         reader,
         pack=pack,
         steps=1000,

@@ -20,7 +20,7 @@ class Run:
         self.iteration, self.told, self.down = 0, [], False
         self.count = prompts
         self.ahead = RolloutsAhead(
-            most, iterations, lambda: self.iteration, self.prompts_of, self.begin
+            most, lambda: iterations, lambda: self.iteration, self.prompts_of, self.begin
         )
 
     def prompts_of(self, iteration):

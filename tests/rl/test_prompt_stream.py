@@ -1,0 +1,136 @@
+"""Prompts of step 3 that are read while training: the iterations of prepared prompts."""
+
+import json
+import math
+
+import pytest
+from hand_tokenizers import build_byte_tokenizer
+
+from dschat_lora.data.prepare import prepare
+from dschat_lora.data.stream_loader import Stream
+from dschat_lora.rl.config import PromptConfig
+from dschat_lora.rl.prompt_stream import PromptStream
+from dschat_lora.rl.rollout import PromptOrder
+from dschat_lora.rl.trainer import RlhfSchedule, StreamedSchedule
+
+SEED = 3
+RUN = {"phase": 3, "seed": SEED, "eos_id": 2, "kind": "prompts"}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three files of 9, 4 and 10 prompts."""
+    for file, size in enumerate((9, 4, 10)):
+        rows = [{"prompt": f"{file}.{n}:", "answer": n} for n in range(size)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"part{file}.jsonl").write_text(text)
+    return tmp_path
+
+
+def config_of(files, **options):
+    options = {"eval_ratio": 0.0, "preprocessing_num_workers": 1} | options
+    return PromptConfig(data_path=(str(files / "*.jsonl"),), **options).data
+
+
+class Run:
+    """A run of so many prompts an iteration over a stream."""
+
+    def __init__(self, files, each, *, state=None, iteration=0, **options):
+        config = config_of(files, streaming=True, **options)
+        self.stream = Stream(config, build_byte_tokenizer(), **RUN, left_out=frozenset())
+        self.iteration = iteration
+        self.order = PromptStream(
+            self.stream,
+            per_iteration=each,
+            most=1000,
+            seed=SEED,
+            iteration=lambda: self.iteration,
+            say=print,
+        )
+        if state is not None:
+            self.order.restore(json.loads(json.dumps(state)))
+
+    def prompts(self, ahead=0):
+        """Those of the next iteration, once so many after it are read."""
+        self.order(self.iteration + ahead)
+        pool = self.order.pool(self.iteration)
+        found = [pool[number].columns for number in self.order(self.iteration)]
+        self.iteration += 1
+        return found
+
+
+@pytest.fixture
+def prepared(files, tmp_path_factory):
+    tokenizer, cache = build_byte_tokenizer(), tmp_path_factory.mktemp("cache")
+    return prepare(config_of(files), tokenizer, cache_dir=cache, **RUN).train
+
+
+@pytest.mark.parametrize("each", [5, 23, 40])
+def test_a_block_of_all_prompts_gives_the_iterations_of_prepared_ones(files, prepared, each):
+    run, order = Run(files, each), PromptOrder(len(prepared), each, SEED)
+    for iteration in range(3 * order.iterations_per_epoch + 1):
+        assert run.prompts() == [prepared[number].columns for number in order(iteration)]
+        # What may come in their place is in the same order too.
+        pool = run.order.pool(iteration)
+        assert run.order(iteration) == order(iteration)
+        assert len(pool) == len(prepared)
+        assert all(pool[n].columns == prepared[n].columns for n in range(len(pool)))
+        assert run.order.size(iteration) == order.size(iteration)
+        epoch, number = divmod(iteration + 1, order.iterations_per_epoch)
+        passes = run.order.passes(iteration + 1)
+        assert passes == pytest.approx({"epoch": epoch + number * each / len(prepared)})
+    run.stream.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_small_blocks_have_every_prompt_once_in_a_pass(files, workers):
+    run = Run(files, 6, shuffle_buffer_size=4, preprocessing_num_workers=workers)
+    whole = [[n for _ in range(4) for n in run.prompts()] for _ in range(2)]
+    sizes = [run.order.size(iteration) for iteration in range(8)]
+    run.stream.close()
+    assert sizes == [6, 6, 6, 5] * 2
+    for found in whole:
+        assert len(set(found)) == len(found) == 23
+    assert whole[0] != whole[1]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_run_goes_on_at_the_prompt_at_which_it_was_left(files, ahead):
+    run = Run(files, 6, shuffle_buffer_size=4)
+    whole, states = [], []
+    for _ in range(12):
+        states.append(json.dumps(run.order.state()))
+        whole.append(run.prompts(ahead))
+    run.stream.close()
+    for iteration, state in enumerate(states[:-2]):
+        again = Run(files, 6, state=json.loads(state), iteration=iteration, shuffle_buffer_size=4)
+        assert again.order.passes(iteration) == run_passes(states[iteration])
+        assert [again.prompts() for _ in range(2)] == whole[iteration : iteration + 2]
+        assert json.dumps(again.order.state()) == states[iteration + 2]
+        again.stream.close()
+
+
+def run_passes(state):
+    passes = json.loads(state)["passes"]
+    return {"epoch": min(passes.values(), default=0.0)}
+
+
+@pytest.mark.parametrize(("each", "rows", "max_steps"), [(5, 2, 20), (6, 4, 17), (23, 8, 9)])
+def test_steps_and_iterations_are_those_of_prepared_prompts(files, each, rows, max_steps):
+    run = Run(files, each)
+    plan = (1, rows, 2, 1, max_steps)
+    streamed, expected = (
+        StreamedSchedule(run.order, *plan),
+        RlhfSchedule(PromptOrder(23, each, SEED), *plan[:3], 99, max_steps),
+    )
+    # Before a pass has ended, iterations count as full.
+    assert streamed.num_iterations == math.ceil(max_steps / (2 * math.ceil(each / rows)))
+    iteration = 0
+    while iteration < streamed.num_iterations:
+        run.prompts()
+        assert streamed.steps_before(iteration) == expected.steps_before(iteration)
+        assert streamed.steps_of(iteration) == expected.steps_of(iteration)
+        iteration += 1
+    run.stream.close()
+    assert iteration == streamed.num_iterations == expected.num_iterations
+    assert streamed.num_steps == max_steps
