@@ -82,6 +82,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     max_chunk_logits: int | None = None,
     part: VocabularyPart | None = None,
+    groups: "GroupSums | None" = None,
 ) -> Tensor:
     """Summed cross-entropy of ``softmax(hidden W^T + b)`` against ``targets``.
 
@@ -100,6 +101,7 @@ def linear_cross_entropy(
             least one position.
         part: of the vocabulary that ``weight`` and ``bias`` hold; None: all of it. With a part,
             the gradient of ``hidden`` is to be summed over the processes.
+        groups: of targets, whose own sums are added up there, without smoothing.
 
     Returns:
         Scalar in nats, fp32 (of fp64 input fp64); a sum: only the training loop knows how many
@@ -107,9 +109,21 @@ def linear_cross_entropy(
     """
     rows = chunk_rows(weight, max_chunk_logits, part)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, label_smoothing, rows, part
+        hidden, weight, bias, targets, label_smoothing, rows, part, groups
     )
     return loss
+
+
+@dataclass(frozen=True)
+class GroupSums:
+    """Cross-entropy by group, added up token by token, without gradient."""
+
+    group: Tensor  # (N,) int64 in [0, G) of each token
+    sums: Tensor  # (G,) float64 in nats, changed in place
+
+    def add(self, chunk: slice, logprobs: Tensor) -> None:
+        """Count these tokens' log-probabilities."""
+        self.sums.index_add_(0, self.group[chunk], -logprobs.detach().double())
 
 
 def chunk_rows(
@@ -162,6 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothing: float,
         rows: int,
         part: VocabularyPart | None,
+        groups: GroupSums | None,
     ) -> Tensor:
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -174,6 +189,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = head_logits(hidden[chunk], weight, bias)
             logprobs, picked = log_softmax(logits, targets[chunk], part)
             loss -= (1 - smoothing) * picked.sum()
+            if groups is not None:
+                groups.add(chunk, picked)
             if smoothing:
                 over_vocabulary, size = sum_and_size(logprobs, part)
                 loss -= smoothing * over_vocabulary / size
@@ -203,7 +220,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # In place: of a large vocabulary a second one in fp32 would be gigabytes.
             None if grad_weight is None else grad_weight.mul_(grad_loss).to(weight_dtype),
             None if grad_bias is None else (grad_bias * grad_loss).to(bias_dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 

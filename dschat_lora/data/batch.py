@@ -45,6 +45,8 @@ class Batch:
     num_samples: int
     num_attended: int  # (query, key) pairs of causal attention within samples
     num_chosen_targets: int = 0  # of samples there are none
+    source_ids: Tensor | None = None  # (N,) int64 of targets, where metrics tell sources apart
+    num_sources: int = 0  # of which these are
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on ``device``."""
@@ -91,6 +93,7 @@ class SampleCollator:
     pad_id: int  # of padding, which segment 0 marks: nothing reads it
     multiple_of: int = 1  # width is rounded up to it
     context: Any = None  # the group of ranks that divide the tokens among them, if any do
+    num_sources: int = 0  # of samples, if batches are to say of which one a target is
 
     def __call__(self, rows: Sequence[Sequence[SequenceSample]]) -> Batch:
         """One batch row per element of ``rows``, none of which is empty.
@@ -100,7 +103,7 @@ class SampleCollator:
         """
         sizes = [[len(sample.input_ids) for sample in row] for row in rows]
         grid = PaddedRows(*self.shape([sum(row) for row in sizes]), self.pad_id)
-        logit_positions, target_ids = [], []
+        logit_positions, target_ids, source_ids = [], [], []
         for index, row in enumerate(rows):
             for sample in row:
                 size = len(sample.input_ids)
@@ -109,6 +112,7 @@ class SampleCollator:
                 (steps,) = np.nonzero(sample.labels[1:] != IGNORE_INDEX)
                 logit_positions.append(index * grid.shape[1] + start + steps)
                 target_ids.append(sample.labels[1:][steps].astype(np.int64))
+                source_ids.append(np.full(len(steps), sample.source))
         lengths = [size for row in sizes for size in row]
         batch = Batch(
             input_ids=torch.from_numpy(grid.input_ids),
@@ -121,6 +125,8 @@ class SampleCollator:
             num_tokens=sum(lengths),
             num_samples=len(lengths),
             num_attended=sum(map(causal_pairs, lengths)),
+            source_ids=_integers(source_ids) if self.num_sources else None,
+            num_sources=self.num_sources,
         )
         return batch if self.context is None else own_tokens(batch, self.context)
 
@@ -128,7 +134,9 @@ class SampleCollator:
         """One row of one padding token."""
         zero = torch.zeros(1, 1, dtype=torch.int64)
         none, spans = _integers([]), make_spans([[]], 1)
-        return Batch(zero + self.pad_id, zero, zero, none, none, spans, 0, 0, 0, 0)
+        batch = Batch(zero + self.pad_id, zero, zero, none, none, spans, 0, 0, 0, 0)
+        sources = none if self.num_sources else None
+        return replace(batch, source_ids=sources, num_sources=self.num_sources)
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """(B, T) of the batch of rows of these lengths."""
@@ -177,6 +185,7 @@ def own_tokens(batch: Batch, context: Any) -> Batch:
         segment_ids=own(batch.segment_ids),
         logit_positions=steps[here],
         target_ids=batch.target_ids[here],
+        source_ids=None if batch.source_ids is None else batch.source_ids[here],
         spans=replace(lengthened(batch.spans, padding), places=None, context=context),
         num_targets=int(here.sum()),
         **{name: getattr(batch, name) if context.rank == 0 else 0 for name in others},

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.cache import code_digest, load_or_build
-from dschat_lora.data.samples import Samples, TokenSet
+from dschat_lora.data.samples import Samples, SourcedSamples, TokenSet
 
 Integers = NDArray[np.int64]
 PackedRow = tuple[int, ...]  # sample indices
@@ -287,6 +287,7 @@ class Window:
     batches: Sequence[Any]  # this rank's
     counts: dict[str, int]  # of all ranks, by the names of ``StepCounts``
     metrics: dict[str, float] = field(default_factory=dict)  # further ones, of the data
+    source_targets: dict[str, int] = field(default_factory=dict)  # of all ranks, by source
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -348,6 +349,9 @@ class StepLoader:
                 stored = TokenSet.of([samples[index] for index in range(size)])
             counts = collate.counts(stored)
         self.counts, self.num_rows = counts, len(rows)
+        tells: int = getattr(collate, "num_sources", 0)  # that of pairs has none
+        if sources is not None and tells:
+            samples = SourcedSamples(samples, sources.numbers)
         self._samples, self._rows, self._collate, self._budget = samples, rows, collate, budget
         self._micro_batch_size, self._seed, self._sources = micro_batch_size, seed, sources
         self._rank, self._world_size = rank, world_size
@@ -386,6 +390,7 @@ class StepLoader:
         batches = self._micro_batches(rows)
         own = batches[self._rank :: self._world_size]
         metrics: dict[str, float] = {}
+        targets: dict[str, int] = {}
         if self._sources is not None:
             samples = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
             numbers = self._sources.numbers[samples]
@@ -393,10 +398,12 @@ class StepLoader:
                 of_source = samples[numbers == number]
                 metrics[f"samples/{name}"] = len(of_source)
                 metrics[f"tokens/{name}"] = int(self.counts.tokens[of_source].sum())
+                targets[name] = int(self.counts.targets[of_source].sum())
         return Window(
             [_collated(self._samples, batch, self._collate) for batch in own],
             self._count(batches),
             metrics,
+            targets,
         )
 
     def _micro_batches(self, rows: list[PackedRow]) -> list[list[PackedRow]]:

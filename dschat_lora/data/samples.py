@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ class SequenceSample:
 
     input_ids: Tokens  # (n,)
     labels: Tokens  # (n,), IGNORE_INDEX where no loss is taken
+    source: int = 0  # of several that metrics tell apart
 
     @property
     def prompt(self) -> Tokens:
@@ -196,6 +197,18 @@ class Samples(Protocol):
     """Samples by index: a :class:`TokenSet` or a list."""
 
     def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class SourcedSamples:
+    """Samples of rows with the numbers of their sources."""
+
+    samples: Samples
+    sources: NDArray[np.int64]  # (n,)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        sample: SequenceSample = self.samples[index]
+        return replace(sample, source=int(self.sources[index]))
 
 
 class TokenSet:

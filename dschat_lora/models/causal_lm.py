@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from dschat_lora.algos.distillation import generalized_jsd, with_one_rest
 from dschat_lora.algos.logprobs import (
     MAX_CHUNK_LOGITS,
+    GroupSums,
     VocabularyPart,
     head_logits,
     linear_cross_entropy,
@@ -108,19 +108,26 @@ class CausalLMLoss(LMHeadModel):
         logit_positions: Tensor,
         target_ids: Tensor,
         spans: Spans | None = None,
+        groups: GroupSums | None = None,
     ) -> Tensor:
-        """Summed cross-entropy, fp32 scalar in nats; all arguments as in ``Batch``."""
+        """Summed cross-entropy, fp32 scalar in nats; the other arguments as in ``Batch``.
+
+        ``groups`` of targets get their own sums.
+        """
         smoothing = self.label_smoothing if self.training else 0.0
         self.backbone.noise_alpha = self.noise_alpha if self.training else 0.0
         rows = input_ids, position_ids, segment_ids, None, spans
         if self.full_logits:
             logits = self.logits(logit_positions, *rows)
+            if groups is not None:
+                groups.add(slice(None), token_logprobs(logits.detach(), target_ids))
             return summed_cross_entropy(logits, target_ids, smoothing)
         self.backbone.records_routers = balances = self.training and self.router_aux_loss_coef > 0
         hidden = self.backbone(*rows)
         # Without a supervised position the graph still spans the model: every rank and every
         # micro-batch must run the same backward hooks.
-        loss: Tensor = self.head(hidden.flatten(0, 1)[logit_positions], target_ids, smoothing)
+        supervised = hidden.flatten(0, 1)[logit_positions]
+        loss: Tensor = self.head(supervised, target_ids, smoothing, groups)
         loss = loss + 0.0 * hidden[:, 0].float().sum()
         if not balances:
             return loss
@@ -222,14 +229,31 @@ class LinearHead(nn.Module):
         if isinstance(head, ParallelLinear):
             self.split, self.part = head.split, vocabulary_part(head)
 
-    def forward(self, hidden: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        label_smoothing: float = 0.0,
+        groups: GroupSums | None = None,
+    ) -> Tensor:
         """Summed cross-entropy of (N, H) hidden states against (N,) targets."""
         if self.plain:
             operands = self._shared(hidden), self.weight, self.bias, targets
-            return linear_cross_entropy(*operands, label_smoothing=label_smoothing, part=self.part)
-        loss = partial(summed_cross_entropy, label_smoothing=label_smoothing)
-        losses = self._by_chunks(loss, hidden, targets)
-        return sum(losses, hidden.new_zeros((), dtype=torch.float32))
+            return linear_cross_entropy(
+                *operands, label_smoothing=label_smoothing, part=self.part, groups=groups
+            )
+
+        def losses(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+            loss = summed_cross_entropy(logits, tokens, label_smoothing)
+            return loss, None if groups is None else token_logprobs(logits.detach(), tokens)
+
+        total, start = hidden.new_zeros((), dtype=torch.float32), 0
+        for loss, logprobs in self._by_chunks(losses, hidden, targets):
+            total = total + loss
+            if groups is not None and logprobs is not None:
+                groups.add(slice(start, start + len(logprobs)), logprobs)
+                start += len(logprobs)
+        return total
 
     def _by_chunks(
         self, function: Callable[[Tensor, Tensor], T], hidden: Tensor, tokens: Tensor

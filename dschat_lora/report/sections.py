@@ -63,7 +63,7 @@ _REASONS = {
 
 SOURCE_HEADER = [
     *("source", "share asked for", "share of samples", "tokens", "epochs"),
-    *("held-out loss, first", "held-out loss, last"),
+    *("loss, first", "loss, last", "held-out loss, first", "held-out loss, last"),
 ]
 
 Rows = list[list[Any]]
@@ -161,7 +161,10 @@ def source_rows(run: RunData) -> Rows:
     )
     rows = []
     for name in names:
-        losses = [line[f"loss/{name}"] for line in run.evals if f"loss/{name}" in line]
+        losses = [
+            [line[f"loss/{name}"] for line in lines if line.get(f"loss/{name}") is not None]
+            for lines in (run.train, run.evals)
+        ]
         rows.append(
             [
                 name,
@@ -169,7 +172,7 @@ def source_rows(run: RunData) -> Rows:
                 f"{drawn[name] / max(1.0, sum(drawn.values())):.1%}",
                 f"{tokens[name]:,.0f}",
                 short(number(last.get(f"epochs/{name}"))),
-                *(short(number(losses[place] if losses else None)) for place in (0, -1)),
+                *(short(number(own[at] if own else None)) for own in losses for at in (0, -1)),
             ]
         )
     return rows

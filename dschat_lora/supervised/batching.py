@@ -59,7 +59,11 @@ def make_sample_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel
     """Of samples, after a look at how the user's own model treats them; call on every rank."""
     tokenizer, wanted = setup.tokenizer, setup.config.data.packing
     packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
-    collate = SampleCollator(int(tokenizer.pad_token_id), context=_context_group(setup, engine))
+    collate = SampleCollator(
+        int(tokenizer.pad_token_id),
+        context=_context_group(setup, engine),
+        num_sources=len(told_sources(setup)),
+    )
     return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
 
 
@@ -253,7 +257,7 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
         pack=pack,
         steps=config.optim.max_steps,
         taken=step_rows if budget is None else budget.groups_per_step,
-        names=setup.data.names[: len(data.data_path) + len(data.sft_only_data_path)],
+        names=told_sources(setup),
         kind=setup.kind,
         say=setup.run.log.say,
         seed=seed,
@@ -263,6 +267,15 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
         collate=batch_layout.collate,
         budget=budget,
     )
+
+
+def told_sources(setup: SupervisedSetup) -> tuple[str, ...]:
+    """Names of the training sources where metrics tell them apart; else none."""
+    data = setup.config.data
+    names = tuple(setup.data.train_sources) if data.is_mixture else ()
+    if data.streaming:
+        names = setup.data.names[: len(data.data_path) + len(data.sft_only_data_path)]
+    return names if len(names) > 1 else ()
 
 
 def _sample_sources(setup: SupervisedSetup) -> SampleSources:

@@ -143,6 +143,10 @@ def train_steps(
         means = objective.combine(means) | _nll_mean(sums, counts)
         if isinstance(window, Window):
             means |= window.metrics
+            if result.by_source is not None:
+                targets = window.source_targets.items()
+                totals_of = {name: (next(values), n) for name, n in targets}
+                means |= {f"loss/{s}": t / n if n else None for s, (t, n) in totals_of.items()}
         yield TrainStep(mean, counts, outcome, learning_rates, list(values), means)
 
 
@@ -162,9 +166,10 @@ def _nll_mean(sums: Sequence[float], counts: StepCounts) -> Means:
 
 
 def _sums(result: BatchLoss) -> Tensor:
-    """(sums + columns,) float64: those of the loss, and the sum of each column."""
+    """Float64 sums: those of the loss, of each column, and of each source's targets."""
     columns = [column.sum() for column in result.columns.values()]
-    return torch.stack([part.detach().double() for part in [*result.sums, *columns]])
+    own = torch.stack([part.detach().double() for part in [*result.sums, *columns]])
+    return own if result.by_source is None else torch.cat([own, result.by_source])
 
 
 @dataclass(frozen=True)

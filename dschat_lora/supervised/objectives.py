@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.dpo import dpo_loss
-from dschat_lora.algos.logprobs import sequence_sums
+from dschat_lora.algos.logprobs import GroupSums, sequence_sums
 from dschat_lora.algos.preference import accuracy, correlation, reliability
 from dschat_lora.algos.reference_free import odds_ratio_loss, simpo_loss
 from dschat_lora.algos.reward import bradley_terry_loss, per_token_loss
@@ -33,6 +33,7 @@ class BatchLoss:
     columns: Columns = field(default_factory=dict)  # what is known of each pair, without gradient
     # scalar with gradient, of the chosen answers' tokens: a step adds its mean over all of these
     chosen_nll: Tensor | None = None
+    by_source: Tensor | None = None  # (sources,) cross-entropy of the targets of each, for metrics
 
     @property
     def sums(self) -> list[Tensor]:
@@ -66,16 +67,20 @@ class Objective:
 
 def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
     """Summed cross-entropy of supervised tokens; ``engine`` is over a ``CausalLMLoss``."""
-    return BatchLoss(
-        engine(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            segment_ids=batch.segment_ids,
-            logit_positions=batch.logit_positions,
-            target_ids=batch.target_ids,
-            spans=batch.spans,
-        )
+    sums, more = None, {}
+    if batch.source_ids is not None:
+        sums = torch.zeros(batch.num_sources, dtype=torch.float64, device=batch.target_ids.device)
+        more = {"groups": GroupSums(batch.source_ids, sums)}
+    loss = engine(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        segment_ids=batch.segment_ids,
+        logit_positions=batch.logit_positions,
+        target_ids=batch.target_ids,
+        spans=batch.spans,
+        **more,
     )
+    return BatchLoss(loss, by_source=sums)
 
 
 def describe_perplexity(loss: float, columns: Columns) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import deepspeed
+import numpy as np
 import torch
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.loader import StepLoader, eval_batches, make_rows
+from dschat_lora.data.loader import SampleSources, StepLoader, eval_batches, make_rows
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, rank, world_size
 from dschat_lora.engine.state import EngineState
@@ -97,10 +98,15 @@ def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None, b
     return model, TrainEngine(CausalLMLoss(model), parameter_groups(model, optim), settings)
 
 
-def loader(samples, *, micro, accumulation, packing=False, group=None):
-    """The rows of this process, or of those of ``group``, which divide them."""
+def loader(samples, *, micro, accumulation, packing=False, group=None, sources=()):
+    """The rows of this process, or of those of ``group``, which divide them.
+
+    Each of ``sources`` but the last one has a single sample.
+    """
     size = 1 if group is None else group.size
     lengths = torch.tensor([len(sample.input_ids) for sample in samples]).numpy()
+    numbers = np.minimum(np.arange(len(samples)), len(sources) - 1)
+    told = SampleSources(sources, numbers, [1.0] * len(sources))
     return StepLoader(
         samples,
         rows=make_rows(lengths, max_seq_len=LENGTH, packing=packing, seed=3),
@@ -109,7 +115,8 @@ def loader(samples, *, micro, accumulation, packing=False, group=None):
         rank=data_rank() // size,
         world_size=data_world_size() // size,
         seed=3,
-        collate=SampleCollator(0, context=group),
+        collate=SampleCollator(0, context=group, num_sources=len(sources)),
+        sources=told if sources else None,
     )
 
 
@@ -146,6 +153,7 @@ def train(
     sequence_parallel=False,
     context_parallel=1,
     bits=None,
+    sources=(),
     want_gradient=False,
     save_adapter_to=None,
     save_merged_to=None,
@@ -174,6 +182,7 @@ def train(
             samples=samples,
             packing=packing,
             row_group=row_group,
+            sources=sources,
             overflow_at=overflow_at,
             want_gradient=want_gradient,
             save_adapter_to=save_adapter_to,
@@ -192,6 +201,7 @@ def _train(
     samples,
     packing,
     row_group,
+    sources,
     overflow_at,
     want_gradient,
     save_adapter_to,
@@ -205,6 +215,7 @@ def _train(
         accumulation=accumulation,
         packing=packing,
         group=row_group,
+        sources=sources,
     )
     objective = SUPERVISED
     if overflow_at is not None:
@@ -224,6 +235,7 @@ def _train(
         "skipped": [result.outcome.skipped for result in results],
         "scales": [result.outcome.loss_scale for result in results],
         "targets": [result.counts.num_targets for result in results],
+        "means": [result.means for result in results],
         "rates": [max(result.learning_rates.values()) for result in results],
         "trained": gather_to_cpu(trained),
         "base_changed": [name for name in before if not torch.equal(before[name], after[name])],

@@ -1,10 +1,11 @@
-"""Labels are smoothed in training alone, on every path to the loss."""
+"""Labels are smoothed in training alone, and sums are by group, on every path to the loss."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dschat_lora.algos.logprobs import GroupSums
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.models.causal_lm import CausalLMLoss
 from helpers.tiny import ragged_samples, tiny_model
@@ -45,3 +46,28 @@ def test_loss_is_smoothed_in_training_and_plain_in_evaluation(path):
     smoothed = F.cross_entropy(logits, batch.target_ids, label_smoothing=0.2, **common)
     torch.testing.assert_close(trained, smoothed)
     assert (trained - evaluated).abs() > 0.1
+
+
+@pytest.mark.parametrize("path", [plain, full_logits, other_head])
+def test_groups_of_targets_have_their_own_sums_once(path):
+    network = CausalLMLoss(tiny_model("gpt2"), label_smoothing=0.2)
+    path(network)
+    network.head.rows = 5
+    samples = ragged_samples(6)
+    batch = SampleCollator(0)([samples[:4], samples[4:]])
+    group = torch.arange(batch.num_targets) % 3
+    groups = GroupSums(group, torch.zeros(4, dtype=torch.float64))
+    inputs = {
+        name: getattr(batch, name)
+        for name in ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids")
+    }
+    loss = network.train()(**inputs, groups=groups)
+    torch.testing.assert_close(loss, network.train()(**inputs), rtol=0, atol=0)
+    loss.backward()  # which forms logits again on some paths
+    with torch.no_grad():
+        hidden = network.backbone(*list(inputs.values())[:3]).flatten(0, 1)
+        logits = network.model.lm_head(hidden[batch.logit_positions])
+        losses = F.cross_entropy(logits, batch.target_ids, reduction="none").double()
+    for number in range(3):
+        torch.testing.assert_close(groups.sums[number], losses[group == number].sum())
+    assert groups.sums[3] == 0

@@ -656,18 +656,20 @@ def test_sources_of_a_mixture_have_a_row_each():
         {"step": n, "samples/a": a, "samples/b": b, "tokens/a": s, "tokens/b": t, "epochs/a": n / 2}
         for n, (a, b, s, t) in enumerate(steps, start=1)
     ]
+    train[0] |= {"loss/a": 4.0, "loss/b": None}
+    train[1] |= {"loss/a": 3.5, "loss/b": 2.25}
     evals = [{"step": 0, "loss/a": 2.5, "loss/b": 3.0}, {"step": 3, "loss/a": 1.25}]
     config = {"data_path": ["no/a:9", "no/b:1"], "mixture_temperature": 2.0}
     run = RunData("sft", {"config": config}, train=train, evals=evals)
     # Square roots of 9 and 1 are as 3 to 1; 9 of 12 samples were of a.
     assert source_rows(run) == [
-        ["a", "75.0%", "75.0%", "100", "1.5", "2.5", "1.25"],
-        ["b", "25.0%", "25.0%", "100", "-", "3", "3"],
+        ["a", "75.0%", "75.0%", "100", "1.5", "4", "3.5", "2.5", "1.25"],
+        ["b", "25.0%", "25.0%", "100", "-", "2.25", "2.25", "3", "3"],
     ]
     _, document = report_of(run)
-    assert "b25.0%25.0%100-33" in document.text
+    assert "b25.0%25.0%100-2.252.2533" in document.text
     without = replace(run, facts={"config": {"data_path": ["no/a", "no/b"]}}, evals=[])
-    assert [row[1:3] + row[5:] for row in source_rows(without)] == [
+    assert [row[1:3] + row[7:] for row in source_rows(without)] == [
         ["-", "75.0%", "-", "-"],
         ["-", "25.0%", "-", "-"],
     ]

@@ -75,6 +75,53 @@ def test_gradient_is_that_of_the_mean_over_the_steps_targets(
 
 
 @pytest.mark.stage
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"micro": 2, "accumulation": 2},
+        {"micro": 4, "accumulation": 2, "context_parallel": 2},
+    ],
+    ids=["2 data-parallel", "2 context-parallel"],
+)
+def test_each_source_has_the_loss_of_a_plain_loop_over_its_samples(ranks, model_directory, shape):
+    path, names = model_directory("llama"), ["a", "b", "c"]
+    run = {"path": path, "samples": 27, "steps": 2, "packing": True, "sources": names}
+    report, other = ranks(2).run("helpers.runs:train", **run, **shape)
+    assert report["means"] == other["means"]
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for number, step in enumerate(samples_of_steps(ragged_samples(27), names)):
+        means, total = report["means"][number], 0.0
+        counts = {name: sum(map(plain.sample_loss_count, each)) for name, each in step.items()}
+        for name in names:
+            loss = means[f"loss/{name}"]
+            assert (loss is None) == (not step[name])
+            total += (loss or 0.0) * counts[name]
+            if not number and step[name]:  # of the model as it was
+                assert loss == pytest.approx(plain.mean_loss(model, step[name]), rel=1e-5)
+        assert total / sum(counts.values()) == pytest.approx(report["losses"][number], rel=1e-6)
+    assert any(report["means"][number]["loss/a"] is None for number in range(2))
+
+
+def samples_of_steps(samples, names):
+    """Of each step of an epoch, the samples of each source, the first ones of which have one."""
+    steps = []
+
+    class Recording(SampleCollator):
+        def __call__(self, rows):
+            of_source = {name: [] for name in names}
+            for sample in (each for row in rows for each in row):
+                (index,) = (i for i, s in enumerate(samples) if s.input_ids is sample.input_ids)
+                of_source[names[min(index, len(names) - 1)]].append(sample)
+            steps.append(of_source)
+            return super().__call__(rows)
+
+    whole = loader(samples, micro=8, accumulation=1, packing=True)
+    whole._collate = Recording(0)
+    assert len(list(whole.epoch(0))) == len(steps) == 2
+    return steps
+
+
+@pytest.mark.stage
 def test_runs_of_every_shape_are_the_same_run_and_end_epochs_with_a_ragged_step(
     ranks, model_directory
 ):
