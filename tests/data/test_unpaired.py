@@ -312,7 +312,7 @@ def test_a_block_of_all_rows_has_the_answers_of_prepared_rows(tmp_path, workers)
     # Two passes: the answers to other prompts are the same ones.
     for block in streamed_blocks(path, 2, preprocessing_num_workers=workers):
         assert fields_of(block.samples) == fields_of(expected.train)
-        assert block.unused == {"too long": expected.audit.train_dropped}
+        assert block.unused == {"too long": expected.audit.dropped_rows}
         assert block.unused["too long"] > 0
         assert block.ends_epoch
 

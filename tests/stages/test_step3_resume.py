@@ -43,6 +43,7 @@ COMMON = f"""
     --save_interval 3 --save_total_limit 0 --sample_generations 1
     --output_dir out --resume_from_checkpoint auto
 """.split()
+STREAM = "--streaming --shuffle_buffer_size 5 --preprocessing_num_workers 1"
 # name: (ranks, reward model, options)
 RUNS = {
     "1 rank": (1, "reward", ""),
@@ -51,7 +52,8 @@ RUNS = {
         "reward",
         f"--zero_stage 3 --max_steps {FEWER} --reward_scaling initial --critic_warmup_iterations 2",
     ),
-    "2 ranks": (2, "reward", f"--zero_stage 2 --max_steps {FEWER}"),
+    # A buffer holds a little more than an iteration.
+    "2 ranks": (2, "reward", f"--zero_stage 2 --max_steps {FEWER} {STREAM}"),
     "2 ranks, ZeRO 3": (2, "reward", f"--zero_stage 3 --max_steps {FEWER}"),
     "every weight of the critic": (1, "whole", "--actor_zero_stage 0 --critic_zero_stage 2"),
 }

@@ -1,4 +1,4 @@
-"""Step 1 on streamed rows: the run of prepared files, however it is divided, stopped or broken."""
+"""Streamed rows: the run of prepared files, however it is divided, stopped or broken."""
 
 import gzip
 import json
@@ -8,6 +8,7 @@ import time
 import pytest
 from safetensors.torch import load_file
 
+from helpers.launcher import ROOT
 from helpers.step1 import metrics
 
 pytestmark = pytest.mark.stage
@@ -69,6 +70,46 @@ def test_a_buffer_that_holds_all_rows_gives_the_run_of_prepared_files(launcher, 
         assert codes == [0], err
         found.append(trained(home))
     assert found[0] == found[1]
+
+
+OTHER_STAGES = {
+    "step2_dpo": """--loss_type kto --no-precompute_ref_log_probs --lora_dim 2 --max_steps 12
+        --max_seq_len 64 --per_device_train_batch_size 4""",
+    # A pass of 35 prompts ends in an iteration of three, which has fewer steps.
+    "step3_rlhf": """--algorithm grpo --actor_lora_dim 2 --num_generations 2 --max_steps 20
+        --per_device_generation_batch_size 8 --generation_batches 1 --max_answer_seq_len 6
+        --per_device_training_batch_size 3 --dynamic_sampling 1 --eval_prompts 2
+        --reward_function rewards:score""",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", OTHER_STAGES)
+def test_other_stages_too_have_the_run_of_prepared_files(launcher, home, stage):
+    for file in [*home.glob("shards/*.gz"), home / "eval.jsonl"]:
+        lines = (gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes()).splitlines()
+        rows = [json.loads(line) | {"label": n % 3 > 0} for n, line in enumerate(lines)]
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+    (home / "rewards.py").write_text(
+        "def score(completions, **columns):\n    return [len(set(c)) % 3 for c in completions]\n"
+    )
+    found = []
+    common = "--data_path shards --eval_data_path eval.jsonl --dtype fp32 --sample_generations 0"
+    for options in ("", "--streaming", "--streaming --preprocessing_num_workers 2"):
+        argv = [*OTHER_STAGES[stage].split(), *common.split(), *options.split()]
+        out = home / f"out{len(found)}"
+        script = ROOT / "training" / stage / "main.py"
+        running = launcher.start([*argv, "--output_dir", out], home, script=script)
+        assert running.wait() == [0], running.err()
+        (adapter,) = out.glob("**/adapter/adapter_model.safetensors")
+        lines = [
+            {name: line[name] for name in ("step", "loss", "reward", "grad_norm") if name in line}
+            for line in metrics(out, "train")
+        ]
+        assert len({line["step"] for line in lines}) > 5
+        found.append((lines, adapter.read_bytes()))
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_run_that_is_killed_and_loses_a_shard_ends_as_if_nothing_had_been(launcher, home):
