@@ -254,6 +254,22 @@ def load_hub(source: Source, *, streaming: bool = False) -> "Dataset | IterableD
         ) from error
 
 
+def known_rows(source: Source) -> int:
+    """Rows of a hub data set by its card, or by what was made of it before; 0 where neither tells.
+
+    Nothing but the description is fetched.
+    """
+    from datasets import load_dataset_builder
+
+    name, config, split = source.hub_parts
+    try:
+        splits = load_dataset_builder(name, config).info.splits or {}
+    except (OSError, ValueError, RuntimeError):  # that it cannot be read is said by who reads it
+        return 0
+    rows = int(splits[split].num_examples) if split in splits else 0
+    return min(rows, source.most or rows)
+
+
 def _parse_json(line: str) -> object:
     return _DECODE(line)
 

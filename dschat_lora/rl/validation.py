@@ -363,12 +363,6 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
         read_chat_template(config.load.chat_template)
     if config.data.streaming:
         check_streaming(config)
-        share = config.teacher.on_policy_share
-        if config.ppo.rules.distills and share < 1:
-            raise ValueError(
-                f"--on_policy_share {share:g} draws from all answers of the data, which "
-                "--streaming does not know: drop one of them"
-            )
     check_sources(config.data.data, "prompts")
     check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
     data = text_data(config)

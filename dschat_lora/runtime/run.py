@@ -36,6 +36,7 @@ from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import RUNS_CODE, goes_on_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
+from dschat_lora.runtime.streaming import with_large_hub_data_streamed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -93,7 +94,7 @@ def open_run(
     """
     with recorded_ending() as ending:
         note = init_distributed()
-        config = resolved_together(config, check)
+        config = with_large_hub_data_streamed(resolved_together(config, check))
         failure_detection.set_timeout(config.run.distributed_timeout)
         form_grid(config.parallel.tensor_parallel_size)
         form_context(config.parallel.context_parallel_size)

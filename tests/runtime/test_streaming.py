@@ -1,0 +1,77 @@
+"""Data sets of the hub that are streamed by themselves, as they are large."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dschat_lora.config.options import build_config
+from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
+from dschat_lora.report import terminal
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.runtime.streaming import with_large_hub_data_streamed
+
+
+@pytest.fixture
+def streams(monkeypatch, capsys):
+    """``streams(stage, options)``: whether the run streams, and what is said of it.
+
+    The hub has ``org/large`` of 900,000 rows of ``train`` and 10 of ``test``, the same again as the
+    configuration ``b``, and ``org/unknown``, of which nothing is known.
+    """
+
+    def load_dataset_builder(name, config=None):
+        if name != "org/large":
+            raise ConnectionError("offline")
+        assert config in (None, "b")
+        sizes = {"train": 900_000, "test": 10}
+        splits = {split: SimpleNamespace(num_examples=n) for split, n in sizes.items()}
+        return SimpleNamespace(info=SimpleNamespace(splits=splits))
+
+    monkeypatch.setattr("datasets.load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(terminal, "_viewer", None)
+
+    def call(stage, *names, checkpoint=None, **options):
+        config = build_config(stage, {"data_path": names, "max_steps": 5} | options)
+        if checkpoint:
+            object.__setattr__(config, "checkpoint", checkpoint)
+        found = with_large_hub_data_streamed(config)
+        # A resumed run takes the options that were typed.
+        assert ("streaming" in found.given) == (found.data.streaming or "streaming" in options)
+        return found.data.streaming, capsys.readouterr().out
+
+    return call
+
+
+TWO = ("org/large", "org/large:b:train")
+
+
+@pytest.mark.parametrize("stage", [SupervisedConfig, RlhfConfig])
+def test_large_data_of_the_hub_is_streamed_and_that_is_said(streams, stage):
+    assert streams(stage, *TWO) == (
+        True,
+        "  note         org/large, org/large:b:train: 1,800,000 rows are more than 1,000,000, so "
+        "they are read while training, as by --streaming; --no-streaming prepares them before\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (TWO, {"streaming": False}),
+        (TWO, {"max_steps": 0}),
+        (TWO, {"data_weights": (1.0, 2.0)}),
+        (TWO, {"checkpoint": "out/checkpoints/step-00000001"}),
+        (TWO, {"max_source_rows": (100_000,)}),
+        (("org/large",), {}),
+        (("org/large", "org/large:b:test"), {}),
+        (("org/large", "org/unknown"), {}),
+        (("org/large",), {"eval_data_path": ("org/large:b:train",)}),
+    ],
+)
+def test_data_that_is_not_known_to_be_large_or_is_needed_whole_is_not(streams, names, options):
+    assert streams(SupervisedConfig, *names, **options) == (False, "")
+
+
+def test_a_loss_that_looks_at_all_pairs_before_is_not_streamed(streams):
+    assert streams(DpoStageConfig, *TWO) == (False, "")
+    assert streams(DpoStageConfig, *TWO, precompute_ref_log_probs=False)[0]
