@@ -5,7 +5,8 @@ blocks with two norms, AdamW in fp32, the loss computed chunk by chunk.
 With fused attention the activations are within 3 percent of what autograd keeps on OPT, Llama and
 GPT-2, and up to 15 percent low on GPT-NeoX, which keeps q, k and v both before and after rotation.
 Of a model that is divided among tensor-parallel ranks, what one of them keeps is estimated.
-Not included: temporaries of running kernels, fragmentation, device context.
+Not included: temporaries of running kernels but for those of an MLP's backward pass, what an
+allocator keeps, fragmentation, device context.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,7 @@ class MemoryEstimate:
     optimizer: int  # AdamW: mean, square, and the fp32 copy it updates
     activations: int  # kept by the forward pass for the backward pass
     loss: int  # one chunk of logits and its gradient
+    temporaries: int = 0  # of the backward pass of the widest MLP, beyond the loss, which is gone
     update: int = 0  # beyond activations and loss, which are gone: gradients of 16-bit weights anew
     gathered: int = 0  # at ZeRO 3, whole weights around the end of the forward pass, and a buffer
     unpacked: int = 0  # the largest 4-bit weight, whole: one is unpacked at a time
@@ -107,13 +109,16 @@ def estimate_memory(
         offload_activations=offload_activations,
         has_mask=has_mask,
     )
-    loss = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
+    chunk, head = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
+    loss = chunk + head
+    backward = positions * max((_backward_bytes(model, b, width) for b in shape.blocks), default=0)
+    temporaries = max(0, backward - chunk)
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
     update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
     update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
     weights = parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1)
     gradients = parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1)
-    going = activations * positions + loss
+    going = activations * positions + loss + temporaries
     if narrow and not accumulates:
         gradients, going = max(0, gradients - going), max(0, going - gradients)
     return MemoryEstimate(
@@ -122,6 +127,7 @@ def estimate_memory(
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
         activations=activations * positions,
         loss=loss,
+        temporaries=temporaries,
         update=max(0, update - going),
         gathered=0
         if zero_stage < 3
@@ -200,7 +206,7 @@ def activation_bytes(
     if rms:
         per_feature = 4 + (width if any(p.requires_grad for p in rms[0].parameters()) else 0)
     stream = _stream_width(model, shape)
-    activation = field(config, "hidden_act", field(config, "activation_function", ""))
+    activation = _activation(config)
     kept = _KeptBytes(shape, width, length, per_feature, stream * per_feature, activation, ranks)
     inside = [
         round(kept.by_attention(block) + kept.by_layers(block.mlp)) + block.norm_width * per_feature
@@ -223,6 +229,10 @@ def offloaded_bytes(model: nn.Module, *, positions: int, compute_dtype: torch.dt
     shape = describe(model)
     each = positions * _stream_width(model, shape) * compute_dtype.itemsize
     return len(shape.blocks) * (1 << max(0, each - 1).bit_length())
+
+
+def _activation(config: Any) -> str:
+    return str(field(config, "hidden_act", field(config, "activation_function", "")))
 
 
 def _stream_width(model: nn.Module, shape: ModelShape) -> int:
@@ -305,6 +315,23 @@ class _KeptBytes:
         return (shared + ranks) * self.width
 
 
+def _backward_bytes(model: nn.Module, block: BlockShape, width: int) -> int:
+    """Bytes per position that a block's backward pass takes at most beside what was kept.
+
+    In its MLP: gradients of a gate's three tensors, or before and after another activation. What
+    its last layer kept of its input is gone by then, unless that is what the activation kept.
+    """
+    group, most = group_of(model), 0
+    stays = _activation(text_config(model)) == "relu"
+    for *readers, down in chains_of(block.mlp):
+        if not (readers and down.closes and down.input_needs_grad):
+            continue
+        gated = sum(x.out_features for x in readers) == 2 * down.in_features
+        tensors = 3 - down.saves_input if gated else 2 - (down.saves_input and not stays)
+        most = max(most, round(down.uses * tensors * down.in_features))
+    return most * width // (1 if group is None else group.size)
+
+
 def _loss_bytes(
     model: Any,
     shape: ModelShape,
@@ -312,14 +339,14 @@ def _loss_bytes(
     width: int,
     chunk_logits: int,
     logit_bytes: int | None,
-) -> int:
-    """One chunk: logits, their fp32 copy, the fp32 error, its copy; and gradients to keep.
+) -> tuple[int, int]:
+    """Of one chunk: logits, their fp32 copy, the fp32 error, its copy; and of gradients to keep.
 
     The gradient of a head is summed in fp32, to which a chunk's is added. Ranks share the logits,
     but those of an adapted head, of which each computes all.
     """
     if shape.head is None:
-        return 0
+        return 0, 0
     head = model.get_output_embeddings()
     shared = isinstance(head, ParallelLinear) and logit_bytes is None
     ranks = head.split.group.size if shared else 1
@@ -328,7 +355,7 @@ def _loss_bytes(
     gradients = positions * shape.hidden_size * width
     if shape.head.trained:
         gradients += (4 + width) * shape.vocab_size * shape.hidden_size
-    return chunk * per_logit + gradients
+    return chunk * per_logit, gradients
 
 
 def _numel(parameter: nn.Parameter) -> int:

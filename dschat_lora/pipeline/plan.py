@@ -407,7 +407,7 @@ def _role_memory(
         adapters,
         gradients=e.gradients,
         moments=e.optimizer,
-        activations=e.activations,
+        activations=e.activations + e.temporaries,
         logits=e.loss + e.update,
         gathered=e.gathered,
         host=host,

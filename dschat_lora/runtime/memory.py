@@ -209,7 +209,7 @@ def plan_memory(
         separate_weights=sum(stored(each.parameters()) for each in models),
         training=averaged // ranks + sum(e.gradients + e.optimizer for e in estimates),
         # Models that share their base gather the same weights.
-        update=sum(e.activations + e.loss + e.update for e in estimates)
+        update=sum(e.activations + e.loss + e.temporaries + e.update for e in estimates)
         + (max if first.shares_weights else sum)(e.gathered for e in estimates)
         + max(e.unpacked for e in estimates),
         cache=cache,
@@ -294,6 +294,7 @@ def trained_model(
 ) -> TrainedModel:
     """The one model of a supervised stage; a row of pairs holds two sequences."""
     rows, tokens = config.batch.per_device_train_batch_size, config.batch.tokens_per_device
+    here = device().type == device_type()  # and not planned for another machine
     if tokens:
         rows = rows_of(tokens, config.max_row_tokens)[0]
     return TrainedModel(
@@ -308,7 +309,7 @@ def trained_model(
         processes=config.parallel.context_parallel_size,
         has_mask=not (
             config.parallel.context_parallel_size > 1
-            or (device_type() == "cpu" and Backbone(adapted.model).skips_padding(device()))
+            or Backbone(adapted.model).skips_padding(device() if here else None)
         ),
     )
 

@@ -1,7 +1,16 @@
+import weakref
+
+import numpy as np
 import pytest
 import torch
 from perf_models import FAMILIES, QUERY_VALUE, VOCAB, add_lora, checkpoint, llama, opt, project_lora
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dschat_lora.algos.logprobs import MAX_CHUNK_LOGITS_CPU
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.samples import SequenceSample
+from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.perf.memory import activation_bytes, estimate_memory, offloaded_bytes
 from dschat_lora.perf.shape import describe
 
@@ -82,6 +91,58 @@ def test_checkpointing_keeps_block_inputs_and_the_inside_of_one_block(family):
     assert estimated == pytest.approx(measured, rel=0.1)
 
 
+class LiveTensors(TorchDispatchMode):
+    """The most bytes of storages that are there at a time, of those made meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.most = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.freed, storage._cdata)
+        self.most = max(self.most, self.now)
+        return made
+
+    def freed(self, storage):
+        self.now -= self.sizes.pop(storage, 0)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("variant", ["LoRA everywhere", "LoRA on q and v"])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_the_backward_pass_of_a_wide_mlp_is_the_peak_of_a_step(family, variant, recomputes):
+    wide = {"llama": {"intermediate_size": 2048}, "opt": {"ffn_dim": 2048}}[family]
+    length = 2048
+    wide["max_position_embeddings"] = length
+    model = build(family, variant, torch.float32, attn="sdpa", **wide)
+    if recomputes:
+        checkpoint(model)
+    ids = np.random.default_rng(0).integers(3, VOCAB, length).astype(np.int32)
+    batch = SampleCollator(0)([[SequenceSample(ids, ids)]])
+    network, live = CausalLMLoss(model).train(), LiveTensors()
+    fields = ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids", "spans")
+    with live:
+        network(**{name: getattr(batch, name) for name in fields}).backward()
+    found = estimate(
+        model,
+        rows=1,
+        length=length,
+        gradient_checkpointing=recomputes,
+        chunk_logits=MAX_CHUNK_LOGITS_CPU,
+        has_mask=False,
+    )
+    assert found.temporaries > 0.05 * found.activations
+    # Gradients of parameters come as activations go.
+    assert found.activations + found.loss + found.temporaries == pytest.approx(live.most, rel=0.08)
+
+
 def test_inputs_on_the_host_leave_two_on_the_device():
     """8 blocks of 32 fp32 numbers a position; pinned memory comes in powers of two."""
     eight = build("opt", "full", torch.float32, attn="sdpa", num_hidden_layers=8)
@@ -154,7 +215,7 @@ def test_loss_holds_one_chunk_of_logits_and_the_gradient_of_the_hidden_states():
 
 def test_total_is_the_sum_of_its_parts():
     e = estimate(opt())
-    assert e.total == e.weights + e.gradients + e.optimizer + e.activations + e.loss
+    assert e.total == e.weights + e.gradients + e.optimizer + e.activations + e.loss + e.temporaries
 
 
 def test_an_estimate_needs_no_weights():
@@ -188,7 +249,7 @@ def test_gradients_of_a_single_micro_batch_come_as_its_activations_go(stage):
         found = estimate(model, rows=rows, zero_stage=stage, world_size=4, accumulates=False)
         many = estimate(model, rows=rows, zero_stage=stage, world_size=4)
         kept = found.weights + 12 * shared
-        passing = found.activations + found.loss
+        passing = found.activations + found.loss + found.temporaries
         assert found.total == kept + max(passing, 2 * here + 6 * shared)
         assert many.total == kept + 2 * here + max(passing, 6 * shared)
 
