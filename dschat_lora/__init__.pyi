@@ -56,8 +56,8 @@ def sft(
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     streaming: bool = False,
-    max_repeats: int | Sequence[int] = (),
     shuffle_buffer_size: int = 10000,
+    max_repeats: int | Sequence[int] = (),
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -174,8 +174,8 @@ def sft(
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -277,8 +277,8 @@ def reward(
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     streaming: bool = False,
-    max_repeats: int | Sequence[int] = (),
     shuffle_buffer_size: int = 10000,
+    max_repeats: int | Sequence[int] = (),
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -377,8 +377,8 @@ def reward(
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -484,8 +484,8 @@ def dpo(
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     streaming: bool = False,
-    max_repeats: int | Sequence[int] = (),
     shuffle_buffer_size: int = 10000,
+    max_repeats: int | Sequence[int] = (),
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -592,8 +592,8 @@ def dpo(
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -728,6 +728,8 @@ def rlhf(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     num_prompts: int = 0,
     max_prompt_seq_len: int = 256,
     max_answer_seq_len: int = 256,
@@ -939,6 +941,8 @@ def rlhf(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         max_prompt_seq_len (int): longer prompts follow --overlong
         max_answer_seq_len (int): most tokens of a response
@@ -1137,6 +1141,8 @@ def distill(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     num_prompts: int = 0,
     max_prompt_seq_len: int = 256,
     max_answer_seq_len: int = 256,
@@ -1342,6 +1348,8 @@ def distill(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         max_prompt_seq_len (int): longer prompts follow --overlong
         max_answer_seq_len (int): most tokens of a response
@@ -1652,8 +1660,8 @@ def audit(
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     streaming: bool = False,
-    max_repeats: int | Sequence[int] = (),
     shuffle_buffer_size: int = 10000,
+    max_repeats: int | Sequence[int] = (),
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     near_duplicates: float | None = None,
@@ -1696,8 +1704,8 @@ def audit(
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         near_duplicates (float | None): count rows whose text is near that of an earlier one: with at least this Jaccard similarity, in (0, 1], of their runs of 5 words, as 0.8
