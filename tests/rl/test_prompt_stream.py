@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
-from hand_tokenizers import build_byte_tokenizer
 
+from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.stream_loader import Stream
 from dschat_lora.rl.config import PromptConfig
