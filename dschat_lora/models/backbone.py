@@ -151,18 +151,17 @@ class Backbone:
         """Whether ranks can divide the tokens of a row: nothing but attention mixes them."""
         return self.by_spans and not (self.own_mask or self._recurrent)
 
-    def skips_padding(self, device: torch.device | None) -> bool:
+    def skips_padding(self, device: torch.device) -> bool:
         """Whether real tokens alone are computed on ``device``, each among its sequence.
 
-        None is a GPU of compute capability 8 or more, which is planned for. A GPU without a kernel
-        for that takes less time for a dense mask than for many calls.
+        A GPU without a kernel for that takes less time for a dense mask than for many calls.
         """
         if not self.by_spans or self.own_mask:
             return False
         # Layers gather their weights when called, of which ranks have unlike numbers.
         if self._recurrent and any(hasattr(p, "ds_id") for p in self.model.parameters()):
             return False
-        if device is not None and device.type == "cpu":
+        if device.type == "cpu":
             return True
         # Whether the kernel has the options that layers of this architecture use.
         config = self.model.config
@@ -170,10 +169,7 @@ class Backbone:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         options = ("attention_dropout", "attn_pdrop", "attn_logit_softcapping")
         used = any(getattr(config, name, None) for name in options)
-        dtype = self.model.dtype
-        narrow = dtype in (torch.float16, torch.bfloat16)
-        kernel = narrow if device is None else has_varlen(device, dtype)
-        return kernel and fits(size) and not used
+        return has_varlen(device, self.model.dtype) and fits(size) and not used
 
     def inputs(
         self,

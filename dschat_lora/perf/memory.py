@@ -68,6 +68,7 @@ def estimate_memory(
     logit_bytes: int | None = None,
     context_parallel_size: int = 1,
     has_mask: bool = True,
+    has_temporaries: bool = True,
 ) -> MemoryEstimate:
     """Bytes per device of training ``model``, which may be on the meta device.
 
@@ -82,7 +83,7 @@ def estimate_memory(
     most logits that the loss forms at a time, and ``logit_bytes`` what it takes for each where it
     is not cross-entropy, and forms them whole on every rank. Of ``context_parallel_size`` processes
     each has its share of the positions. Rows whose sequences are attended to one by one have no
-    mask.
+    mask. Without ``has_temporaries`` those of the backward pass are left out.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -112,7 +113,7 @@ def estimate_memory(
     chunk, head = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
     loss = chunk + head
     backward = positions * max((_backward_bytes(model, b, width) for b in shape.blocks), default=0)
-    temporaries = max(0, backward - chunk)
+    temporaries = max(0, backward - chunk) * has_temporaries
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
     update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
     update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)

@@ -89,6 +89,7 @@ class TrainedModel:
             logit_bytes=self.logit_bytes,
             context_parallel_size=self.processes,
             has_mask=self.has_mask,
+            has_temporaries=device_type() == "cpu",  # a GPU's share beyond USABLE is for these
             **self.settings.gathering(zero_stage),
         )
 
@@ -294,7 +295,6 @@ def trained_model(
 ) -> TrainedModel:
     """The one model of a supervised stage; a row of pairs holds two sequences."""
     rows, tokens = config.batch.per_device_train_batch_size, config.batch.tokens_per_device
-    here = device().type == device_type()  # and not planned for another machine
     if tokens:
         rows = rows_of(tokens, config.max_row_tokens)[0]
     return TrainedModel(
@@ -309,7 +309,7 @@ def trained_model(
         processes=config.parallel.context_parallel_size,
         has_mask=not (
             config.parallel.context_parallel_size > 1
-            or Backbone(adapted.model).skips_padding(device() if here else None)
+            or (device_type() == "cpu" and Backbone(adapted.model).skips_padding(device()))
         ),
     )
 
