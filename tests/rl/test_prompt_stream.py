@@ -115,7 +115,7 @@ def run_passes(state):
     return {"epoch": min(passes.values(), default=0.0)}
 
 
-@pytest.mark.parametrize(("each", "rows", "max_steps"), [(5, 2, 20), (6, 4, 17), (23, 8, 9)])
+@pytest.mark.parametrize(("each", "rows", "max_steps"), [(5, 2, 60), (6, 4, 17), (23, 8, 9)])
 def test_steps_and_iterations_are_those_of_prepared_prompts(files, each, rows, max_steps):
     run = Run(files, each)
     plan = (1, rows, 2, 1, max_steps)
