@@ -77,7 +77,9 @@ def sft(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
+    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
+    lr_probe: int = 0,
     seed: int = 1234,
     lora_dim: int = 0,
     lora_alpha: float = 32.0,
@@ -102,6 +104,8 @@ def sft(
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
@@ -195,7 +199,9 @@ def sft(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
+        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
+        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         seed (int): seed of initialisation, order and sampling
         lora_dim (int): rank r of the update; 0 trains every weight
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -220,6 +226,8 @@ def sft(
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
@@ -298,7 +306,9 @@ def reward(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
+    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
+    lr_probe: int = 0,
     seed: int = 1234,
     lora_dim: int = 0,
     lora_alpha: float = 32.0,
@@ -326,6 +336,8 @@ def reward(
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
@@ -398,7 +410,9 @@ def reward(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
+        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
+        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         seed (int): seed of initialisation, order and sampling
         lora_dim (int): rank r of the update; 0 trains every weight
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -426,6 +440,8 @@ def reward(
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
@@ -505,7 +521,9 @@ def dpo(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
+    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
+    lr_probe: int = 0,
     seed: int = 1234,
     lora_dim: int = 0,
     lora_alpha: float = 32.0,
@@ -540,6 +558,8 @@ def dpo(
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
@@ -613,7 +633,9 @@ def dpo(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
+        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
+        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         seed (int): seed of initialisation, order and sampling
         lora_dim (int): rank r of the update; 0 trains every weight
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -648,6 +670,8 @@ def dpo(
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from dschat_lora.config.data import DataConfig, FilterConfig, parse_columns, parse_variables
 from dschat_lora.config.groups import (
+    EVALUATION,
     BatchConfig,
     Dtype,
     LoraConfig,
@@ -181,6 +182,23 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
+class TasksConfig:
+    section = EVALUATION
+
+    eval_tasks: tuple[str, ...] = option(
+        (),
+        help="SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured "
+        "at each evaluation; needs dschat_lora[eval]",
+    )
+    eval_tasks_limit: int = option(0, help="questions of each of --eval_tasks at most; 0: all")
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "eval_tasks_limit")
+        if self.eval_tasks_limit and not self.eval_tasks:
+            raise ValueError(f"--eval_tasks_limit {self.eval_tasks_limit} is for --eval_tasks")
+
+
+@dataclass(frozen=True)
 class SupervisedConfig(StageConfig):
     """Options of a supervised stage: model, data, optimizer and output."""
 
@@ -189,6 +207,7 @@ class SupervisedConfig(StageConfig):
     data: DataConfig = group(DataConfig)
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
+    tasks: TasksConfig = group(TasksConfig)
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:

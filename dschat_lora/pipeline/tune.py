@@ -29,7 +29,7 @@ from dschat_lora.engine.children import (
     environment_of_no_launch,
     visible_gpu,
 )
-from dschat_lora.lora.rates import ruled_rates
+from dschat_lora.lora.rates import octaves_above, ruled_rates
 from dschat_lora.models.loading import load_config
 from dschat_lora.models.source import find_model
 from dschat_lora.pipeline.launch import (
@@ -150,7 +150,7 @@ def make_search(
     adapts = bool(config.ranks or values[f"{role}lora_dim"])
     rate = f"{role}lora_learning_rate" if adapts else f"{role}learning_rate"
     centre = options[rate] if rate in options else _ruled_rate(checked, stage, adapts=adapts)
-    near = [float(f"{centre * 2.0**octave:.3g}") for octave in OCTAVES]
+    near = [octaves_above(centre, octave) for octave in OCTAVES]
     lists: dict[str, Sequence[float]] = {
         rate: sorted(config.rates, key=lambda each: abs(math.log(each / centre))) or near,
         f"{role}lora_dim": config.ranks,

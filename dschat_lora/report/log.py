@@ -273,10 +273,15 @@ def _score(value: float | None) -> str:
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     """An evaluation as a terminal line."""
+    tasks = "".join(
+        f"; {name.removeprefix('task/').replace('/', ' ')} {value:.4g}"
+        for name, value in metrics.items()
+        if name.startswith("task/") and not name.endswith("_standard_error")
+    )
     if "accuracy" not in metrics:
         return (
             f"eval after step {step}: held-out perplexity {metrics['perplexity']:.4f} "
-            f"(loss {metrics['loss']:.4f} over {metrics['tokens']:,} tokens)"
+            f"(loss {metrics['loss']:.4f} over {metrics['tokens']:,} tokens){tasks}"
         )
     details = [
         f"loss {metrics['loss']:.4f} over {metrics['samples']:,} "
@@ -292,7 +297,7 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     if metrics.get("length_correlation") is not None:
         details.append(f"correlation with length {metrics['length_correlation']:.2f}")
     accuracy = f"held-out accuracy {metrics['accuracy']:.1%}"
-    return f"eval after step {step}: {accuracy} ({'; '.join(details)})"
+    return f"eval after step {step}: {accuracy} ({'; '.join(details)}){tasks}"
 
 
 def rlhf_line(iteration: int, total: int, metrics: Mapping[str, Any]) -> str:

@@ -130,8 +130,10 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         length = fitting_length(config.data.max_seq_len, source, config.given, rope_scaling=rope)
         config = replace(config, data=replace(config.data, max_seq_len=length))
         check_budget(config)
+        check_probe(config, rules)
         check_data(config, rules, source)
         config = with_trackers(with_recomputation(with_deepspeed_json(config)), None)
+        check_eval_tasks(config, rules)
         check_output_dir(config, None)
         check_source_is_kept(config.run, source)
         announce(config, rules, source, bundled=config.data.data_path != asked)
@@ -344,6 +346,43 @@ def check_budget(config: SupervisedConfig) -> None:
             f"--tokens_per_device {tokens} is less than a row may take with --max_seq_len "
             f"{length}{both}; give {longest} or more, or lower --max_seq_len"
         )
+
+
+def check_probe(config: SupervisedConfig, rules: StageRules) -> None:
+    """Refuse ``--lr_probe`` where its losses say nothing, or beside the rate that it is to find."""
+    asked = f"--lr_probe {config.optim.lr_probe}"
+    if not config.optim.lr_probe:
+        return
+    if rules.name == "dpo":
+        raise ValueError(
+            f"{asked} is for SFT and reward models: the loss of dpo goes on falling at rates that "
+            "spoil the answers; dschat-lora tune dpo --metric accuracy compares whole runs"
+        )
+    if config.data.streaming:
+        raise ValueError(f"{asked} reads the first rows anew for each trial: drop --streaming")
+    values, adapts = flatten(config), config.lora.lora_dim > 0
+    for name in ("lora_learning_rate", "lora_lr_multiplier") if adapts else ("learning_rate",):
+        if name in config.given and values[name] not in (None, "auto"):
+            raise ValueError(
+                f"{asked} finds the rate that --{name} {values[name]:g} gives; leave one out"
+            )
+
+
+def check_eval_tasks(config: SupervisedConfig, rules: StageRules) -> None:
+    """Refuse ``--eval_tasks`` of a model that answers nothing, or of which no process has all."""
+    if not config.tasks.eval_tasks:
+        return
+    if rules.name == "reward":
+        raise ValueError("--eval_tasks ask a language model, and this stage trains a reward model")
+    parallel = config.parallel
+    divided = {"tensor_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 2}
+    for name, most in divided.items():
+        if (getattr(parallel, name) or 0) > most:
+            raise ValueError(
+                f"--eval_tasks need the whole model in each process: --{name} must be at most "
+                f"{most}, got {getattr(parallel, name)}; dschat-lora eval --tasks takes checkpoints"
+            )
+    require_packages("--eval_tasks", "lm_eval", extra="eval")
 
 
 def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource) -> None:

@@ -1,12 +1,16 @@
 """Tasks of lm-evaluation-harness: a trained model scores and answers by this package's own code."""
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import lm_eval
 import numpy as np
+from lm_eval import evaluator
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.models.utils import postprocess_generated_text as cut_at
@@ -16,12 +20,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.verbs import EvalConfig
 from dschat_lora.data.samples import IGNORE_INDEX, SequenceSample
+from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank, world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.supervised.generate import AnswerGenerator
 from dschat_lora.supervised.inference import LoadedPolicy, LossMeter, load_policy
 
 DEFAULT_POSITIONS = 2048  # of a model without a limit, as in the harness
 DEFAULT_NEW_TOKENS = 256  # of an answer whose task says nothing, likewise
+ItemT = TypeVar("ItemT")
+ValueT = TypeVar("ValueT")
 Request = tuple[Any, list[int], list[int]]  # texts or None, tokens of context and continuation
 
 
@@ -31,46 +38,91 @@ def measure_tasks(config: EvalConfig) -> dict[str, float]:
     Raises:
         ValueError: if there is no such task.
     """
+    tasks = find_tasks(config.tasks)
+    model = HarnessModel(load_policy(config.model), batch_size=config.per_device_eval_batch_size)
+    found = tasks.measure(
+        model,
+        num_fewshot=config.num_fewshot,
+        limit=config.limit or None,
+        apply_chat_template=config.apply_chat_template,
+    )
+    return {f"{task} {measure}": value for (task, measure), value in found.items()}
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks by their names, and where the harness finds them."""
+
+    names: list[str]
+    manager: TaskManager
+
+    def measure(
+        self, model: "HarnessModel", *, limit: int | None, **options: Any
+    ) -> dict[tuple[str, str], float]:
+        """The value of each (task, measure), of ``limit`` questions a task; on every rank."""
+        # Outside of a repository git complains on the terminal.
+        evaluator.get_git_commit_hash = str
+        found = evaluator.simple_evaluate(
+            model,
+            tasks=self.names,
+            task_manager=self.manager,
+            limit=limit,
+            log_samples=False,
+            **options,
+        )
+        # The first process of each host alone is given them.
+        results = broadcast_string(json.dumps(found["results"], default=str) if rank() == 0 else "")
+        return {
+            (task, name.removesuffix(",none").replace(",", " ")): float(value)
+            for task, measures in json.loads(results).items()
+            for name, value in measures.items()
+            if isinstance(value, int | float) and name != "sample_len"
+        }
+
+
+def find_tasks(given: Sequence[str], *, option: str = "--tasks") -> Tasks:
+    """The tasks of these names, and all of directories.
+
+    Raises:
+        ValueError: if there is no such task.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    folders = [each for each in config.tasks if Path(each).expanduser().is_dir()]
+    folders = [each for each in given if Path(each).expanduser().is_dir()]
     # The harness's own tasks are read only where one is named: they are thousands.
     manager = TaskManager(
         include_path=[str(Path(each).expanduser()) for each in folders],
-        include_defaults=len(folders) < len(config.tasks),
+        include_defaults=len(folders) < len(given),
     )
-    names = [name for name in config.tasks if name not in folders]
+    names = [name for name in given if name not in folders]
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ValueError(
-            f"--tasks {unknown[0]} is no task of lm-evaluation-harness, and no directory of task "
+            f"{option} {unknown[0]} is no task of lm-evaluation-harness, and no directory of task "
             "files; lm-eval ls tasks lists them"
         )
     for folder in folders:
         own = TaskManager(include_path=str(Path(folder).expanduser()), include_defaults=False)
         if not own.all_tasks:
-            raise ValueError(f"--tasks {folder} holds no task: no .yaml file with a line task:")
+            raise ValueError(f"{option} {folder} holds no task: no .yaml file with a line task:")
         names += own.all_subtasks
-    found = lm_eval.simple_evaluate(
-        HarnessModel(load_policy(config.model), batch_size=config.per_device_eval_batch_size),
-        tasks=names,
-        task_manager=manager,
-        num_fewshot=config.num_fewshot,
-        limit=config.limit or None,
-        apply_chat_template=config.apply_chat_template,
-        log_samples=False,
-    )
-    return {
-        f"{task} {name.removesuffix(',none').replace(',', ' ')}": float(value)
-        for task, measures in found["results"].items()
-        for name, value in measures.items()
-        if isinstance(value, int | float) and name != "sample_len"
-    }
+    return Tasks(names, manager)
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A language model in the harness's interface, with tokens and scores as its own has them."""
+    """A language model in the harness's interface, with tokens and scores as its own has them.
 
-    def __init__(self, policy: LoadedPolicy, *, batch_size: int) -> None:
+    Processes share the questions, of which each is asked all. ``check`` is called at each batch,
+    on every rank.
+    """
+
+    def __init__(
+        self,
+        policy: LoadedPolicy,
+        *,
+        batch_size: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
+        self._check = check
         self.tokenizer, self._policy, self._size = policy.tokenizer, policy, batch_size
         self._meter = LossMeter(policy.model, policy.tokenizer)
         self._positions = policy.positions or DEFAULT_POSITIONS
@@ -116,6 +168,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **unused: Any
     ) -> list[tuple[float, bool]]:
+        return self._shared(requests, self._own_loglikelihoods)
+
+    def _shared(
+        self, items: Sequence[ItemT], answer: Callable[[Sequence[ItemT]], list[ValueT]]
+    ) -> list[ValueT]:
+        """What ``answer`` gives of each item, of which each rank answers as many as another."""
+        if world_size() == 1:
+            return answer(items)
+        padded = [*items, *list(items[:1]) * (-len(items) % world_size())]
+        parts = gather_texts(json.dumps(answer(padded[rank() :: world_size()])))
+        found = zip(*map(json.loads, parts), strict=True)
+        return list(chain.from_iterable(found))[: len(items)]
+
+    def _own_loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         samples = []
         for _, context, continuation in requests:
             # A token is predicted at each position: one more than these fits.
@@ -127,6 +193,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
         for first in range(0, len(order), self._size):
             chunk = order[first : first + self._size]
+            self._check()
             scores = self._meter.scores([samples[i] for i in chunk], positions=self._positions)
             for i, score in zip(chunk, scores, strict=True):
                 found[i] = score
@@ -170,12 +237,18 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                     f"a task asks for {sampling.max_new_tokens} new tokens, and the model has "
                     f"{self._positions} positions"
                 )
-            generate = AnswerGenerator(self._policy, sampling, batch_size=self._size)
-            prompts = [self.tok_encode(requests[n].args[0])[-room:] for n in numbers]
-            seeds = [[stream_seed("generate", 0, n, 0)] for n in numbers]
-            for n, (answer,) in zip(numbers, generate(prompts, seeds=seeds), strict=True):
-                found[n] = cut_at(answer.text, until, None)
+            asked = [(n, self.tok_encode(requests[n].args[0])[-room:]) for n in numbers]
+            texts = self._shared(asked, partial(self._answers, sampling))
+            for n, text in zip(numbers, texts, strict=True):
+                found[n] = cut_at(text, until, None)
         return found
+
+    def _answers(self, sampling: Sampling, asked: Sequence[tuple[int, list[int]]]) -> list[str]:
+        """Answers to prompts, each drawn by the number that stands with it."""
+        self._check()
+        generate = AnswerGenerator(self._policy, sampling, batch_size=self._size)
+        seeds = [[stream_seed("generate", 0, n, 0)] for n, _ in asked]
+        return [answer.text for (answer,) in generate([ids for _, ids in asked], seeds=seeds)]
 
     def _sampling(self, options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:
         """How to draw, and the texts that end an answer."""

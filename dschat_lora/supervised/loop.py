@@ -294,7 +294,7 @@ def fit(
 
 
 def seeded_windows(
-    loader: StepLoader | StreamLoader, schedule: TrainSchedule, *, start: int, seed: int
+    loader: StepLoader | StreamLoader, schedule: TrainSchedule, *, start: int = 0, seed: int
 ) -> Iterator[Window]:
     """The micro-batches of each step of the schedule from ``start`` on, in turn.
 

@@ -32,7 +32,9 @@ def _sequences(batch):
             yield tuple(ids[segments == segment].tolist())
 
 
-def plain_run(path, *, max_grad_norm, steps=STEPS, packing=False, shape=(4, 2), lora=LORA):
+def plain_run(
+    path, *, max_grad_norm, steps=STEPS, packing=False, shape=(4, 2), lora=LORA, **options
+):
     theirs = plain.peft_copy_of(
         load_model(path, lora), AutoModelForCausalLM.from_pretrained(path), LoraConfig(**lora)
     )
@@ -42,7 +44,9 @@ def plain_run(path, *, max_grad_norm, steps=STEPS, packing=False, shape=(4, 2), 
     )
     windows = [next(source) for _ in range(steps)]
     rates = [RATE * factor for factor in rate_factors(steps)]
-    losses, norms = plain.train(theirs, windows, rates=rates, max_grad_norm=max_grad_norm)
+    losses, norms = plain.train(
+        theirs, windows, rates=rates, max_grad_norm=max_grad_norm, **options
+    )
     return losses, norms, dict(theirs.named_parameters())
 
 
@@ -82,6 +86,31 @@ def test_clipping_is_torchs_at_every_stage(ranks, model_directory, size, norm):
     runs = [run | {"stage": stage} for stage in stages]
     for ours in ranks(size).run("helpers.runs:train_many", runs=runs)[0]:
         assert_same_run(ours, *expected)
+
+
+def rate_of_layer(name):
+    """Of two blocks at half the rate each, and B at four times that of A."""
+    return (0.25 if ".layers.0." in name else 0.5) * (4.0 if ".lora_B." in name else 1.0)
+
+
+PLACES = [(size, stage) for size in (1, 2) for stage in (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(("size", "stage"), PLACES if ALL else [(1, 0), (2, 2)])
+def test_layers_at_rates_of_their_own_equal_a_plain_loop_of_groups(
+    ranks, model_directory, size, stage
+):
+    path = model_directory("opt")
+    ours = our_run(
+        ranks(size),
+        path,
+        max_grad_norm=1.0,
+        micro=4 // size,
+        stage=stage,
+        optim={"layerwise_lr_decay": 0.5, "loraplus_lr_ratio": 4.0},
+    )
+    assert_same_run(ours, *plain_run(path, max_grad_norm=1.0, scale=rate_of_layer))
+    assert ours["rates"][0] == pytest.approx(RATE * rate_factors(1)[0] * 2)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -51,17 +51,21 @@ def sample_loss_count(sample):
     return sum(int(label) != -100 for label in sample.labels[1:])
 
 
-def train(model, windows, *, rates, max_grad_norm, betas=(0.9, 0.95), epsilon=1e-8):
-    """(losses, gradient norms) of one optimizer step a window."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, betas=betas, eps=epsilon, weight_decay=0.0)
+def train(
+    model, windows, *, rates, max_grad_norm, betas=(0.9, 0.95), epsilon=1e-8, scale=lambda name: 1.0
+):
+    """(losses, gradient norms) of one optimizer step a window, at ``scale`` of each one's rate."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = [{"params": [p], "scale": scale(name)} for name, p in named.items()]
+    parameters = [*named.values()]
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=epsilon, weight_decay=0.0)
     losses, norms = [], []
     for window, rate in zip(windows, rates, strict=True):
         losses.append(accumulate(model, window))
         limit = max_grad_norm or float("inf")
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, limit)))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms

@@ -87,15 +87,15 @@ def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa", group=
     return model
 
 
-def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None, bits=None):
+def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None, bits=None, **optim):
     """(model, engine) as the stage builds them; call on every rank."""
     meta = settings.zero_stage == 3 and data_rank() > 0
     model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group, bits=bits)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     shard_model(model, settings)
-    optim = OptimConfig(learning_rate=rate, lora_learning_rate=rate)
-    return model, TrainEngine(CausalLMLoss(model), parameter_groups(model, optim), settings)
+    config = OptimConfig(learning_rate=rate, lora_learning_rate=rate, **optim)
+    return model, TrainEngine(CausalLMLoss(model), parameter_groups(model, config), settings)
 
 
 def loader(samples, *, micro, accumulation, packing=False, group=None, sources=()):
@@ -154,6 +154,7 @@ def train(
     context_parallel=1,
     bits=None,
     sources=(),
+    optim=None,
     want_gradient=False,
     save_adapter_to=None,
     save_merged_to=None,
@@ -174,7 +175,15 @@ def train(
     ):
         return _train(
             path,
-            build(path, lora, settings, checkpointing=checkpointing, group=group, bits=bits),
+            build(
+                path,
+                lora,
+                settings,
+                checkpointing=checkpointing,
+                group=group,
+                bits=bits,
+                **(optim or {}),
+            ),
             lora=lora,
             micro=micro,
             accumulation=accumulation,

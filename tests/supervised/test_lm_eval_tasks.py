@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import dschat_lora as dl
+from api.programs import ROWS
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.verbs import EvalConfig
 from dschat_lora.supervised.measure import show_measures
-from helpers.step1 import write_jsonl
+from helpers.step1 import checked, metrics, write_jsonl
 
 HEAD = """task: {name}
 dataset_path: json
@@ -50,17 +51,26 @@ def tasks(tmp_path_factory):
     return home
 
 
-@pytest.mark.stage
-def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path, capsys):
+SFT = {
+    **{"lora_dim": 4, "lora_learning_rate": 1e-2, "max_steps": 8, "max_seq_len": 64},
+    **{"eval_iters": 1, "eval_interval": 4, "sample_generations": 0, "quiet": True},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tasks, tmp_path_factory):
+    """A run that measures the tasks before, in the middle and at the end."""
     pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
+    home = tmp_path_factory.mktemp("run") / "out"
+    return dl.sft(eval_tasks=[str(tasks)], save_interval=4, output_dir=home, **SFT)
+
+
+@pytest.mark.stage
+def test_measures_are_those_of_the_transformers_backend(run, tasks, tmp_path, capsys):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    run = dl.sft(
-        lora_dim=4, lora_learning_rate=1e-2, max_steps=8, max_seq_len=64, eval_iters=1,
-        sample_generations=0, output_dir=tmp_path / "out", quiet=True,
-    )  # fmt: skip
     own = dl.evaluate(run, None, tasks=[str(tasks)])
     backend = HFLM(str(BUNDLED_MODEL), peft=str(run.adapter), dtype="float32", device="cpu")
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
@@ -82,6 +92,80 @@ def test_measures_are_those_of_the_transformers_backend(tasks, tmp_path, capsys)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"^--tasks \S*empty holds no task"):
         dl.evaluate(run, None, tasks=[str(tmp_path / "empty")])
+
+
+def tasks_of(line):
+    """The measures of tasks of an eval line, by the names that the verb gives them."""
+    return {
+        name.removeprefix("task/").replace("/", " ").replace("_standard_error", "_stderr"): value
+        for name, value in line.items()
+        if name.startswith("task/")
+    }
+
+
+@pytest.mark.stage
+def test_tasks_are_measured_in_training_as_of_its_checkpoints(run, tasks):
+    lines = {line["step"]: line for line in run.metrics if line["kind"] == "eval"}
+    assert [*lines] == [0, 4, 8]
+    models = {0: BUNDLED_MODEL, 4: run.path / "checkpoints" / "step-00000004", 8: run.path}
+    for step, model in models.items():
+        expected = dl.evaluate(model, None, tasks=[str(tasks)])
+        assert tasks_of(lines[step]) == pytest.approx(expected, rel=1e-6)
+    values = [lines[step]["task/toy_rolling/bits_per_byte"] for step in lines]
+    assert len(set(values)) == 3
+    assert "task/toy choice/acc" in (run.path / "report.html").read_text()
+
+
+@pytest.mark.stage
+def test_training_is_the_same_without_tasks(run, tmp_path):
+    plain = dl.sft(output_dir=tmp_path / "out", **SFT)
+    losses = [[line["loss"] for line in each.metrics if "loss" in line] for each in (run, plain)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.stage
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [0, 2])
+def test_processes_share_the_questions(run, tasks, launcher, tmp_path, stage):
+    """24 questions of two choices, and 23 answers, which two processes cannot share evenly."""
+    argv = f"--lora_dim 4 --max_steps 1 --eval_iters 1 --eval_tasks {tasks} --output_dir out"
+    argv += f" --eval_tasks_limit 23 --zero_stage {stage} --sample_generations 0"
+    found = []
+    for size in (1, 2):
+        home = tmp_path / str(size)
+        home.mkdir()
+        running = launcher.start(argv.split(), home, ranks=size)
+        assert running.wait() == [0] * size, running.output()
+        found.append(tasks_of(metrics(home / "out", "eval")[0]))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert 0 < found[0]["toy_choice acc"] < 1
+    line = next(line for line in run.metrics if line["kind"] == "eval")
+    assert found[0]["toy_rolling bits_per_byte"] != tasks_of(line)["toy_rolling bits_per_byte"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--eval_tasks_limit", 4), "--eval_tasks_limit 4 is for --eval_tasks"),
+        (("--eval_tasks", "t", "--zero_stage", 3), "--zero_stage must be at most 2, got 3"),
+    ],
+)
+def test_tasks_that_cannot_be_measured_in_training_are_refused(argv, message, first_rows):
+    with pytest.raises(ValueError, match=message):
+        checked(*argv)
+
+
+@pytest.mark.stage
+def test_unknown_tasks_and_models_that_answer_nothing_are_refused(tasks, tmp_path):
+    pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"^--eval_tasks \S*empty holds no task"):
+        dl.sft(eval_tasks=[str(tmp_path / "empty")], output_dir=tmp_path / "out", **SFT)
+    options = {"lora_dim": 4, "eval_tasks": [str(tasks)], "output_dir": tmp_path / "two"}
+    with pytest.raises(ValueError, match="--eval_tasks ask a language model"):
+        dl.reward(**options)
+    with pytest.raises(ValueError, match="--eval_tasks are measured with the held-out rows"):
+        dl.sft(data=ROWS, **options, eval_ratio=0.0, quiet=True)
 
 
 def test_as_many_tokens_are_scored_as_the_model_has_positions():

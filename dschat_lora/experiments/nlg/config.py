@@ -17,8 +17,8 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import classic, group, option
-from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.config.options import classic, group, hidden, option
+from dschat_lora.config.stages import SupervisedConfig, TasksConfig
 
 Profile = Literal["e2e", "webnlg", "dart"]
 Filter = Literal["all", "seen", "unseen"]
@@ -225,6 +225,7 @@ class NlgOptimConfig(OptimConfig):
         "--i_lrs",
     )
     learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
+    lr_probe: int = hidden(0)
     i_steps: str | None = option(
         None, help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the last ends the run"
     )
@@ -314,6 +315,7 @@ class NlgConfig(SupervisedConfig):
         max_grad_norm=0.0,
         num_train_epochs=5,
     )
+    tasks: TasksConfig = hidden(TasksConfig())
     run: RunConfig = group(
         RunConfig, merge_adapter=True, eval_interval=2000, logging_steps=100, save_interval=500
     )
