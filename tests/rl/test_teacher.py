@@ -248,8 +248,12 @@ def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, 
     ],
     ids=["answers of the data", "a system message"],
 )
-def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, options):
+def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, monkeypatch, options):
     student, teacher = sft
+    heads, make = [], engines_module.DivergenceHead
+    monkeypatch.setattr(
+        engines_module, "DivergenceHead", lambda *a, **k: heads.append(make(*a, **k)) or heads[-1]
+    )
     common = {**SHORT, **options, "teacher": teacher}
     whole = dl.distill(student, ROWS, **common)
     stop = [lambda event, step, metrics: "stop" if step == 2 else None]
@@ -257,6 +261,7 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, options):
     assert part.status == "stopped"
     rest = dl.distill(student, ROWS, output_dir=tmp_path / "out", resume="latest", **common)
     assert numbers(rest) == numbers(whole)
+    assert {head.top_k for head in heads} == {options.get("distill_top_k", 0)}
     name = "actor/adapter/adapter_model.safetensors"
     assert (rest.path / name).read_bytes() == (whole.path / name).read_bytes()
     # Minus the divergence is the reward that is told of where nothing else scores.
