@@ -20,10 +20,10 @@ def loss(rate, seed, step):
 
 def main():
     words = sys.argv[2:]
-    value = dict(pairwise(words))
-    rate, home = float(value["--lora_learning_rate"]), Path(value["--output_dir"])
-    seed, last = int(value["--seed"]), int(value["--max_steps"])
-    interval, stopped = int(value["--eval_interval"]), []
+    given = dict(pairwise(words))
+    rate, home = float(given["--lora_learning_rate"]), Path(given["--output_dir"])
+    seed, last = int(given["--seed"]), int(given["--max_steps"])
+    interval, stopped = int(given["--eval_interval"]), []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     home.mkdir(parents=True, exist_ok=True)
     log, checkpoint = home / "metrics.jsonl", home / "checkpoints" / "step"
@@ -34,7 +34,8 @@ def main():
             if step > first:
                 file.write(json.dumps({"kind": "train", "step": step}) + "\n")
             if (step % interval == 0 or step == last) and (step > first or not first):
-                line = {"kind": "eval", "step": step, "loss": loss(rate, seed, step), "time": 1.0}
+                value = loss(rate, seed, step)
+                line = {"kind": "eval", "step": step, "loss": value, "reward": -value, "time": 1.0}
                 file.write(json.dumps(line) + "\n")
             file.flush()
             time.sleep(0.01)

@@ -155,6 +155,14 @@ def test_trials_that_fall_behind_end_at_their_rung(searched):
     assert 1 <= stopped < 27
 
 
+def test_a_measure_that_is_to_rise_is_best_where_it_is_greatest(searched):
+    trials, said = searched(metric="reward")
+    assert [each.state.name for each in trials] == ["COMPLETE", "PRUNED", "PRUNED"]
+    assert trials[0].value == pytest.approx(-loss(1e-3, 1234, 27))
+    assert "the greatest held-out reward is best" in said
+    assert "best: trial-00" in said
+
+
 def test_in_python_a_search_gives_its_best_options_and_trials(searched, monkeypatch):
     import dschat_lora as dl
 
@@ -193,7 +201,7 @@ def test_mistakes_in_python_are_named(stage, given, error, message):
 
 
 def test_seeds_count_by_their_mean_and_run_at_a_time(searched):
-    trials, _ = searched({"seed": 3}, seeds=2, rates=(1e-3,))
+    trials, _ = searched({"seed": 3}, seeds=2, rates=(1e-3,), min_steps=3)
     assert trials[0].value == pytest.approx((loss(1e-3, 3, 27) + loss(1e-3, 4, 27)) / 2)
     assert trials[0].intermediate_values[3] == pytest.approx(
         (loss(1e-3, 3, 3) + loss(1e-3, 4, 3)) / 2
@@ -230,7 +238,7 @@ def test_trials_beyond_the_listed_ones_lie_between_them(searched, monkeypatch):
 
 
 def test_an_unknown_measure_ends_the_search_and_its_runs(searched):
-    with pytest.raises(ValueError, match=r"^--metric score must be one of loss$"):
+    with pytest.raises(ValueError, match=r"^--metric score must be one of loss, reward$"):
         searched(metric="score")
     assert not _runs_here()
 

@@ -261,12 +261,15 @@ def test_instructions_of_ifeval_are_checked_by_its_checkers():
     for response, followed in (
         ("One two three four. That is all.", 3),
         ("One, two three four. That is all.", 2),
+        ("Here, in full:\nOne two three four. That is all.", 2),  # its first line counts too
         ("One, two", 0),
         ("Two", 1),
         ("", 0),
     ):
         assert share(response, row) == pytest.approx(followed / 3), response
         assert all_of_them(response, row) == float(followed == 3)
+    without = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"]}
+    assert [share(each, without) for each in ('"a b"', '"a, b"', "a, b")] == [1.0, 0.5, 0.0]
     assert share("anything", {"instruction_id_list": []}) is None
     with pytest.raises(ValueError, match="IFEval has no instruction 'length:words'"):
         share("a", {"instruction_id_list": ["length:words"]})
