@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 # Before anything imports torch, DeepSpeed or transformers.
@@ -82,16 +83,17 @@ def first_rows(monkeypatch):
     monkeypatch.setattr("dschat_lora.data.rows.SMALL_FILE", 500_000)
 
 
-def cpu_seconds():
-    """CPU time of this process and of all that it started, ended or not."""
-    processes = [psutil.Process()]
-    processes += processes[0].children(recursive=True)
-    total = 0.0
-    for process in processes:
-        try:
-            total += sum(process.cpu_times()[:4])
-        except psutil.NoSuchProcess:
-            continue  # its parent has its time
+def cpu_seconds(pid=None):
+    """CPU time of this process, or of another, and of all that it started, ended or not."""
+    try:
+        process = psutil.Process(pid)
+        total = sum(process.cpu_times()[:4])
+    except psutil.NoSuchProcess:
+        return 0.0  # its parent has its time
+    # The lists of the threads; psutil would read through all processes of the machine.
+    for path in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        with suppress(OSError):
+            total += sum(cpu_seconds(int(child)) for child in path.read_text().split())
     return total
 
 
