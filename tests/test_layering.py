@@ -33,7 +33,7 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "config": Room(
             libraries="yaml",
-            light="bundled data files groups held options parser stages values verbs",
+            light="bundled data files groups held options parser staging stages values verbs",
         ),
     },
     {
@@ -61,7 +61,7 @@ FLOORS = [
         "checkpoint": Room(
             "algos config engine lora",
             "safetensors torch transformers",
-            "adapter_config history manifest quantization staging",
+            "adapter_config history manifest quantization",
         ),
         "perf": Room("lora", "torch", "cards"),
     },

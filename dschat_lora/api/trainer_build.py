@@ -23,13 +23,13 @@ from dschat_lora.algos.tensors import check_finite
 from dschat_lora.api.options import model_value
 from dschat_lora.api.process import variables_kept
 from dschat_lora.checkpoint.manifest import verify, write_manifest
-from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import TensorFiles, save_tensors
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import LoraConfig, OptimConfig, is_on
 from dschat_lora.config.options import build_config, group, options_in_python
 from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.config.staging import staged_directory
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (

@@ -37,9 +37,9 @@ from dschat_lora.checkpoint.adapter_tensors import (
 )
 from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import TensorFiles, save_weights
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.staging import staged_directory
 from dschat_lora.lora.groups import PARTS
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import (

@@ -19,9 +19,9 @@ from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import AdapterConfig, read_adapter_config
 from dschat_lora.checkpoint.model_card import model_card
 from dschat_lora.checkpoint.score_class import score_class_code
-from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.staging import staged_directory
 from dschat_lora.engine.distributed import device, on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.layers import value_shape

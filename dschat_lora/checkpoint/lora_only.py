@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.adapter_tensors import check_scaling
 from dschat_lora.checkpoint.manifest import safetensors_header
-from dschat_lora.checkpoint.staging import staged_file
 from dschat_lora.checkpoint.tensors import save_weights
 from dschat_lora.config.groups import OWN_SETTINGS, LoraConfig
+from dschat_lora.config.staging import staged_file
 from dschat_lora.lora.groups import PARTS, parts_of
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters, lora_layers

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
-from dschat_lora.checkpoint.staging import staged_file
 from dschat_lora.config.files import MOST_BYTES, parse_json, read_bytes, read_json
+from dschat_lora.config.staging import staged_file
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

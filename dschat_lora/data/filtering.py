@@ -1,18 +1,17 @@
 """Deduplication and decontamination of rows, their languages, and a file of the rows that stay."""
 
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import regex
 
 from dschat_lora.config.data import DataConfig, FilterConfig
-from dschat_lora.config.files import naming
+from dschat_lora.config.staging import staged_file
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.messages import content_text
 from dschat_lora.data.nlg import TOKEN_IDS, token_texts
@@ -163,7 +162,11 @@ def filter_rows(
     """
     judge = RowFilter(config, data, chat, kind=kind, seed=seed)
     options = ("data_path", "sft_only_data_path")[: 2 if kind == "samples" else 1]
-    with _staged(config.kept_path) as file:
+    with ExitStack() as stack:
+        file = None
+        if config.kept_path is not None:
+            staging = stack.enter_context(staged_file(Path(config.kept_path).expanduser()))
+            file = stack.enter_context(staging.open("wb"))
         for source in config_sources(data, head=False):
             for row in iter_unread(source) if source.option in options else ():
                 fate = judge.fate(row.read())
@@ -237,23 +240,3 @@ def count_languages(texts: Sequence[str]) -> dict[str, int]:
         classify(text[:LANGUAGE_CHARACTERS])[0] if _LETTER.search(text) else "zxx" for text in texts
     )
     return dict(sorted(codes.items(), key=lambda item: (-item[1], item[0])))
-
-
-@contextmanager
-def _staged(name: str | None) -> Iterator[IO[bytes] | None]:
-    """A file that appears whole at the end of the block; None without a name."""
-    if name is None:
-        yield None
-        return
-    path = Path(name).expanduser()
-    staged = path.with_name(path.name + ".partial")
-    try:
-        with naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with staged.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.options import command_line, fail, value_text
+from dschat_lora.config.staging import write_whole
 from dschat_lora.pipeline.launch import Relay, launch_command, launcher_command, typed_command
 from dschat_lora.pipeline.recipe import Recipe, check_stages, read_recipe
 from dschat_lora.report.directory import leftovers, read_object

@@ -7,7 +7,6 @@ What comes from data is escaped text, or JSON that no parser of HTML takes for a
 import base64
 import hashlib
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dschat_lora.config.files import naming
+from dschat_lora.config.staging import write_whole
 from dschat_lora.report import sections, verdict
 from dschat_lora.report.curves import Chart, chart_data, charts_of
 from dschat_lora.report.log import RunLog
@@ -44,15 +43,7 @@ def write_report(path: Path, html: str) -> None:
     Raises:
         OSError: if the disk refuses; a file that was there stays as it was.
     """
-    staged = path.with_name(path.name + ".partial")
-    try:
-        with naming(path), staged.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(html)
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    write_whole(path, html)
 
 
 class LiveReport:

@@ -21,11 +21,11 @@ from dschat_lora.checkpoint.history import (
     step_directory,
 )
 from dschat_lora.checkpoint.manifest import read_manifest, write_manifest
-from dschat_lora.checkpoint.staging import staged_directory
 from dschat_lora.checkpoint.tensors import TensorFiles, save_tensors
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.config.staging import staged_directory
 from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_rank_zero, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import RunLog, jsonable

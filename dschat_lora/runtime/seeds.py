@@ -9,8 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.options import command_line, flatten
+from dschat_lora.config.staging import write_whole
 from dschat_lora.report.directory import default_directory, read_object
 from dschat_lora.report.terminal import log_once, table
 

@@ -15,7 +15,7 @@ from dschat_lora.checkpoint.adapter_config import (
     verify_adapter,
 )
 from dschat_lora.checkpoint.history import is_checkpoint
-from dschat_lora.checkpoint.staging import staged_file
+from dschat_lora.config.staging import staged_file
 from dschat_lora.config.verbs import ExportConfig, PushConfig
 from dschat_lora.report.terminal import log_once, note, to_json
 

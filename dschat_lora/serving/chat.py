@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from dschat_lora.checkpoint.staging import write_whole
+from dschat_lora.config.staging import write_whole
 from dschat_lora.data.messages import Message
 from dschat_lora.endpoint.answers import Piece, StoppedError, TooLongError
 from dschat_lora.endpoint.requests import AnswerOptions

@@ -15,8 +15,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from dschat_lora.checkpoint.staging import staged_file, write_whole
 from dschat_lora.checkpoint.tensors import save_weights
+from dschat_lora.config.staging import staged_file, write_whole
 from dschat_lora.tinker.adapters import CHECKPOINT_FILE
 
 SCHEME = "tinker://"

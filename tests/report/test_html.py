@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import re
 from base64 import b64encode
 from dataclasses import replace
@@ -779,7 +780,7 @@ def test_a_full_disk_leaves_the_earlier_report_and_names_the_file(tmp_path, monk
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(html_module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device.*report.html"):
         write_report(path, "later")
     assert path.read_text() == "earlier"

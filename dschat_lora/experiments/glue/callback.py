@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from dschat_lora.checkpoint.history import STATE_FILE, read_state, rotate
 from dschat_lora.checkpoint.manifest import DamagedError, verify, write_manifest
-from dschat_lora.checkpoint.staging import sync_all, write_whole
+from dschat_lora.config.staging import sync_all, write_whole
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.distributed import (
     broadcast_string,

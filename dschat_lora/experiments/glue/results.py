@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dschat_lora.checkpoint.extract import empty_classifier, write_trained
 from dschat_lora.checkpoint.lora_only import LoraOnly
-from dschat_lora.checkpoint.staging import staged_file, write_whole
 from dschat_lora.checkpoint.tensors import save_weights, writing
+from dschat_lora.config.staging import staged_file, write_whole
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import TaskSplit
 from dschat_lora.experiments.glue.model import lora_settings, trained_tensors

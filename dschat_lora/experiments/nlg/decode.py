@@ -11,9 +11,9 @@ import torch
 
 from dschat_lora.checkpoint.gpt2_checkpoint import read_gpt2_checkpoint
 from dschat_lora.checkpoint.lora_only import load_lora_only, lora_config_of_file, read_lora_only
-from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import fail
+from dschat_lora.config.staging import write_whole
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.nlg import TOKEN_IDS, TwoWayTokenizer, token_texts
 from dschat_lora.data.readers import RowError, iter_rows

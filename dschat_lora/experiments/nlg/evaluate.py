@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.options import fail
+from dschat_lora.config.staging import write_whole
 from dschat_lora.experiments.nlg import metrics
 from dschat_lora.experiments.nlg.config import EvaluateConfig, MetricName, Profile
 from dschat_lora.experiments.nlg.metrics import References, Score, Texts

@@ -11,8 +11,8 @@ from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.checkpoint.staging import write_whole
 from dschat_lora.config.files import parse_json
+from dschat_lora.config.staging import write_whole
 from dschat_lora.experiments.nlg.config import EvaluateConfig, Filter, FormatConfig
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
