@@ -108,7 +108,8 @@ def with_expert_settings(
     its experts a token then meets as many trained numbers as in a dense layer, as in "LoRA Without
     Regret" (Thinking Machines, 2025).
     """
-    names = [name for name in targets if name in expert_names(model)]
+    experts = expert_names(model)
+    names = [name for name in targets if name in experts]
     if not names:
         return config
     if config.expert_lora_dim is None:

@@ -125,7 +125,7 @@ def test_vllm_is_started_for_a_run_and_ends_with_it(tmp_path):
             output_dir=tmp_path / "run",
             rollout_engine="vllm",
             vllm_command=command_of(address),
-            **OPTIONS,
+            **OPTIONS | {"eval_prompts": 0},
         )
     check_drawn(run)
     told = json.loads((tmp_path / "run/vllm/0.log").read_text().splitlines()[0])
@@ -224,7 +224,14 @@ def test_oversampling_of_data_that_are_one_iteration_is_refused_before_a_model_i
         )
 
 
-AHEAD = {**OPTIONS, "rollouts_ahead": 1, "actor_lora_learning_rate": 5e-3, "log_rollouts": 128}
+AHEAD = {**OPTIONS, "rollouts_ahead": 1, "actor_lora_learning_rate": 5e-3, "eval_prompts": 0}
+# Enough for texts that differ where the policy does.
+SMALL = {
+    **AHEAD,
+    "per_device_generation_batch_size": 8,
+    "per_device_training_batch_size": 8,
+    "max_answer_seq_len": 8,
+}
 
 
 def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_from_the_same(
@@ -234,7 +241,7 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
         return "stop" if (event, step) == ("train", 2) else None
 
     with server() as address:
-        options = {"data": ROWS, "rewards": brevity, "rollout_engine": address, **AHEAD}
+        options = {"data": ROWS, "rewards": brevity, "rollout_engine": address, **SMALL}
         whole = dl.rlhf(max_steps=4, output_dir=tmp_path / "whole", **options)
         home = tmp_path / "stopped"
         dl.rlhf(max_steps=4, output_dir=home, callbacks=[stop], **options)
@@ -246,7 +253,7 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
     assert [{version for _, version in found[n]} for n in sorted(found)] == [{0}, {0}, {1}, {2}]
     assert drawn(home) == found
     # What an adapter that learnt nothing draws with the same seeds, by our own decoder.
-    still = {**AHEAD, "rollouts_ahead": 0, "actor_lora_learning_rate": 1e-12}
+    still = {**SMALL, "rollouts_ahead": 0, "actor_lora_learning_rate": 1e-12}
     untrained = dl.rlhf(
         data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "own", **still
     )

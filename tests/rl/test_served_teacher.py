@@ -230,7 +230,11 @@ def test_options_that_a_served_teacher_has_not_are_refused(argv, words):
 
 
 @pytest.mark.stage
-@pytest.mark.parametrize("more", [{}, {"teacher_system_prompt": "Be kind."}])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({}, marks=pytest.mark.thorough), {"teacher_system_prompt": "Be kind."}],
+    ids=["the student's prompts", "prompts of its own"],
+)
 def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, monkeypatch, more):
     teacher = write_run(tmp_path / "teacher", seed=3)
     own = dl.distill(data=ROWS, teacher=str(teacher), **more, **SHORT)
