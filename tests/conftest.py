@@ -18,6 +18,8 @@ os.environ["XDG_CACHE_HOME"] = _CACHE
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch compiles in this process: to start others takes longer than what tests compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("PYTHONHASHSEED", "0")  # else GLUE's command would start Python anew
 # Tests of the tier "gpu" give it back to the processes they start.

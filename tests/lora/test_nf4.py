@@ -66,8 +66,10 @@ def test_values_are_those_of_the_paper(shape, dtype):
     weight = drawn(*shape, dtype=dtype)
     held = quantize(weight, dtype=dtype)
     expected = reference(weight, state_of(held).absmax())
-    assert torch.equal(values_of(held), expected.to(dtype))
-    assert torch.equal(values_of(held, torch.float32), expected)
+    # bitsandbytes compiles what reads an odd number of values, which takes 20 seconds.
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(values_of(held), expected.to(dtype))
+        assert torch.equal(values_of(held, torch.float32), expected)
     largest = torch.stack([block.abs().max() for block in weight.float().flatten().split(64)])
     torch.testing.assert_close(state_of(held).absmax(), largest, atol=0.02, rtol=0)
 
