@@ -20,6 +20,7 @@ from helpers.iterations import ragged_responses
 from helpers.pairs import plain_scores
 from helpers.plain_ppo import said_of, score_of, stock_policy, stock_scorer, values_of
 from helpers.roles import LAYERS, asked_of, config_of, networks_of, roles_of, save_adapters
+from helpers.spread import ALL
 from helpers.tiny import VOCAB, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -83,7 +84,7 @@ def move(model, by=0.05):
             parameter.add_(by * torch.randn(parameter.shape, generator=generator))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", LAYERS if ALL else ["opt", "gpt2"])
 def test_roles_say_what_four_separate_stock_models_say(family, kind):
     base, actor, reward = family(kind)
     roles = roles_of(ADAPTERS, actor, reward)

@@ -26,6 +26,7 @@ from dschat_lora.rl.rollout_servers import ServerError
 from dschat_lora.rl.served_teacher import TeacherError, open_teacher, read_prompt_logprobs
 from dschat_lora.rl.validation import check_rlhf
 from helpers.served import running_server, send, write_run
+from helpers.spread import ALL
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 
@@ -117,7 +118,7 @@ def stock_logprobs(run, ids):
     return table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("size", [512, 7], ids=["at once", "in parts"])
+@pytest.mark.parametrize("size", [7, *[512] * ALL])
 def test_serve_gives_log_probabilities_of_prompts(tmp_path, monkeypatch, size):
     monkeypatch.setattr(slots, "SCORED_TOKENS", size)
     run = write_run(tmp_path / "run", seed=3)
