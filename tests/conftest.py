@@ -53,6 +53,7 @@ def pytest_collection_finish(session):
     # What imports left stays for good; else each full collection walks through all of it.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)  # tests of models make many objects, and little garbage
     gc.enable()
 
 

@@ -11,7 +11,7 @@ from dschat_lora.models.causal_lm import Policy, PolicyHead
 from dschat_lora.rl.batch import Response, collate
 from helpers.iterations import ragged_responses
 from helpers.plain_ppo import said_of
-from helpers.spread import ALL
+from helpers.spread import ALL, pairwise
 from helpers.tiny import VOCAB, tiny_model
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -101,13 +101,20 @@ def test_entropy_that_is_only_reported_has_no_gradient():
     assert not entropies.requires_grad
 
 
-@pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("rows", [2, 1000])
+HEADS = {"adapted": ADAPTED_HEAD, "saved": SAVED_HEAD, "every weight": None}
+HEAD_FACTORS = {
+    "head": tuple(HEADS),
+    "rows": (2, 1000),
+    "temperature": (1.0, 0.7),
+    "entropy": (True, False),
+}
+
+
 @pytest.mark.parametrize(
-    "lora", [ADAPTED_HEAD, SAVED_HEAD, None], ids=["adapted", "saved", "every weight"]
+    tuple(HEAD_FACTORS), [tuple(row.values()) for row in pairwise(HEAD_FACTORS)]
 )
-def test_a_head_that_trains_gets_its_gradient(lora, rows, temperature, entropy):
+def test_a_head_that_trains_gets_its_gradient(head, rows, temperature, entropy):
+    lora = HEADS[head]
     model = adapted(tiny_model("llama"), lora)
     policy = Policy(model, entropy_trains=entropy)
     policy.head.rows = rows

@@ -14,6 +14,7 @@ from dschat_lora.models import attention
 from dschat_lora.models import backbone as backbone_module
 from dschat_lora.models.backbone import Backbone
 from helpers.pairs import ragged_pairs
+from helpers.spread import ALL
 from helpers.tiny import VOCAB, ragged_samples, tiny_model
 
 WINDOW = 3
@@ -200,7 +201,7 @@ def test_no_cpu_and_no_32_bits_have_the_kernel():
     assert not attention.has_varlen(torch.device("cuda"), torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["opt", "llama", "sliding"])
+@pytest.mark.parametrize("kind", ["opt", "sliding", *["llama"] * ALL])
 @torch.no_grad()
 def test_flex_attention_sees_what_the_dense_mask_lets_through(kind, monkeypatch):
     # On a CPU it has no backward pass, and is slow to compile.
