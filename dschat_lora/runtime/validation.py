@@ -358,8 +358,6 @@ def check_probe(config: SupervisedConfig, rules: StageRules) -> None:
             f"{asked} is for SFT and reward models: the loss of dpo goes on falling at rates that "
             "spoil the answers; dschat-lora tune dpo --metric accuracy compares whole runs"
         )
-    if config.data.streaming:
-        raise ValueError(f"{asked} reads the first rows anew for each trial: drop --streaming")
     values, adapts = flatten(config), config.lora.lora_dim > 0
     for name in ("lora_learning_rate", "lora_lr_multiplier") if adapts else ("learning_rate",):
         if name in config.given and values[name] not in (None, "auto"):
@@ -407,6 +405,11 @@ def check_streaming(config: StageConfig) -> None:
         raise ValueError(
             "--streaming reads data whose length is not known before; give --max_steps, the "
             "optimizer steps of the run"
+        )
+    if isinstance(config, SupervisedConfig) and config.optim.lr_probe:
+        raise ValueError(
+            f"--lr_probe {config.optim.lr_probe} reads the first rows anew for each trial: drop "
+            "--streaming"
         )
     dpo = config.dpo if isinstance(config, DpoStageConfig) else None
     if dpo is not None and dpo.has_reference and dpo.precompute_ref_log_probs:
