@@ -345,8 +345,10 @@ class Generator:
             counted = self._num_drafts > 0 and self._own_batches
             if counted:
                 self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
-            # A decoder that refills its rows takes all prompts, and so do other engines.
+            # A decoder that refills its rows takes all prompts, and so do other engines. Where some
+            # are given up that would be the last ones of the queue, however short their responses.
             refills = self._own_batches and decoder.refills and keep_going is None
+            refills = refills and needed is None
             batches = self._own_batches and not (refills and self._episodes is None)
             batches = batches or self._agents is not None
             at_a_time = max(1, self._batch_size // num_generations if batches else len(order))

@@ -285,6 +285,17 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
     assert decode(prompts, SAMPLING, seeds=seeds).cut == [False] * len(whole)
 
 
+def test_prompts_at_the_end_of_the_queue_are_given_up_no_sooner_than_others(actor):
+    """Of each batch its share, as the docs say: else the shortest prompts would never be learnt."""
+    prompts = [PromptSample(torch.arange(3, 5 + n), b"") for n in range(8)]
+    model = share_parameters(actor.model).eval()
+    engine = SimpleNamespace(device=torch.device("cpu"), zero_stage=0)
+    generate = rollout.Generator(engine, model, model, eos_ids=(), pad_id=0, batch_size=4)
+    found = generate(prompts, Sampling(2), num_generations=1, key=("x",), needed=4)
+    # Two batches, the longest prompts first; of responses that are as long the first ones are kept.
+    assert [len(each.prompt) for each in found] == [4, 5, 8, 9]
+
+
 def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
     prompts = [prompt for prompt in actor.prompts for _ in range(3)]
     seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
