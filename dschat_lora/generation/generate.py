@@ -167,12 +167,12 @@ class Decoder:
         before = self._rows if self._retains else None
         known, self._weights = self._weights, _weights_of(self._model)
         fits = self._rows is None or self._rows.holds(len(flat), columns)
-        fits = fits and all(each.capacity >= len(flat) for each in self._responses.values())
+        key = (sampling, keep_logprobs, limits is not None)
+        fits = fits and (key not in self._responses or self._responses[key].capacity >= len(flat))
         if not (self._keeps and fits and known == self._weights):
             slots = None if self._keeps else self._slots  # where nothing is recorded
             self.release()
             self._slots = slots
-        key = (sampling, keep_logprobs, limits is not None)
         if key not in self._responses:
             self._responses[key] = Responses(
                 max(len(flat), self._largest[0] if self._keeps else 0),

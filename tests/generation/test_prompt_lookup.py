@@ -270,6 +270,18 @@ def test_rows_of_sequences_that_have_ended_are_refilled(drafts):
     assert found.tokens() == plain(prompts, Sampling(9), **options).tokens()
 
 
+def test_calls_of_other_sampling_and_size_keep_what_was_recorded():
+    tapes, options = [], {"eos_ids": (), "pad_id": 0, "device": CPU, "largest": (2, 9)}
+    decoder = Decoder(
+        tiny_model("llama"), record=lambda step: tapes.append(Tape(step)) or tapes[-1], **options
+    )
+    counts = []
+    for size, sampling in [(6, Sampling(4)), (3, Sampling(4, do_sample=False))] * 3:
+        decoder([[5, 6]] * size, sampling, seeds=[[n] for n in range(size)])
+        counts.append(len(tapes))
+    assert counts[1] == counts[-1] > counts[0], "training's and evaluation's steps, each once"
+
+
 def test_a_sequence_that_ends_within_a_draft_leaves_at_once(monkeypatch):
     model, options = tiny_model("llama"), {"pad_id": 0, "device": CPU}
     sampling = Sampling(9)
