@@ -278,15 +278,15 @@ def _check_columns(
 
 
 def _check_others(config: RlhfConfig, num_prompts: int) -> None:
-    """Refuse over-sampling of data that are one iteration; of streams there are always others."""
-    batch = config.batch
+    """Refuse over-sampling of data, or of blocks of a stream, that are one iteration."""
+    batch, known, remedy = config.batch, num_prompts, "give more prompts"
+    if config.data.streaming:
+        known, remedy = config.data.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
     rows = batch.per_device_generation_batch_size * batch.generation_batches * data_world_size()
-    others = config.data.streaming or num_prompts > rows // batch.num_generations
-    if batch.oversample > 1 and not others:
+    if batch.oversample > 1 and known <= rows // batch.num_generations:
         raise ValueError(
-            f"--oversample {batch.oversample:g} begins further prompts than the {num_prompts} of "
-            "an iteration, and the data has no others: give more prompts, or fewer "
-            "--generation_batches"
+            f"--oversample {batch.oversample:g} begins further prompts than the {known} of an "
+            f"iteration, and there are no others: {remedy}, or fewer --generation_batches"
         )
 
 

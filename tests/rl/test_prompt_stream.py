@@ -6,9 +6,11 @@ import math
 import pytest
 
 from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.config.options import build_config
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.stream_loader import Stream
-from dschat_lora.rl.config import PromptConfig
+from dschat_lora.rl import setup
+from dschat_lora.rl.config import PromptConfig, RlhfConfig
 from dschat_lora.rl.prompt_stream import PromptStream
 from dschat_lora.rl.rollout import PromptOrder
 from dschat_lora.rl.trainer import RlhfSchedule, StreamedSchedule
@@ -134,3 +136,14 @@ def test_steps_and_iterations_are_those_of_prepared_prompts(files, each, rows, m
     run.stream.close()
     assert iteration == streamed.num_iterations == expected.num_iterations
     assert streamed.num_steps == max_steps
+
+
+def test_oversampling_of_blocks_that_are_one_iteration_is_refused():
+    options = {"data_path": ("a.jsonl",), "streaming": True, "oversample": 1.5}
+    options |= {"per_device_generation_batch_size": 16}
+    more, few = (
+        build_config(RlhfConfig, {**options, "shuffle_buffer_size": size}) for size in (17, 16)
+    )
+    setup._check_others(more, 1000)
+    with pytest.raises(ValueError, match="than the 16 of an .*give a larger --shuffle_buffer_size"):
+        setup._check_others(few, 1000)
