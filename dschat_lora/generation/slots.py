@@ -13,7 +13,12 @@ from transformers import PreTrainedModel
 
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.algos.segments import to_device
-from dschat_lora.generation.batch_state import COLUMN_BUCKET, next_logits, padded_left
+from dschat_lora.generation.batch_state import (
+    COLUMN_BUCKET,
+    ROW_BUCKETS,
+    next_logits,
+    padded_left,
+)
 from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import RecurrentStates, fast_attention, takes_cache
@@ -144,8 +149,8 @@ class SlotCache(RecurrentStates):
 class SlotRows:
     """A batch whose rows come and go; each row may use another adapter.
 
-    Where steps are recorded, and on a GPU, their shapes are few: rows are a power of two, those
-    that hold no sequence read and write where nobody else does.
+    Where steps are recorded, and on a GPU, their shapes are few: rows are a power of two, or a
+    multiple of 128; those that hold no sequence read and write where nobody else does.
 
     Args:
         model: in evaluation mode; whole, with a kind of attention that takes our cache.
@@ -432,7 +437,9 @@ class SlotRows:
         """The shape that a step of so many rows and columns takes, where shapes are to be few."""
         if not self._has_few_shapes:
             return rows, columns
-        return 1 << max(0, rows - 1).bit_length(), columns + -columns % COLUMN_BUCKET
+        most = ROW_BUCKETS[-1]  # beyond that a power of two would take up to twice the memory
+        rows = rows + -rows % most if rows > most else 1 << max(0, rows - 1).bit_length()
+        return rows, columns + -columns % COLUMN_BUCKET
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room; where something moves for it, nothing recorded is replayed."""

@@ -282,6 +282,21 @@ def test_calls_of_other_sampling_and_size_keep_what_was_recorded():
     assert counts[1] == counts[-1] > counts[0], "training's and evaluation's steps, each once"
 
 
+def test_many_rows_take_the_memory_of_a_batch_that_is_not_refilled():
+    model, steps = tiny_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda module, args, given: steps.append(len(given["input_ids"])), with_kwargs=True
+    )
+    rows = [SlotRows(model, pad_id=0, record=lambda step: step) for _ in range(2)]
+    for each, count in zip(rows, (5, 260), strict=True):
+        each.reserve(count, 9)
+        with each.kernels(), torch.no_grad():
+            each.join([[5, 6]] * count, [0] * count)
+            each.step([[7]] * count)
+    assert steps[1::2] == [8, 384]
+    assert [each._cache.rows for each in rows] == [8, 384]
+
+
 def test_a_sequence_that_ends_within_a_draft_leaves_at_once(monkeypatch):
     model, options = tiny_model("llama"), {"pad_id": 0, "device": CPU}
     sampling = Sampling(9)
