@@ -28,7 +28,15 @@ from dschat_lora.data.loader import (
 from dschat_lora.data.prepare import num_workers, source_names, token_rule
 from dschat_lora.data.record_files import RowReader
 from dschat_lora.data.rows import DataKind, config_sources, row_options
-from dschat_lora.data.stream import MAX_EXAMPLES, Block, ChunkReader, Pool, find_shards, read_blocks
+from dschat_lora.data.stream import (
+    MAX_EXAMPLES,
+    Block,
+    ChunkReader,
+    Pool,
+    StreamError,
+    find_shards,
+    read_blocks,
+)
 
 POLL = 0.1  # seconds between two looks at whether reading is to end
 PATIENCE = 10  # seconds in which it does, unless a read hangs
@@ -202,13 +210,18 @@ class StreamedRows:
         used, is_known = state["used"], state["start"] is not None
         while not self.has_ended:
             members: list[tuple[Block, PackedRow]] = []
+            before = self._state
             while len(members) < self._taken:
                 if block is None or used == len(rows):
                     if block is not None:
                         if block.ends_stream or (block.ends_epoch and members):
                             break
                         used, is_known = 0, False
-                    block = Block.decode(self._stream.next(), self._kind)
+                    try:
+                        block = Block.decode(self._stream.next(), self._kind)
+                    except StreamError:  # the run goes on from before these rows
+                        self._state = before
+                        raise
                     rows = self.rows_of(block)
                     if not is_known:
                         self._tell(block)

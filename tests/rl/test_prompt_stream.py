@@ -8,6 +8,7 @@ import pytest
 from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.options import build_config
 from dschat_lora.data.prepare import prepare
+from dschat_lora.data.stream import StreamError
 from dschat_lora.data.stream_loader import Stream
 from dschat_lora.rl import setup
 from dschat_lora.rl.config import PromptConfig, RlhfConfig
@@ -110,6 +111,27 @@ def test_a_run_goes_on_at_the_prompt_at_which_it_was_left(files, ahead):
         assert [again.prompts() for _ in range(2)] == whole[iteration : iteration + 2]
         assert json.dumps(again.order.state()) == states[iteration + 2]
         again.stream.close()
+
+
+def test_an_iteration_that_cannot_be_read_whole_counts_for_nothing(files):
+    for path in files.glob("*.jsonl"):
+        path.write_text(path.read_text().replace("\n", '\n{"other": 1}\n'))
+    for failing in range(1, 6):
+        run = Run(files, 6, shuffle_buffer_size=4, bad_rows="skip")
+        blocks, read = iter(range(failing)), run.stream.next
+
+        def next_or_fail(blocks=blocks, read=read):
+            if next(blocks, None) is None:
+                raise StreamError("lost")
+            return read()
+
+        run.stream.next = next_or_fail
+        before = ""
+        with pytest.raises(StreamError):
+            while before := json.dumps(run.order.state()):
+                run.prompts()
+        run.stream.close()
+        assert json.dumps(run.order.state()) == before
 
 
 def run_passes(state):
