@@ -125,13 +125,17 @@ def test_an_iteration_that_cannot_be_read_whole_counts_for_nothing(files):
                 raise StreamError("lost")
             return read()
 
-        run.stream.next = next_or_fail
-        before = ""
-        with pytest.raises(StreamError):
-            while before := json.dumps(run.order.state()):
+        run.stream.next, states = next_or_fail, []
+
+        def read_on(run=run, states=states):
+            while True:
+                states.append(json.dumps(run.order.state()))
                 run.prompts()
+
+        with pytest.raises(StreamError):
+            read_on()
         run.stream.close()
-        assert json.dumps(run.order.state()) == before
+        assert json.dumps(run.order.state()) == states[-1]
 
 
 def run_passes(state):
