@@ -16,16 +16,11 @@ there is gone on with. The pictures of the page need matplotlib, as ``make docs`
 """
 
 import argparse
-import importlib
-import io
 import json
 import math
-import multiprocessing
 import random
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean, stdev
@@ -33,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.common.grid import read_cells, run_cells
 from benchmarks.common.report import with_tables
 
 SEEDS = (1, 2, 3)
@@ -118,6 +114,8 @@ def write_codes(path: Path, rows: int) -> None:
 
 def train(cell: Cell, directory: Path) -> float:
     """Held-out loss of a run, of codes on the rows that it learned, or reward of GRPO."""
+    if cell.variant:
+        return train_variant(cell, directory)
     import dschat_lora as dl
 
     common = {
@@ -230,38 +228,6 @@ def train_variant(cell: Cell, directory: Path) -> float:
         return float(loss_of(samples))
 
 
-def measure(cell: Cell, connection: Any) -> None:
-    """Send what a run came to, NaN of one that failed."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):
-        try:
-            run = train_variant if cell.variant else train
-            connection.send(run(cell, Path(directory)))
-        except Exception as error:  # noqa: BLE001 - a rate that is too high may end a run
-            print(f"{cell}: {error}")
-            connection.send(math.nan)
-
-
-def run_grid(path: Path) -> None:
-    """Run the cells that a file of results lacks; each is stored at once."""
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    done = {Cell(**{k: v for k, v in each.items() if k != "value"}) for each in known}
-    missing = [cell for cell in grid() if cell not in done]
-    context = multiprocessing.get_context("fork")
-    for name in ("api.stages", "supervised.stages", "rl.train"):  # once, for all runs
-        importlib.import_module(f"dschat_lora.{name}")
-    for number, cell in enumerate(missing, 1):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=measure, args=(cell, theirs))
-        process.start()
-        value = ours.recv()
-        process.join()
-        known.append({**asdict(cell), "value": None if math.isnan(value) else round(value, 5)})
-        lines = ",\n".join(json.dumps(each) for each in known)
-        path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        print(f"{number}/{len(missing)} {cell}: {value:.4f}", flush=True)
-
-
 class Best(NamedTuple):
     """The best rate of a group of cells, its mean over seeds and the standard error of that."""
 
@@ -283,11 +249,8 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         """Read a file of results."""
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        self.values: dict[Cell, float] = {}
-        for row in rows:
-            value = row.pop("value")
-            self.values[Cell(**row)] = math.nan if value is None else value
+        found = read_cells(Cell, path).items()
+        self.values = {cell: math.nan if value is None else value for cell, value in found}
 
     def curve(self, **fields: Any) -> dict[float, list[float]]:
         """Values by rate, of the cells that have these fields."""
@@ -456,7 +419,7 @@ def main() -> None:
     parser.add_argument("page", type=Path, nargs="?", default=Path("docs/lora_regret.md"))
     given = parser.parse_args()
     if given.what == "run":
-        return run_grid(given.results)
+        return run_cells(grid(), train, given.results)
     results = Results(given.results)
     draw(results, given.page.parent / "pictures" / "lora_regret.svg")
     text = given.page.read_text(encoding="utf-8")

@@ -39,9 +39,8 @@ def write_base(folder: Path, *, steps: int, seed: int = 0) -> None:
     model.eval().save_pretrained(folder)
 
 
-def new_model(tokenizer: PreTrainedTokenizerBase) -> OPTForCausalLM:
-    """An OPT of about a million parameters."""
-    width = 128
+def new_model(tokenizer: PreTrainedTokenizerBase, width: int = 128) -> OPTForCausalLM:
+    """An OPT, by default of about a million parameters."""
     config = OPTConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
