@@ -3,8 +3,8 @@
 Three studies on models of a million parameters and fewer:
 
 * ``auto``: --learning_rate auto beside a grid of multiples of its rate, for OPT models of eight
-  widths in three stages. Each base is trained from scratch on the bundled world for 600 steps;
-  DPO and GRPO begin with an adapter of step 1.
+  widths in each stage. Each base is trained from scratch on the bundled world for 600 steps; later
+  stages begin with an adapter of step 1.
 * ``rules``: PPO, RLOO and GRPO with default options on five rules, 100 steps, three seeds.
 * ``demo``: the stages of ``dschat-lora demo`` by five seeds, judged by the bundled rule.
 
@@ -33,8 +33,8 @@ from benchmarks.common.grid import read_cells, run_cells
 from benchmarks.common.report import with_tables
 
 WIDTHS = (32, 48, 64, 96, 128, 160, 192, 256)
-STAGES = ("sft", "dpo", "rlhf")
-MULTIPLES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+STAGES = ("sft", "reward", "rlhf", "dpo")
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 WITHIN = 0.05  # of the grid's best
 ALGORITHMS = ("ppo", "rloo", "grpo")
 SEEDS = (1, 2, 3)
@@ -162,8 +162,8 @@ def train_auto(cell: Cell, directory: Path) -> dict[str, float]:
     if cell.case == "rlhf":
         run = dl.rlhf(
             tuned_of(cell.width),
-            rewards="dschat_lora.assets.toy_world:rule",
-            judge_function="dschat_lora.assets.toy_world:rule",
+            rewards=RULES["about 18 tokens"],
+            judge_function=RULES["about 18 tokens"],
             max_steps=40,
             seed=cell.seed,
             output_dir=directory / "run",
@@ -172,7 +172,7 @@ def train_auto(cell: Cell, directory: Path) -> dict[str, float]:
         )
         return {"judge": run.summary["last"]["judge"], "before": run.summary["first"]["judge"]}
     is_sft = cell.case == "sft"
-    run = (dl.sft if is_sft else dl.dpo)(
+    run = getattr(dl, cell.case)(
         base_of(cell.width) if is_sft else tuned_of(cell.width),
         max_steps=60,
         seed=cell.seed,
