@@ -484,3 +484,44 @@ def is_full_at_5e3(cell, task):
 def test_a_claim_of_regret_falls_by_its_own_figures(regret, broken, number):
     fallen = [n for n, claim in enumerate(regret(broken)) if not claim.holds]
     assert fallen == ([] if number is None else [number])
+
+
+def test_tables_of_the_defaults_have_shares_of_gains_and_distances_from_the_best():
+    from benchmarks.defaults import Cell, auto_table, cells, demo_table, rules_table
+
+    def value(cell):
+        if cell.study == "demo":
+            return dict.fromkeys((f"SFT {way}" for way in ENDS), 0.5) | {
+                f"PPO {way}": 0.7 + 0.1 * (cell.seed == 1234) for way in ENDS
+            }
+        if cell.study == "rules":
+            return {"before": 0.2, "judge": 0.6 if cell.algorithm == "ppo" else 1.0, "kl": 1.0}
+        if cell.case == "rlhf":
+            return {"judge": 0.8 if cell.multiple == 2 else 0.72, "before": 0.5}
+        # 4 % from the best in narrow models of step 1, 10 % elsewhere; one run failed
+        loss = {0.5: 1.0, 1.0: 1.04 if cell.case == "sft" and cell.width < 100 else 1.1}
+        return {"loss": loss.get(cell.multiple, 2.0), "before": 3.0}
+
+    results = {cell: value(cell) for cell in cells()}
+    results[Cell("auto", "reward", width=32, multiple=4.0)] = None
+    rows = auto_table(results).splitlines()
+    assert "| sft | 48 | 1.0000 | 0.5 | 1.0400 | 4.0% |" in rows
+    assert "| rlhf | 48 | 0.8000 | 2 | 0.7200 | 10.0% |" in rows
+    assert [row for row in rows if "within" in row] == [
+        "| sft: within 5% | | | | | **5 of 8** |",
+        "| reward: within 5% | | | | | **0 of 8** |",
+        "| rlhf: within 5% | | | | | **0 of 8** |",
+        "| dpo: within 5% | | | | | **0 of 8** |",
+    ]
+    row = "| no comma | 0.200 | 0.500 ± 0.000 | 1.000 ± 0.000 | 1.000 ± 0.000 |"
+    assert row in rules_table(results).splitlines()
+    # 0.8 once and 0.7 four times: a deviation of 0.1 / root 5, over root 5
+    row = "| greedy | right | 0.500 ± 0.000 | 0.720 ± 0.020 | 0.220 ± 0.020 |"
+    assert row in demo_table(results).splitlines()
+
+
+ENDS = [
+    f"{way} {mark}"
+    for way in ("greedy", "sampled")
+    for mark in ("correct", "polite", "ends", "score")
+]
