@@ -16,6 +16,7 @@ there is gone on with.
 """
 
 import argparse
+import importlib
 import math
 import os
 import sys
@@ -123,15 +124,15 @@ def base_of(width: int) -> Path:
     home = MODELS / f"base-{width}"
     if not (home / "config.json").exists():
         sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-        from bundled_base import new_model, train
         from transformers import AutoTokenizer
 
         from dschat_lora.config.bundled import BUNDLED_MODEL
 
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
         torch.manual_seed(0)
-        model = new_model(tokenizer, width)
-        train(model, tokenizer, steps=BASE_STEPS, rng=Random(f"base {width}"))
+        scripts = importlib.import_module("bundled_base")
+        model = scripts.new_model(tokenizer, width)
+        scripts.train(model, tokenizer, steps=BASE_STEPS, rng=Random(f"base {width}"))
         tokenizer.save_pretrained(home)
         model.eval().save_pretrained(home)
     return home
