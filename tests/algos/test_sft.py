@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dschat_lora.algos.logprobs import linear_cross_entropy
+from dschat_lora.algos.logprobs import GroupSums, linear_cross_entropy
 from helpers.watching import LargestTensor
 
 ROWS, WIDTH, VOCAB = 11, 6, 9
@@ -58,6 +58,18 @@ def test_smoothed_labels_are_torchs_to_the_last_digits(chunk, smoothing):
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     for mine, reference in zip(torch.autograd.grad(3 * loss, values), gradients, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [2, ROWS], ids="{} rows a chunk".format)
+def test_groups_of_targets_have_the_sums_of_their_own_losses_without_smoothing(chunk):
+    *leaves, targets = inputs()
+    groups = GroupSums(torch.arange(ROWS) % 3, torch.ones(4, dtype=torch.float64))
+    linear_cross_entropy(
+        *leaves, targets, label_smoothing=0.3, max_chunk_logits=chunk * VOCAB, groups=groups
+    )
+    losses = F.cross_entropy(F.linear(*leaves), targets, reduction="none").double()
+    expected = [1 + losses[group::3].sum() for group in range(3)] + [losses.new_ones(())]
+    torch.testing.assert_close(groups.sums, torch.stack(expected), rtol=1e-6, atol=0)
 
 
 def test_smoothed_labels_by_hand():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Gemma2Config
 
+from dschat_lora.algos.logprobs import GroupSums
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
@@ -95,14 +96,17 @@ def test_a_batch_without_targets_has_zero_loss_and_zero_gradient_everywhere():
 @pytest.mark.parametrize("kind", ["opt", "llama"])
 def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind):
     batch = SampleCollator(0)([ragged_samples(4, longest=8)])
+    parity = torch.arange(batch.num_targets) % 2
 
     def loss_and_gradient(change):
         model = adapted(kind)
         network = CausalLMLoss(model)
         change(network, model)
-        loss = network(**tensors(batch), **predictions(batch))
+        groups = GroupSums(parity, torch.zeros(2, dtype=torch.float64))
+        loss = network(**tensors(batch), **predictions(batch), groups=groups)
         loss.backward()
-        return loss, [p.grad for p in adapter_parameters(model).values()]
+        sums = torch.stack([loss, *groups.sums])
+        return sums, [p.grad for p in adapter_parameters(model).values()]
 
     def checkpointed(network, model):
         network.head = LinearHead(nn.Sequential(model.get_output_embeddings()), VOCAB)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,11 +104,16 @@ def test_a_run_goes_on_at_the_prompt_at_which_it_was_left(files, ahead):
     whole, states = [], []
     for _ in range(12):
         states.append(json.dumps(run.order.state()))
+        assert run.order.state()["iteration"] == run.iteration
         whole.append(run.prompts(ahead))
     run.stream.close()
+    with pytest.raises(KeyError):
+        run.order(run.iteration - 3)  # an iteration is kept no longer than the next one
     for iteration, state in enumerate(states[:-2]):
         again = Run(files, 6, state=json.loads(state), iteration=iteration, shuffle_buffer_size=4)
         assert again.order.passes(iteration) == run_passes(states[iteration])
+        sizes = [again.order.size(number) for number in range(iteration)]
+        assert sizes == [len(prompts) for prompts in whole[:iteration]]
         assert [again.prompts() for _ in range(2)] == whole[iteration : iteration + 2]
         assert json.dumps(again.order.state()) == states[iteration + 2]
         again.stream.close()
@@ -138,6 +144,18 @@ def test_an_iteration_that_cannot_be_read_whole_counts_for_nothing(files):
         assert json.dumps(run.order.state()) == states[-1]
 
 
+def test_each_block_has_an_order_of_its_own(files):
+    order, start = Run(files, 6).order, {"epoch": 0}
+    blocks = [SimpleNamespace(samples=range(9), start={**start, "block": n}) for n in range(3)]
+    assert len({tuple(order.rows_of(block)) for block in blocks}) == 3
+
+
+def test_an_epoch_of_a_mixture_is_that_of_the_source_that_was_read_least(files):
+    order = Run(files, 6).order
+    order.restore({**order.state(), "passes": {"a": 2.0, "b": 0.5}})
+    assert order.passes(0) == {"epoch": 0.5, "epochs/a": 2.0, "epochs/b": 0.5}
+
+
 def run_passes(state):
     passes = json.loads(state)["passes"]
     return {"epoch": min(passes.values(), default=0.0)}
@@ -151,6 +169,7 @@ def test_steps_and_iterations_are_those_of_prepared_prompts(files, each, rows, m
         StreamedSchedule(run.order, *plan),
         RlhfSchedule(PromptOrder(23, each, SEED), *plan[:3], 99, max_steps),
     )
+    assert streamed.iterations_per_epoch == 1000  # a pass counts as longer than the run
     # Before a pass has ended, iterations count as full.
     assert streamed.num_iterations == math.ceil(max_steps / (2 * math.ceil(each / rows)))
     iteration = 0

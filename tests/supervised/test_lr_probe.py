@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +89,37 @@ def test_a_run_that_began_without_a_probe_gets_none(tmp_path):
     dl.sft(data=ROWS, **options)
     with pytest.raises(ValueError, match="--lr_probe 20 is for the start of a run"):
         dl.sft(data=ROWS, resume="latest", lr_probe=20, **{**options, "max_steps": 4})
+
+
+@pytest.mark.stage
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("losses", "is_edge"), [({0: 1.0, 1: 2.0, -1: 3.0}, False), ({0: 2.0, 1: 1.0}, True)]
+)
+def test_rates_are_told_in_their_order_and_whether_the_best_is_the_last(
+    losses, is_edge, monkeypatch, capfd
+):
+    monkeypatch.setattr(lr_probe, "climb", lambda loss_of: losses)
+    run = dl.sft(data=ROWS, **{**PROBE, "max_steps": 1, "quiet": False})
+    trials = run.record["lr_probe"]["trials"]
+    assert [trial["loss"] for trial in trials] == [losses[octave] for octave in sorted(losses)]
+    (line,) = [each for each in capfd.readouterr().out.splitlines() if "by --lr_probe" in each]
+    assert line.endswith("by --lr_probe, the last one tried") == is_edge
+
+
+@pytest.mark.stage
+@pytest.mark.thorough
+def test_a_probe_without_a_finite_loss_is_refused(monkeypatch):
+    monkeypatch.setattr(lr_probe, "train_steps", lambda *_: [SimpleNamespace(loss=math.nan)])
+    with pytest.raises(ValueError, match="--lr_probe 20: the loss was finite at none of the rates"):
+        dl.sft(data=ROWS, **PROBE)
+
+
+@pytest.mark.stage
+@pytest.mark.thorough
+def test_a_run_of_no_steps_has_no_probe():
+    options = {**PROBE, "max_steps": 0, "num_train_epochs": 0}
+    assert "lr_probe" not in dl.sft(data=ROWS, **options).record
 
 
 CASES = [
