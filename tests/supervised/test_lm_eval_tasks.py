@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness: the measures of its own transformers backend on PEFT's model."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +112,8 @@ def test_tasks_are_measured_in_training_as_of_its_checkpoints(run, tasks):
     for step, model in models.items():
         expected = dl.evaluate(model, None, tasks=[str(tasks)])
         assert tasks_of(lines[step]) == pytest.approx(expected, rel=1e-6)
+    assert "task/toy_choice/acc_standard_error" in lines[8]
+    assert not any("sample_len" in name for name in lines[8])
     values = [lines[step]["task/toy_rolling/bits_per_byte"] for step in lines]
     assert len(set(values)) == 3
     assert "task/toy choice/acc" in (run.path / "report.html").read_text()
@@ -183,6 +186,16 @@ def test_as_many_tokens_are_scored_as_the_model_has_positions():
     logits = policy.model(kept[None, :-1]).logits[0].float().log_softmax(-1)
     assert found[0][0] == pytest.approx(float(logits[range(size), kept[1:]].sum()), rel=1e-5)
     assert found[1] == (0.0, True)  # of no tokens
+    # A text of two windows: the second one has the last token of the first as its context.
+    own.tok_encode = lambda text: tokens[:16]
+    own._positions = size = 8
+    halves = [[own.prefix_token_id, *tokens[:8]], tokens[7:16]]
+    expected = 0.0
+    for ids in map(torch.tensor, halves):
+        logits = policy.model(ids[None, :-1]).logits[0].float().log_softmax(-1)
+        expected += float(logits[range(size), ids[1:]].sum())
+    (rolling,) = own.loglikelihood_rolling([SimpleNamespace(args=("",))])
+    assert rolling == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
