@@ -100,6 +100,10 @@ def set_up(
         prepare_to_compile(run, FLEX_ATTENTION)
     if config.model.compile:
         prepare_to_compile(run)
+    if config.tasks.eval_tasks:  # a name that is none is refused before a model is loaded
+        from dschat_lora.supervised.harness import find_tasks
+
+        find_tasks(config.tasks.eval_tasks, option="--eval_tasks")
     source = find_model(config.model.model_name_or_path)
     check_same_models(source)
     group = tensor_group(config.parallel)
