@@ -137,12 +137,13 @@ class RlhfTrainer:
         setup, run = self.setup, self.config.run
         return PromptStream(
             SharedStream(
-                setup.run,
                 self.config.data.data,
                 setup.tokenizer,
                 setup.prompts,
                 phase=3,
                 kind="prompts",
+                seed=self.config.run.seed,
+                closing=setup.run.closing,
             ),
             per_iteration=per_iteration,
             most=max(1, self.config.optim.max_steps),

@@ -1,6 +1,7 @@
 """Rows that are read while training: when, and by one process for all."""
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.stages import StageConfig
@@ -20,9 +21,6 @@ from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import say_once
 from dschat_lora.runtime.resume import with_options
 from dschat_lora.runtime.validation import check_streaming
-
-if TYPE_CHECKING:
-    from dschat_lora.runtime.run import OpenRun
 
 StageT = TypeVar("StageT", bound=StageConfig)
 MOST_HUB_ROWS = 1_000_000  # that are prepared, unless --no-streaming asks for more
@@ -60,27 +58,31 @@ class SharedStream:
 
     def __init__(
         self,
-        run: "OpenRun[StageConfig]",
         data: DataConfig,
         tokenizer: Tokenizer,
         head: Prepared,
         *,
         phase: int,
         kind: DataKind,
+        seed: int,
+        closing: ExitStack,
     ) -> None:
-        """Prepare to read all but what is held out of the ``head``, the first rows."""
+        """Prepare to read all but what is held out of the ``head``, the first rows.
+
+        ``closing`` ends the reading.
+        """
         self._own: Stream | None = None
         if rank() == 0:
             self._own = Stream(
                 data,
                 tokenizer,
                 phase=phase,
-                seed=run.config.run.seed,
+                seed=seed,
                 eos_id=int(tokenizer.eos_token_id),
                 kind=kind,
                 left_out=head.left_out,
             )
-            run.closing.callback(self._own.close)
+            closing.callback(self._own.close)
 
     def begin(self, start: dict[str, Any] | None) -> None:
         """Read ahead from the block that begins there, or from the first."""

@@ -252,7 +252,13 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
     )
     return StreamLoader(
         SharedStream(
-            setup.run, data, setup.tokenizer, setup.data, phase=setup.phase, kind=setup.kind
+            data,
+            setup.tokenizer,
+            setup.data,
+            phase=setup.phase,
+            kind=setup.kind,
+            seed=config.run.seed,
+            closing=setup.run.closing,
         ),
         pack=pack,
         steps=config.optim.max_steps,
