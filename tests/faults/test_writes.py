@@ -55,8 +55,8 @@ WRITES = {
         "o",
     ),
     "score": Write(["score", "REWARD", DATA, "--output_path", "o"], "/.o.", 3, "o"),
-    "report": Write(["report", "SFT", "--output_path", "r.html"], "/r.html", 3, "r.html"),
-    "audit": Write(["audit", DATA, "--html", "a.html"], "/a.html", 3, "a.html"),
+    "report": Write(["report", "SFT", "--output_path", "r.html"], "/.r.html", 3, "r.html"),
+    "audit": Write(["audit", DATA, "--html", "a.html"], "/.a.html", 3, "a.html"),
     "accept": Write(["accept", "adapter"], "/adapter/", 3, "adapter"),
 }
 RECIPE = """

@@ -200,6 +200,8 @@ def _of_parser(command):
         name = action.option_strings[0].removeprefix("--") if action.option_strings else "-h"
         if name != "-h":
             kind = bool if action.nargs == 0 else action.type or str
+            if not isinstance(kind, type):  # a conversion; the word for a value tells of what
+                kind = {"N": int, "X": float}.get(action.metavar, str)
             yield Option(name, kind, (), action.nargs in ("*", "+"), (name,), action.dest)
 
 
