@@ -109,6 +109,19 @@ def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(poll, monk
     assert len(tapes) > 3
 
 
+def test_a_sequence_that_ends_between_two_looks_leaves_at_the_second(monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", 4)
+    model, options, sampling = tiny_model("llama"), {"pad_id": 0, "device": CPU}, Sampling(9)
+    (text,) = Decoder(model, eos_ids=(), **options)([[5, 6]], sampling, seeds=[[0]]).tokens()
+    passes, end = [], text[2]
+    model.register_forward_pre_hook(lambda module, args: passes.append(module))
+    decoder = Decoder(model, eos_ids=[end], largest=(1, 0), **options)
+    found = decoder([[5, 6]], sampling, seeds=[[0, 0]]).tokens()
+    assert found == [text[: 1 + text.index(end)]] * 2
+    assert text.index(end) == 2
+    assert len(passes) == 2 * (1 + 4), "each prompt, and four steps"
+
+
 def test_a_prompt_takes_of_a_running_row_the_tokens_that_were_drawn_for_it(monkeypatch):
     monkeypatch.setattr("dschat_lora.generation.slots.MIN_PREFIX", 2)
     model, first, options = tiny_model("llama"), [5, 6, 7, 8], {"do_sample": True}
