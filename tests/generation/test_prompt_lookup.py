@@ -106,6 +106,8 @@ def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(poll, monk
     decoder, found = drawn(model, 0, options, record=record)
     same(static(model, options), found)
     same(static(model, options, seeds=(others := [[9, 8]] * 5)), again(decoder, others, options))
+    # What was recorded draws by its own options, into its own table.
+    same(static(model, {"temperature": 0.2}), again(decoder, SEEDS, {"temperature": 0.2}))
     assert len(tapes) > 3
 
 
