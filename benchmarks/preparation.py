@@ -1,11 +1,12 @@
 """Preparation of much data: its rate against tokenizers' own, its memory, and a second start.
 
-``python -m benchmarks.preparation [ROWS] [DIRECTORY] [words]`` writes rows of made-up words of
-about 600 bytes, a prompt and its completion. It learns a byte-level BPE of 32,000 tokens, or with
-``words`` a tokenizer by white space, with which memory and a second start are soon measured. It
-prepares the rows with all cores, then again from the cache, and 1,000 of them. Rates are per CPU
-second of all processes too, which other work on the machine changes little. Memory is what belongs
-to the processes alone, without mapped files, above what they have after imports.
+``python -m benchmarks.preparation [ROWS] [DIRECTORY] [words] [short]`` writes rows of made-up words
+of about 600 bytes, or with ``short`` of 100, a prompt and its completion. It learns a byte-level
+BPE of 32,000 tokens, or with ``words`` a tokenizer by white space, with which memory and a second
+start are soon measured. It prepares the rows with all cores, then again from the cache, and 1,000
+of them. Rates are per CPU second of all processes too, which other work on the machine changes
+little. Memory is what belongs to the processes alone, without mapped files, above what they have
+after imports.
 """
 
 import json
@@ -44,7 +45,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{count}.jsonl"
     if not path.exists():
-        write_rows(path, count)
+        write_rows(path, count, words=(4, 12) if "short" in sys.argv else (50, 130))
     small = directory / "small.jsonl"
     with path.open() as rows:
         small.write_text("".join(islice(rows, SMALL)))
@@ -96,16 +97,16 @@ def measure_tokenizers(tokenizer: Any, path: Path) -> float:
     return figures["cpu"] / len(rows)
 
 
-def write_rows(path: Path, count: int) -> None:
-    """Rows of made-up words, as frequent as in a language."""
+def write_rows(path: Path, count: int, words: tuple[int, int]) -> None:
+    """Rows of so many made-up words, as frequent as in a language."""
     draw = random.Random(0)
-    words = [
+    known = [
         "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 10))) for _ in "x" * 20000
     ]
-    weights = np.cumsum([1 / rank for rank in range(1, len(words) + 1)]).tolist()
+    weights = np.cumsum([1 / rank for rank in range(1, len(known) + 1)]).tolist()
     with path.open("w") as file:
         for number in range(count):
-            text = draw.choices(words, cum_weights=weights, k=draw.randint(50, 130))
+            text = draw.choices(known, cum_weights=weights, k=draw.randint(*words))
             asked = len(text) // 3
             prompt, answer = " ".join(text[:asked]), " ".join(text[asked:])
             row = {"prompt": f"{number}: {prompt}", "completion": f" {answer}"}
