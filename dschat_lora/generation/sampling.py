@@ -206,6 +206,11 @@ class Responses:
         found: list[list[int]] = self._tokens[own, at].tolist()
         return found
 
+    def length(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens belong to a sequence: those up to and including its end."""
+        ends = (count for count, token in enumerate(tokens, 1) if token in self.end_ids)
+        return next(ends, len(tokens))
+
     def tokens(self) -> list[list[int]]:
         """Every sequence's tokens, up to and including its end."""
         return [[max(0, token) for token in row] for row in self._until_ends()]
@@ -236,6 +241,5 @@ class Responses:
     def _until_ends(self) -> list[list[int]]:
         found = []
         for row, limit in zip(self._tokens[: self.size].tolist(), self.limits, strict=True):
-            ends = (i + 1 for i, token in enumerate(row[:limit]) if token in self.end_ids)
-            found.append(row[: next(ends, limit)])
+            found.append(row[: self.length(row[:limit])])
         return found

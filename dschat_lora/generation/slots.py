@@ -558,16 +558,10 @@ def draw_in_slots(
             take(_draw_with_drafts(rows, responses, running, numbers, own, rooms))
         else:
             found = rows.draw(responses, running, numbers, own, min(poll, *rooms))
-            take([each[: _until_end(each, responses)] for each in found])
+            take([each[: responses.length(each)] for each in found])
     for row in reversed(range(len(running))):
         rows.leave(row)
     responses.cut = [n in {*waiting, *running} for n in range(len(prompts))]
-
-
-def _until_end(tokens: Sequence[int], responses: Responses) -> int:
-    """How many of the tokens belong to a sequence: those up to its end."""
-    ends = (n for n, token in enumerate(tokens, 1) if token in responses.end_ids)
-    return next(ends, len(tokens))
 
 
 def _draw_with_drafts(
@@ -589,7 +583,7 @@ def _draw_with_drafts(
     found = iter(responses.advance(logits, own, number, group_of(rows.model)).tolist())
     tokens = [list(islice(found, len(each))) for each in given]
     kept = [
-        min(_until_end(own, responses) - 1, common_prefix(own, draft))
+        min(responses.length(own) - 1, common_prefix(own, draft))
         for own, (_, *draft) in zip(tokens, given, strict=True)
     ]
     rows.keep(kept)
