@@ -223,7 +223,7 @@ def ways():
     generator = np.random.default_rng(0)
     ids = generator.integers(4, 64, size=(40, 8), dtype=np.int32)
     labels = np.where(np.arange(8) < 3, np.int32(-100), ids)
-    samples = [SequenceSample(*each) for each in zip(ids, labels, strict=True)]
+    samples = [SequenceSample.of(*each) for each in zip(ids, labels, strict=True)]
     tiny = replace(
         task(0, micro_batch=4, accumulation=2),
         samples=samples,

@@ -218,4 +218,4 @@ def _sample(length: int, vocab_size: int, generator: np.random.Generator) -> Seq
     """Random tokens; the loss is on the second half."""
     ids = generator.integers(4, vocab_size, size=length).astype(np.int32)
     answer = np.arange(length) >= length // 2
-    return SequenceSample(ids, np.where(answer, ids, np.int32(IGNORE_INDEX)))
+    return SequenceSample.of(ids, np.where(answer, ids, np.int32(IGNORE_INDEX)))

@@ -1,14 +1,12 @@
 """What the data is, counted before training: the figures, their table, and when to stop."""
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
-from dschat_lora.data.token_files import Tally
+from dschat_lora.data.token_files import Tally, quantile
 
 MAX_SHOWN = 5  # bad rows that are quoted in the table
 LENGTHS = tuple(2**power for power in range(6, 18))  # of the histogram, in tokens
@@ -210,10 +208,10 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         overlap_rows=rows.overlap,
         shared_prompt_rows=rows.shared_prompts,
         overlap_removed=not config.eval_data_path,
-        train_rows=len(train.lengths) if by_answers else len(rows.train),
+        train_rows=train.lengths.total() if by_answers else train.rows,
         chat_rows=dict(train.chat_rows),
         answer_samples=train.answer_samples,
-        eval_rows=len(held_out.lengths) if by_answers else len(rows.eval),
+        eval_rows=held_out.lengths.total() if by_answers else held_out.rows,
         dropped_rows=train.dropped,
         truncated_rows=train.truncated,
         eval_dropped_rows=held_out.dropped,
@@ -232,27 +230,24 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         text_eos_samples=train.text_eos,
         part_quantiles={
             "prompt": _quantiles(train.prompts),
-            "answer": _quantiles(np.subtract(train.lengths, train.prompts).tolist()),
+            "answer": _quantiles(train.answers),
         },
         max_seq_len=config.max_seq_len,
         kind=rows.kind,
     )
 
 
-def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
+def _quantiles(lengths: Counter[int]) -> dict[str, int]:
     """Lengths that the given share of rows does not exceed."""
     shares = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-    if not lengths:
-        return dict.fromkeys(shares, 0)
-    return {
-        name: int(np.quantile(lengths, share, method="inverted_cdf"))
-        for name, share in shares.items()
-    }
+    return {name: quantile(lengths, share) for name, share in shares.items()}
 
 
-def _longer(lengths: Sequence[int]) -> dict[str, int]:
+def _longer(lengths: Counter[int]) -> dict[str, int]:
     """Number of rows above each of ``LENGTHS``, up to the first that no row exceeds."""
-    sizes = np.array(lengths)
-    above = {str(limit): int(np.sum(sizes > limit)) for limit in LENGTHS}
+    above = {
+        str(limit): sum(rows for length, rows in lengths.items() if length > limit)
+        for limit in LENGTHS
+    }
     last = next((index for index, number in enumerate(above.values()) if not number), len(above))
     return dict(list(above.items())[: last + 1])

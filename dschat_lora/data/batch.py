@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.algos.segments import (
     Sizes,
     Spans,
@@ -109,9 +108,9 @@ class SampleCollator:
                 size = len(sample.input_ids)
                 start = grid.put(index, sample.input_ids, np.arange(size), (size,))
                 # The logits of a token's predecessor predict it.
-                (steps,) = np.nonzero(sample.labels[1:] != IGNORE_INDEX)
+                (steps,) = np.nonzero(sample.supervised[1:])
                 logit_positions.append(index * grid.shape[1] + start + steps)
-                target_ids.append(sample.labels[1:][steps].astype(np.int64))
+                target_ids.append(sample.input_ids[1:][steps].astype(np.int64))
                 source_ids.append(np.full(len(steps), sample.source))
         lengths = [size for row in sizes for size in row]
         batch = Batch(
@@ -147,13 +146,13 @@ class SampleCollator:
         return samples.lengths
 
     def counts(self, samples: TokenSet) -> SampleCounts:
-        """Counts of each sample; a label that is its first never counts as a target."""
+        """Counts of each sample."""
         tokens, targets = samples.lengths, [np.zeros(0, np.int64)]
-        for offsets, labels in samples.lists("labels"):
-            before = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
-            # An empty sample has no first token to leave out.
-            first = np.minimum(offsets[:-1] + 1, offsets[1:])
-            targets.append(before[offsets[1:]] - before[first])
+        for offsets, runs in samples.lists("runs"):
+            # Every other run is supervised, those of odd places in their sample.
+            within = np.arange(len(runs)) - np.repeat(offsets[:-1], np.diff(offsets))
+            before = np.concatenate([[0], np.cumsum(np.where(within % 2, runs, 0))])
+            targets.append(before[offsets[1:]] - before[offsets[:-1]])
         learnt, none = np.concatenate(targets), np.zeros_like(tokens)
         return SampleCounts(tokens, learnt, causal_pairs(tokens), tokens, none)
 

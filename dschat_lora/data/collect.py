@@ -1,6 +1,6 @@
 """Rows of all sources, split into a held-out part and one part for each training step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.config.data import DataConfig, mixture_shares, parse_data_split
 from dschat_lora.data.chat import Chat
-from dschat_lora.data.record_files import RowCounts, RowFiles, RowReader, row_tasks
+from dschat_lora.data.record_files import RowCounts, RowFiles, RowReader, RowTask, row_tasks
+from dschat_lora.data.row_arrays import Indices, RowArrays, chunks, first_equals
 from dschat_lora.data.rows import DataKind, row_options
 from dschat_lora.data.sources import Source
+from dschat_lora.data.token_files import TokenWriter
 from dschat_lora.data.workers import map_in_order
 
-Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -25,22 +27,20 @@ class Collected:
 
     kind: DataKind
     rows: RowFiles
-    train: Indices  # numbers of rows, in order
-    train_repeats: Indices
-    eval: Indices
+    times: NDArray[np.int32]  # (n,) that each row is used per epoch, 0 where it is not trained on
+    eval: Mask  # (n,) rows that are held out
     counts: RowCounts
     duplicates: int  # rows of the training sources that equal an earlier one
     overlap: int
     shared_prompts: int  # held-out pairs with a prompt of training pairs
-    first_rows: dict[int, int]  # number of the first row of each source that was read, in order
-    times: dict[int, float]  # that a row of each training source is used per epoch, on average
+    source_times: dict[int, float]  # that a row of each training source is used, on average
 
 
 class RowSplit(NamedTuple):
-    """Row numbers of one source, in file order."""
+    """Rows of one source, (n,) in file order."""
 
-    train: Indices  # of this phase
-    eval: Indices  # of no phase
+    train: Mask  # of this phase
+    eval: Mask  # of no phase
 
 
 def collect(
@@ -54,173 +54,230 @@ def collect(
     kind: DataKind,
     workers: int,
     on_rows: Callable[[int], object],
+    tokens: TokenWriter | None = None,
 ) -> Collected:
-    """Read, check and split the rows of all sources; their records are written to ``directory``.
+    """Read, check and split the rows of all sources.
 
-    Files of records that are there already are taken as they are. ``on_rows`` is told how many
-    rows were read, a few at a time.
+    Their records are written to ``directory``, or with ``tokens`` their samples. Files that are
+    there already are taken as they are. ``on_rows`` is told how many rows were read, a few at a
+    time.
 
     Raises:
         ValueError: for an empty source, and for a row that cannot be used unless ``--bad_rows
             skip``, naming file and row.
     """
-    reader = RowReader(row_options(config), chat, kind, skips=config.bad_rows == "skip")
     used = {
         number: source
         for number, source in enumerate(sources)
         if phase == 1 or source.option != "sft_only_data_path"
     }
-    sizes, paths = dict.fromkeys(used, 0), []
-    for task in map_in_order(reader, row_tasks(used, directory), workers=workers):
-        sizes[task.source] += task.size
-        paths.append(task.path)
-        on_rows(task.size)
-    files, parts, first, first_rows = RowFiles(paths), [], 0, {}
-    for number, source in used.items():
-        if not sizes[number]:
-            raise ValueError(f"--{source.option} {source.entry} has no rows")
-        first_rows[number] = first
-        rows = np.arange(first, first := first + sizes[number])
-        parts.append(_split_source(files, rows, config, source.option, number, phase, seed))
+    reader = RowReader(row_options(config), chat, kind, config.bad_rows == "skip", tokens)
+    tasks = map_in_order(reader, row_tasks(used, directory), workers=workers)
+    files = _read(used, tasks, arrays := RowArrays(directory), on_rows)
+    slices = files.source_slices
+    seen, train, held_out = (arrays.zeros(files.size, dtype=bool) for _ in range(3))
+    for number, rows in slices.items():
+        source, usable = used[number], files.sizes[rows] > 0
+        if source.option == "eval_data_path":
+            held_out[rows] = usable
+            continue
+        seen[rows] = usable
+        shares = None
+        if config.data_split is not None and source.option == "data_path":
+            shares = parse_data_split(config.data_split)
+        # Rows of one prompt are a group; a row without a prompt is a group of its own.
+        split = split_rows(
+            first_equals(files.groups[rows], arrays),
+            arrays,
+            shares=shares,
+            phase=phase,
+            eval_ratio=0.0 if config.eval_data_path else config.eval_ratio,
+            seed=seed,
+            source=number,
+        )
+        train[rows], held_out[rows] = split.train & usable, split.eval & usable
     weights = dict(enumerate(config.data_weights))
+    counted = {number: int(train[rows].sum()) for number, rows in slices.items()}
     if config.is_mixture and not config.streaming:
-        own = {n: len(train) for n, (_, train, _) in zip(used, parts, strict=True) if len(train)}
+        own = {number: size for number, size in counted.items() if size}
         wanted = {n: sources[n].weight for n in own}
         weights = mixture_weights(own, wanted, config.mixture_temperature)
-    none = np.zeros(0, np.int64)
-    seen, train, held_out = (
-        np.concatenate([none, *(part[place] for part in parts)]) for place in range(3)
-    )
-    times = np.concatenate(
-        [
-            none,
-            *(
-                repeats(len(part[1]), weights.get(number, 1.0), seed=seed, source=number)
-                for number, part in zip(used, parts, strict=True)
-            ),
-        ]
-    )
-    train, times = train[times > 0], times[times > 0]
-    overlaps = np.isin(files.digests[train], files.digests[held_out])
-    kept = overlaps & bool(config.eval_data_path) | ~overlaps
-    train, times = train[kept], times[kept]
+    times = arrays.zeros(files.size, dtype=np.int32)
+    for number, rows in slices.items():
+        weight = weights.get(number, 1.0)
+        times[rows][train[rows]] = repeats(counted[number], weight, seed=seed, source=number)
+    same = first_equals(files.digests, arrays)
+    duplicates = int(seen.sum()) - int(_values_of(same, seen).sum())
+    overlap = _count_others(same, held_out, times, drop=not config.eval_data_path)
     shared = 0
-    if kind == "pairs" and len(files.prompts):
-        prompts = files.prompts[files.first_records[1:] - 1]
-        shared = int(np.isin(prompts[held_out], prompts[train]).sum())
-    duplicates = len(seen) - len(np.unique(files.digests[seen]))
+    if kind == "pairs":
+        prompts = first_equals(files.groups, arrays)
+        shared = _count_others(prompts, times > 0, held_out, drop=False)
     return Collected(
         kind,
         files,
-        train,
         times,
         held_out,
         files.counts,
         duplicates=duplicates,
-        overlap=int(overlaps.sum()),
+        overlap=overlap,
         shared_prompts=shared,
-        first_rows=first_rows,
-        times={n: weights.get(n, 1.0) for n in used if sources[n].option != "eval_data_path"},
+        source_times={
+            n: weights.get(n, 1.0) for n in used if sources[n].option != "eval_data_path"
+        },
     )
 
 
-def _split_source(
-    files: RowFiles,
-    rows: Indices,
-    config: DataConfig,
-    option: str,
-    number: int,
-    phase: int,
-    seed: int,
-) -> tuple[Indices, Indices, Indices]:
-    """Usable rows of a source: those of training sources, to train on, held out."""
-    usable, none = files.sizes[rows] > 0, rows[:0]
-    if option == "eval_data_path":
-        return none, none, rows[usable]
-    # Rows of one prompt are a group; a row without a prompt is a group of its own.
-    groups = np.where(files.groups[rows] == b"", rows.astype("S16"), files.groups[rows])
-    shares = parse_data_split(config.data_split) if config.data_split is not None else None
-    split = split_rows(
-        len(rows),
-        groups=groups,
-        shares=shares if option == "data_path" else None,
-        phase=phase,
-        eval_ratio=0.0 if config.eval_data_path else config.eval_ratio,
-        seed=seed,
-        source=number,
-    )
-    train, held_out = (rows[own][usable[own]] for own in split)
-    return rows[usable], train, held_out
+def _read(
+    sources: Mapping[int, Source],
+    tasks: Iterable[RowTask],
+    arrays: RowArrays,
+    on_rows: Callable[[int], object],
+) -> RowFiles:
+    sizes, paths, numbers = dict.fromkeys(sources, 0), [], []
+    for task in tasks:
+        sizes[task.source] += task.size
+        paths.append(task.path)
+        numbers.append(task.source)
+        on_rows(task.size)
+    for number, source in sources.items():
+        if not sizes[number]:
+            raise ValueError(f"--{source.option} {source.entry} has no rows")
+    return RowFiles(paths, numbers, arrays)
+
+
+def _count_others(numbers: Indices, rows: Mask, others: NDArray[np.generic], *, drop: bool) -> int:
+    """How many ``others`` (n,), where they are not 0, have the number of one of the rows.
+
+    With ``drop`` these become 0.
+    """
+    found, count = _values_of(numbers, rows), 0
+    for part in chunks(len(numbers)):
+        own = found[numbers[part]] & (others[part] != 0)
+        count += int(own.sum())
+        if drop:
+            others[part][own] = 0
+    return count
+
+
+def _values_of(numbers: Indices, rows: Mask) -> Mask:
+    """(n,) whether a number below n is that of one of the rows."""
+    found = np.zeros(len(numbers), bool)
+    for part in chunks(len(numbers)):
+        found[numbers[part][rows[part]]] = True
+    return found
 
 
 def split_rows(
-    size: int,
+    first: Indices,
+    arrays: RowArrays,
     *,
     shares: tuple[float, float, float] | None,
     phase: int,
     eval_ratio: float,
     seed: int,
     source: int,
-    groups: NDArray[np.generic] | Sequence[str] | None = None,
 ) -> RowSplit:
-    """Split row numbers so that phases and held-out rows are disjoint for equal seeds.
+    """Split rows so that phases and held-out rows are disjoint for equal seeds.
 
     The held-out part is taken first and is the same for every phase; the rest is cut by
-    ``shares`` of phases 1, 2 and 3, which sum to 1, or whole for every phase if None. ``size``
-    counts unusable rows too, so that what a phase can use does not move the borders. Unless
-    ``eval_ratio`` in [0, 1) is 0, at least one row of two or more is held out. Rows of equal
-    ``groups`` are held out together or not at all, if there is a group of no more than half of
-    the rows. The order depends on ``seed`` and the number ``source``.
+    ``shares`` of phases 1, 2 and 3, which sum to 1, or whole for every phase if None. Unless
+    ``eval_ratio`` in [0, 1) is 0, at least one row of two or more is held out. ``first`` (n,) is
+    the number of the first row of each row's group, which is held out as a whole or not at all, if
+    there is a group of no more than half of the rows. Rows that cannot be used count too, so that
+    they do not move the borders. The order depends on ``seed`` and the number ``source``.
     """
-    keys = np.arange(size) if groups is None else np.asarray(groups)
-    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
-    group = np.argsort(np.argsort(first))[number]  # of each row, in the order of their first rows
-    sizes = np.bincount(group)
-    drawn = permutation(len(sizes), "split", seed, source)
+    size = len(first)
+    group, sizes = _number_groups(first, arrays)
+    count, begin = len(sizes), arrays.zeros(len(sizes))
+    drawn = permutation(count, "split", seed, source, out=arrays.zeros(count))
     wanted = 0
     if eval_ratio > 0 and size >= 2:
         wanted = min(max(1, _round(eval_ratio * size)), size - 1)
-    chosen = np.zeros(len(sizes), dtype=bool)
-    chosen[drawn[_choose(sizes[drawn], wanted, size)]] = True
-    places = np.argsort(drawn)  # of each group in the order drawn
-    order = np.lexsort((places[group], ~chosen[group]))
+    chosen = _choose(sizes, drawn, wanted, size)
+    # Where each group's rows begin in an order that has the chosen ones before the others.
+    end = 0
+    for are_chosen in (True, False):
+        for part in chunks(count):
+            groups = drawn[part][chosen[drawn[part]] == are_chosen]
+            ends = end + np.cumsum(sizes[groups])
+            begin[groups] = ends - sizes[groups]
+            end = int(ends[-1]) if len(ends) else end
     # Without a group small enough, rows are held out whatever their group.
-    held_out = int(sizes[chosen].sum()) or wanted
-    rest = order[held_out:]
+    held_out = sum(int(sizes[part][chosen[part]].sum()) for part in chunks(count)) or wanted
+
+    low, high = 0.0, 1.0
     if shares is not None:
-        borders = [_round(sum(shares[:step]) * len(rest)) for step in (phase - 1, phase)]
-        rest = rest[borders[0] : borders[1]]
-    return RowSplit(np.sort(rest), np.sort(order[:held_out]))
+        low, high = sum(shares[: phase - 1]), sum(shares[:phase])
+    rest = size - held_out
+    borders = held_out + _round(low * rest), held_out + _round(high * rest)
+    held = _rows_between(group, begin, sizes, (0, held_out), arrays)
+    return RowSplit(_rows_between(group, begin, sizes, borders, arrays), held)
 
 
-def _choose(sizes: Indices, wanted: int, size: int) -> list[int]:
-    """The first groups that together have no more than ``wanted`` of ``size`` rows.
+def _number_groups(first: Indices, arrays: RowArrays) -> tuple[Indices, Indices]:
+    """(n,) the group of each row, numbered in the order of their first rows, and their sizes."""
+    group, count = arrays.zeros(len(first)), 0
+    for part in chunks(len(first)):
+        begins = first[part] == np.arange(part.start, part.stop)
+        group[part] = count - 1 + np.cumsum(begins)
+        count += int(begins.sum())
+    sizes = arrays.zeros(count)
+    for part in chunks(len(first)):
+        group[part] = group[first[part]]
+        np.add.at(sizes, group[part], 1)
+    return group, sizes
+
+
+def _rows_between(
+    group: Indices, begin: Indices, sizes: Indices, borders: tuple[int, int], arrays: RowArrays
+) -> Mask:
+    """(n,) the rows whose places are between these, where groups ``begin`` at theirs."""
+    low, high = borders
+    found = arrays.zeros(len(group), dtype=bool)
+    across: set[int] = set()  # groups of which only a part is between
+    for part in chunks(len(sizes)):
+        for border in borders:
+            inside = (begin[part] < border) & (border < begin[part] + sizes[part])
+            across.update((part.start + np.flatnonzero(inside)).tolist())
+    for part in chunks(len(group)):
+        start = begin[group[part]]
+        found[part] = (start >= low) & (start + sizes[group[part]] <= high)
+    for each in across:
+        rows = [part.start + np.flatnonzero(group[part] == each) for part in chunks(len(group))]
+        places = begin[each] + np.arange(sizes[each])
+        found[np.concatenate(rows)] = (places >= low) & (places < high)
+    return found
+
+
+def _choose(sizes: Indices, drawn: Indices, wanted: int, size: int) -> Mask:
+    """The first groups ``drawn`` that together have no more than ``wanted`` of ``size`` rows.
 
     Where all are larger, the smallest if it leaves half of the rows, else none.
     """
-    chosen: list[int] = []
-    count = 0
-    for index, rows in enumerate(sizes.tolist()):
-        if count == wanted:
-            break
-        if count + rows <= wanted:
-            chosen.append(index)
-            count += rows
-    if wanted and not chosen:
-        smallest = int(sizes.argmin())
-        if sizes[smallest] <= size // 2:
-            return [smallest]
+    chosen, count = np.zeros(len(sizes), bool), 0
+    for part in chunks(len(drawn)):
+        for group, rows in zip(drawn[part].tolist(), sizes[drawn[part]].tolist(), strict=True):
+            if count == wanted:
+                return chosen
+            if count + rows <= wanted:
+                chosen[group] = True
+                count += rows
+    if wanted and not count:
+        smallest = int(drawn[sizes[drawn].argmin()])
+        chosen[smallest] = sizes[smallest] <= size // 2
     return chosen
 
 
-def repeats(size: int, weight: float, *, seed: int, source: int) -> Indices:
+def repeats(size: int, weight: float, *, seed: int, source: int) -> NDArray[np.int32]:
     """How often each of ``size`` rows is used per epoch, ``weight`` times on average.
 
     2.5 uses every row twice and a seeded half of them once more.
     """
-    counts = np.full(size, int(weight), dtype=np.int64)
-    once_more = _round((weight - int(weight)) * size)
-    counts[permutation(size, "weight", seed, source)[:once_more]] += 1
+    counts = np.broadcast_to(np.int32(weight), size)
+    if once_more := _round((weight - int(weight)) * size):
+        counts = counts.copy()
+        counts[permutation(size, "weight", seed, source)[:once_more]] += 1
     return counts
 
 

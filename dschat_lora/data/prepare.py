@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.audit import DataAudit, make_audit
 from dschat_lora.data.cache import code_digest, file_digest, load_or_build
@@ -22,19 +21,21 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import Collected, collect
 from dschat_lora.data.encoder import Tokenizer, describe_tokenizer, make_encoder
 from dschat_lora.data.readers import count_rows, iter_rows, load_hub
-from dschat_lora.data.record_files import RowCounts, RowReader
+from dschat_lora.data.record_files import RecordTokenizer, RowCounts, RowReader, token_tasks
 from dschat_lora.data.records import answers_of
+from dschat_lora.data.row_arrays import Indices
 from dschat_lora.data.rows import DataKind, ValueT, config_sources, row_options
 from dschat_lora.data.samples import (
     AnySample,
+    Columns,
     PairSample,
     SequenceSample,
     TokenSet,
     UnpairedSample,
-    join,
+    write_set,
 )
 from dschat_lora.data.sources import Source, data_suffix
-from dschat_lora.data.token_files import Tally, TokenWriter, mismatched_records, token_tasks
+from dschat_lora.data.token_files import Tally, TokenWriter
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.data.workers import map_in_order, usable_cores
 
@@ -153,18 +154,23 @@ def _build(
 ) -> dict[str, Any]:
     """Write both token sets; returns their digests and audit.
 
-    Files of some thousand rows are written first: of records, then of tokens. A process that is
-    killed leaves them to the next one. Nothing else grows with the number of rows but a few bytes
-    for each.
+    Files of some thousand rows are written first: of samples, or of records and then of samples
+    where it is known after all rows were read which ones are used, or what an answer is compared
+    with. A process that is killed leaves them to the next one. Nothing in memory grows with the
+    number of rows.
     """
     parts = directory / "parts"
     parts.mkdir(exist_ok=True)
     workers = num_workers(config)
     chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
-    encoder = make_encoder(tokenizer)
-    with progress("reading rows", lambda: count_rows(sources)) as bar:
+    tokens = TokenWriter(make_encoder(tokenizer), token_rule(config, eos_id, kind))
+    uses_all = config.data_split is None and not config.is_mixture
+    at_once = uses_all and min(config.data_weights, default=1) >= 1 and kind != "unpaired"
+    with progress(
+        "tokenising rows" if at_once else "reading rows", lambda: count_rows(sources)
+    ) as bar:
         on_rows = bar.update if bar is not None else lambda count: None
-        rows = collect(
+        found = collect(
             config,
             sources,
             chat,
@@ -174,44 +180,67 @@ def _build(
             phase=phase,
             seed=seed,
             kind=kind,
+            tokens=tokens if at_once else None,
         )
-    used = {"train": (rows.train, rows.train_repeats), "eval": (rows.eval, np.ones_like(rows.eval))}
-    writer = TokenWriter(rows.rows, encoder, token_rule(config, eos_id, kind))
-    digests, tallies = {}, []
-    samples: dict[str, Counter[int]] = {name: Counter() for name in used}
-    with progress("tokenising rows", lambda: len(rows.train) + len(rows.eval)) as bar:
-        for name, (numbers, repeats) in used.items():
-            others = None
-            if kind == "unpaired":
-                others = mismatched_records(rows.rows, numbers, rows.train, seed=seed)
-            tasks = token_tasks(parts, name, rows.rows, numbers, repeats, others)
-            paths, counted = [], []
-            firsts = iter([numbers[own.start] for own in rows.rows.by_file(numbers)])
-            for path in map_in_order(writer, tasks, workers=workers):
-                paths.append(path)
-                counted.append(Tally.read(path))
-                # A file has rows of one source.
-                source = bisect_right([*rows.first_rows.values()], next(firsts)) - 1
-                samples[name][[*rows.first_rows][source]] += counted[-1].samples
+    files = found.rows
+    sets: dict[str, NDArray[Any]] = {"train": found.times, "eval": found.eval.view(np.uint8)}
+    paths, used = dict(enumerate(files.paths)), np.ones(files.size, bool)
+    if not at_once:
+        used = (found.times > 0) | found.eval
+        with progress("tokenising rows", lambda: int(used.sum())) as bar:
+            tasks = token_tasks(files, used, _mismatched(found, used, seed=seed), parts)
+            for task in map_in_order(RecordTokenizer(files, tokens), tasks, workers=workers):
+                paths[task.file] = task.path
                 if bar is not None:
-                    bar.update(counted[-1].rows)
-            digests[name] = join(paths, directory / f"{name}.arrow", kind)
-            tallies.append(Tally.of(counted))
+                    bar.update(len(task.rows))
+    digests, tallies = {}, {name: Tally() for name in sets}
+    samples: dict[str, Counter[int]] = {name: Counter() for name in sets}
+
+    def chosen(name: str, bar: Bar | None) -> Iterator[Columns]:
+        """The samples of a set, file by file."""
+        tally = tallies[name]
+        for file, own in enumerate(files.slices):
+            times = sets[name][own][used[own]]
+            if times.any():
+                before = tally.samples
+                yield from tally.choose(paths[file], times)
+                samples[name][files.sources[file]] += tally.samples - before
+                if bar is not None:
+                    bar.update(int(np.count_nonzero(times)))
+
+    count = sum(int(np.count_nonzero(times)) for times in sets.values())
+    with progress("writing samples", lambda: count) as bar:
+        for name in sets:
+            digests[name] = write_set(directory / f"{name}.arrow", chosen(name, bar), kind)
     shutil.rmtree(parts)
     return {
-        "audit": make_audit(config, rows, *tallies).to_dict(),
+        "audit": make_audit(config, found, *tallies.values()).to_dict(),
         "digests": digests,
         "sources": samples,
-        "times": rows.times,
-        "left_out": _left_out(rows) if config.streaming and not config.eval_data_path else [],
+        "times": found.source_times,
+        "left_out": _left_out(found) if config.streaming and not config.eval_data_path else [],
     }
 
 
-def _left_out(rows: Collected) -> list[str]:
+def _mismatched(found: Collected, used: NDArray[np.bool_], *, seed: int) -> Indices | None:
+    """Of answers of KTO, for each record of used rows the number of one to another prompt."""
+    if found.kind != "unpaired":
+        return None
+    others = np.zeros(int(found.rows.sizes.sum()), np.int64)
+    for rows in (found.times > 0, found.eval):
+        own = np.repeat(rows, found.rows.sizes)
+        others[own] = found.rows.mismatched(rows, found.times > 0, seed=seed)
+    return others[np.repeat(used, found.rows.sizes)]
+
+
+def _left_out(found: Collected) -> list[str]:
     """Hex digests of held-out rows, and of their prompts where all rows of one are held out."""
-    groups = np.setdiff1d(rows.rows.groups[rows.eval], rows.rows.groups[rows.train])
-    found = np.union1d(rows.rows.digests[rows.eval], groups[groups != b""])
-    return [digest.ljust(16, b"\0").hex() for digest in found.tolist()]
+    files, trained = found.rows, found.times > 0
+    rows, prompts, others = (
+        {digest.tobytes() for digest in digests}
+        for digests in (files.digests[found.eval], files.groups[found.eval], files.groups[trained])
+    )
+    return sorted(digest.hex() for digest in rows | prompts - others - {bytes(16)})
 
 
 def num_workers(config: DataConfig) -> int:
@@ -304,8 +333,7 @@ def preview(
 
 def _sequences(sample: AnySample) -> dict[str, tuple[list[int], list[int]]]:
     if isinstance(sample, SequenceSample):
-        supervised = (sample.labels != IGNORE_INDEX).astype(int)
-        return {"sample": (sample.input_ids.tolist(), supervised.tolist())}
+        return {"sample": (sample.input_ids.tolist(), sample.supervised.astype(int).tolist())}
     shown = {"prompt": sample.input_ids}
     if isinstance(sample, PairSample):
         shown = {"chosen": sample.chosen, "rejected": sample.rejected}

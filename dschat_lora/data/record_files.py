@@ -1,9 +1,11 @@
-"""Rows of sources as files of records, written by several processes and memory-mapped."""
+"""Rows of sources as files of records or of samples, written by several processes."""
 
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,16 +16,15 @@ from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.messages import EmptyRowError
 from dschat_lora.data.readers import Line, RawRow, RowError, iter_unread
 from dschat_lora.data.records import TextRecord, answers_of, row_digest, text_digest, to_records
+from dschat_lora.data.row_arrays import Indices, RowArrays, first_equals
 from dschat_lora.data.rows import DataKind, RowOptions, is_learnt, parse_row, require_usable
 from dschat_lora.data.samples import TEXT, Column, is_whole, read_table, write_table
 from dschat_lora.data.sources import Source
+from dschat_lora.data.token_files import RowRecords, TokenWriter, mismatched
 
 MAX_EXAMPLES = 100  # bad rows that are kept
 ROWS_PER_FILE = 1000
 BYTES_PER_FILE = 4 * 2**20  # of lines that a file of records is made of, about
-
-# The records that one row becomes: one, or one for each answer of a conversation.
-RowRecords = tuple[TextRecord, ...]
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,13 @@ def _groups(rows: Iterator[RawRow | Line]) -> Iterator[list[RawRow | Line]]:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Writes the records of a task's rows; called in worker processes."""
+    """Writes the records of a task's rows, or their samples; called in worker processes."""
 
     options: RowOptions
     chat: Chat
     kind: DataKind
     skips: bool  # rows that cannot be used, which stop it otherwise
+    tokens: TokenWriter | None = None  # of samples
 
     def __call__(self, task: RowTask) -> RowTask:
         """The task without its rows, whose file appears whole.
@@ -88,24 +90,31 @@ class RowReader:
         """
         if not task.rows:
             return task
-        counts, rows, digests, groups = RowCounts(), [], [], []
+        counts = RowCounts()
+        rows: list[RowRecords] = []
+        digests, groups, none = [], [], bytes(16)
         for unread in task.rows:
             records, group = self.records(unread.read(), counts)
             # Of rows that are not used nothing but the prompt is known.
-            digests.append(row_digest(records, self.kind) if records else b"")
-            groups.append(group)
+            digests.append(row_digest(records, self.kind) if records else none)
+            groups.append(group or none)
             rows.append(answers_of(*records) if self.kind == "unpaired" else records)
         if task.option == "eval_data_path":
             counts.by_type.clear()
-        prompts = [record.prompt for row in rows for record in row]
         notes = {
-            "digests": np.array(digests, "S16").tobytes(),
+            "digests": b"".join(digests),
             "sizes": np.array([len(row) for row in rows], np.int64).tobytes(),
-            "prompts": np.array([text_digest(p) if p else b"" for p in prompts], "S16").tobytes(),
-            "groups": np.array(groups, "S16").tobytes(),
+            "groups": b"".join(groups),
             "counts": json.dumps(vars(counts)).encode(),
         }
-        temporary, stored = task.path.with_suffix(".tmp"), [json.dumps(r).encode() for r in rows]
+        if self.tokens is not None:
+            self.tokens.write(task.path, rows, notes)
+            return replace(task, rows=[])
+        if self.kind == "unpaired":  # answers to other prompts will be looked for
+            prompts = [record.prompt for row in rows for record in row]
+            notes["prompts"] = b"".join([text_digest(p) if p else none for p in prompts])
+        temporary = task.path.with_suffix(".tmp")
+        stored = Column.of([json.dumps(row).encode() for row in rows], TEXT)
         write_table(temporary, [{"records": stored}], {"records": TEXT}, notes)
         temporary.rename(task.path)
         return replace(task, rows=[])
@@ -159,42 +168,63 @@ def _require_unicode(location: str, records: RowRecords) -> None:
 class RowFiles:
     """The rows of several files, numbered from the first of the first one.
 
-    Beside records, which are read when asked for, it has of each row:
+    It has of each row:
 
-    * ``digests``: (n,) 16 bytes of all that it is, b"" where it is not used;
-    * ``sizes``: (n,) number of its records, 0 where it is not used;
-    * ``groups``: (n,) 16 bytes of the prompt by which it is held out, b"" where it has none;
-    * ``first_records``: (n + 1,) number of its first record among those of all rows, and of all;
-    * ``prompts``: (sizes.sum(),) 16 bytes of each record's prompt, b"" where it has none.
+    * ``digests``: (n, 2) uint64, 16 bytes of all that it is, 0 where it is not used;
+    * ``groups``: (n, 2) likewise of the prompt by which it is held out, 0 where it has none;
+    * ``sizes``: (n,) number of its records, 0 where it is not used.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        notes = [read_table(path)[1] for path in paths]
-        self._paths = paths
+    def __init__(self, paths: Sequence[Path], sources: Sequence[int], arrays: RowArrays) -> None:
+        """``sources`` are the numbers of the files' sources."""
+        self.paths, self.sources = paths, sources
         self._mapped: dict[int, Column] = {}  # records of a file
         self.counts = RowCounts()
-        for counts in (json.loads(each[b"counts"]) for each in notes):
+        lengths, prompts = [], 0
+        for path in paths:
+            notes = read_table(path)[1]
+            lengths.append(len(notes[b"sizes"]) // 8)
+            prompts += len(notes.get(b"prompts", b"")) // 16
+            counts = json.loads(notes[b"counts"])
             self.counts.by_type.update(counts["by_type"])
             self.counts.bad += counts["bad"]
             self.counts.empty += counts["empty"]
-            self.counts.examples += counts["examples"]
-        del self.counts.examples[MAX_EXAMPLES:]
-        self.digests, self.groups, self.prompts = (
-            np.frombuffer(b"".join(each[name] for each in notes), "S16")
-            for name in (b"digests", b"groups", b"prompts")
-        )
-        self.sizes = np.frombuffer(b"".join(each[b"sizes"] for each in notes), np.int64)
-        self.first_records = np.concatenate([[0], np.cumsum(self.sizes)])
-        self._starts = np.cumsum([0, *(len(each[b"sizes"]) // 8 for each in notes)])
+            room = MAX_EXAMPLES - len(self.counts.examples)
+            self.counts.examples += counts["examples"][:room]
+        self.starts = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+        self.size: int = self.starts[-1]
+        self.digests, self.groups = (arrays.zeros(self.size, 2, dtype=np.uint64) for _ in range(2))
+        self.sizes = arrays.zeros(self.size)
+        self._prompts = arrays.zeros(prompts, 2, dtype=np.uint64)  # of each record, of answers
+        self._arrays, first = arrays, 0
+        for path, own in zip(paths, self.slices, strict=True):
+            notes = read_table(path)[1]
+            self.digests[own] = np.frombuffer(notes[b"digests"], np.uint64).reshape(-1, 2)
+            self.groups[own] = np.frombuffer(notes[b"groups"], np.uint64).reshape(-1, 2)
+            self.sizes[own] = np.frombuffer(notes[b"sizes"], np.int64)
+            of_records = np.frombuffer(notes.get(b"prompts", b""), np.uint64).reshape(-1, 2)
+            self._prompts[first : first + len(of_records)] = of_records
+            first += len(of_records)
 
-    def of_one_file(self, numbers: NDArray[np.int64]) -> list[RowRecords]:
-        """The records of n >= 1 rows that are in one file, which stays mapped."""
-        file = int(np.searchsorted(self._starts, numbers[0], side="right")) - 1
+    @property
+    def slices(self) -> list[slice]:
+        """The rows of each file."""
+        return [slice(*ends) for ends in pairwise(self.starts)]
+
+    @property
+    def source_slices(self) -> dict[int, slice]:
+        """The rows of each source, by its number."""
+        ends = {source: own.stop for source, own in zip(self.sources, self.slices, strict=True)}
+        starts = [0, *ends.values()]
+        return {number: slice(*each) for number, each in zip(ends, pairwise(starts), strict=True)}
+
+    def records(self, file: int, rows: Sequence[int]) -> list[RowRecords]:
+        """The records of these rows of a file, counted from its first, which stays mapped."""
         if file not in self._mapped:
-            (batch,), _ = read_table(self._paths[file])
+            (batch,), _ = read_table(self.paths[file])
             self._mapped[file] = batch["records"]
         stored = self._mapped[file]
-        texts = [stored[number] for number in (numbers - self._starts[file]).tolist()]
+        texts = [stored[row] for row in rows]
         return [
             tuple(
                 TextRecord(location, kind, tuple(map(Span._make, spans)), *rest)
@@ -203,19 +233,88 @@ class RowFiles:
             for row in json.loads(b"[" + b",".join(texts) + b"]")
         ]
 
-    def by_file(self, numbers: NDArray[np.int64]) -> Iterator[slice]:
-        """Slices of sorted row numbers that are in one file each."""
-        borders = np.searchsorted(numbers, self._starts)
-        yield from (slice(a, b) for a, b in pairwise(borders) if b > a)
+    def mismatched(
+        self, rows: NDArray[np.bool_], train: NDArray[np.bool_], *, seed: int
+    ) -> Indices:
+        """For each record of these rows, the number of one with an answer to another prompt.
 
-    def record_numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of the records of these rows, in order."""
-        sizes = self.sizes[rows]
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return np.repeat(self.first_records[rows], sizes) + within
+        Where all of them have one prompt, training rows lend their answers. Records are numbered
+        from the first of all rows.
+
+        Raises:
+            ValueError: if these have no other prompt either.
+        """
+        own = pool = np.flatnonzero(np.repeat(rows, self.sizes))
+        prompts = first_equals(self._prompts, self._arrays)
+        if len(np.unique(prompts[own])) == 1:
+            pool = np.concatenate([own, np.flatnonzero(np.repeat(train, self.sizes))])
+        found = mismatched(prompts[pool], seed=seed)[: len(own)]
+        if (found < 0).any():
+            raise ValueError(
+                f"{self.record(int(own[0])).location}: --loss_type kto needs answers to two "
+                "prompts or more, to estimate the KL divergence from those to other prompts; all "
+                "rows have this one"
+            )
+        return pool[found]
+
+    @cached_property
+    def _ends(self) -> Indices:
+        """(n,) records up to the end of each row."""
+        return np.cumsum(self.sizes)
 
     def record(self, number: int) -> TextRecord:
         """A record by its number among those of all rows."""
-        row = int(np.searchsorted(self.first_records, number, side="right")) - 1
-        (records,) = self.of_one_file(np.array([row]))
-        return records[int(number - self.first_records[row])]
+        row = int(np.searchsorted(self._ends, number, side="right"))
+        file = bisect_right(self.starts, row) - 1
+        (records,) = self.records(file, [row - self.starts[file]])
+        return records[number - int(self._ends[row]) + len(records)]
+
+
+@dataclass(frozen=True)
+class TokenTask:
+    """Rows of one file of records that become a file of samples."""
+
+    path: Path
+    file: int
+    rows: list[int]  # counted from the file's first
+    mismatched: list[int] | None  # of KTO: for each record of the rows, the number of another
+
+
+def token_tasks(
+    files: RowFiles, used: NDArray[np.bool_], mismatched: Indices | None, directory: Path
+) -> Iterator[TokenTask]:
+    """Tasks of the ``used`` (n,) of all rows; files without any have none.
+
+    ``mismatched`` (m,) are of all their records, in order.
+    """
+    first = 0
+    for file, own in enumerate(files.slices):
+        rows = np.flatnonzero(used[own])
+        others = None
+        if mismatched is not None:
+            last = first + int(files.sizes[own][rows].sum())
+            others, first = mismatched[first:last].tolist(), last
+        if len(rows):
+            yield TokenTask(directory / f"tokens-{file:06}.arrow", file, rows.tolist(), others)
+
+
+@dataclass(frozen=True)
+class RecordTokenizer:
+    """Writes the samples of a task's rows; called in worker processes."""
+
+    files: RowFiles
+    tokens: TokenWriter
+
+    def __call__(self, task: TokenTask) -> TokenTask:
+        """The task; a file that is there already is taken as it is.
+
+        Raises:
+            ValueError: at a record that is too long, if it is to be an error.
+        """
+        if not is_whole(task.path):
+            rows = self.files.records(task.file, task.rows)
+            if task.mismatched is not None:
+                others = iter([self.files.record(n).completion for n in task.mismatched])
+                rows = [tuple(r._replace(mismatched=next(others)) for r in row) for row in rows]
+            self.tokens.write(task.path, rows)
+        return task

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -23,28 +23,49 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class SequenceSample:
-    """One tokenised record. The first label is ignored: nothing precedes it."""
+    """One tokenised record, and which of its tokens are supervised.
+
+    ``runs`` (m,) are lengths of runs of tokens that are not supervised and that are, in turn, from
+    one of the first kind on: nothing precedes the first token. Their sum is n.
+    """
 
     input_ids: Tokens  # (n,)
-    labels: Tokens  # (n,), IGNORE_INDEX where no loss is taken
+    runs: Tokens  # (m,)
     source: int = 0  # of several that metrics tell apart
+
+    @classmethod
+    def of(cls, input_ids: Sequence[int] | Tokens, labels: Sequence[int] | Tokens) -> Self:
+        """A sample by (n,) labels, IGNORE_INDEX where a token is not supervised."""
+        learnt = np.asarray(labels) != IGNORE_INDEX
+        learnt[:1] = False
+        borders = np.flatnonzero(np.diff(learnt)) + 1
+        runs = np.diff(borders, prepend=0, append=len(learnt)).astype(np.int32)
+        return cls(np.asarray(input_ids, np.int32), runs)
+
+    @property
+    def supervised(self) -> NDArray[np.bool_]:
+        """(n,) whether a token is supervised."""
+        return np.repeat(np.arange(len(self.runs)) % 2 == 1, self.runs)
+
+    @property
+    def labels(self) -> Tokens:
+        """(n,) the supervised tokens, IGNORE_INDEX elsewhere."""
+        return np.where(self.supervised, self.input_ids, np.int32(IGNORE_INDEX))
 
     @property
     def prompt(self) -> Tokens:
         """Tokens before the first supervised one."""
-        return self.input_ids[: int((self.labels != IGNORE_INDEX).argmax())]
+        return self.input_ids[: self.runs[0]]
 
-    @cached_property
+    @property
     def num_supervised(self) -> int:
         """Supervised tokens."""
-        return int(np.count_nonzero(self.labels != IGNORE_INDEX))
+        return int(self.runs[1::2].sum())
 
     def ends_in(self, token: int) -> bool:
         """Whether the last supervised token is ``token``."""
-        last = self.labels[-1]
-        if last == IGNORE_INDEX:
-            last = self.labels[self.labels != IGNORE_INDEX][-1]
-        return bool(last == token)
+        behind = self.runs[-1] if len(self.runs) % 2 else 0
+        return bool(self.input_ids[-1 - behind] == token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +175,7 @@ CLASSES: dict[DataKind, type] = {
 }
 # Fields of the classes, as they are stored.
 COLUMNS = {
-    "samples": {"input_ids": LIST, "labels": LIST},
+    "samples": {"input_ids": LIST, "runs": LIST},
     "pairs": {
         "input_ids": LIST,
         "prompt_length": pa.int32(),
@@ -180,14 +201,58 @@ class Column:
 
     values: NDArray[Any]
     offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    as_bytes: bool = False
+    stored: pa.DataType = LIST
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], stored: pa.DataType) -> "Column":
+        """Rows of this type."""
+        if stored in _DTYPES:
+            return cls(np.array(rows, _DTYPES[stored]), stored=stored)
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        if stored == TEXT:
+            return cls(np.frombuffer(b"".join(rows), np.uint8), offsets, stored)
+        return cls(np.concatenate([np.zeros(0, np.int32), *rows], dtype=np.int32), offsets)
+
+    @classmethod
+    def read(cls, array: pa.Array) -> "Column":
+        """Views of an array's buffers, since its own ``to_numpy`` would import pandas."""
+        size, first, buffers = len(array), array.offset, array.buffers()
+        if array.type in _DTYPES:
+            dtype = np.dtype(_DTYPES[array.type])
+            values = np.frombuffer(buffers[1], dtype, size, dtype.itemsize * first)
+            return cls(values, stored=array.type)
+        offsets = np.frombuffer(buffers[1], np.int64, size + 1, 8 * first)
+        content = (buffers[2] or b"", np.uint8) if array.type == TEXT else (buffers[3], np.int32)
+        values = np.frombuffer(*content)[offsets[0] : offsets[-1]]
+        return cls(values, offsets - offsets[0], array.type)
+
+    @property
+    def array(self) -> pa.Array:
+        """Of Arrow; made from buffers because ``pa.array`` would import pandas."""
+        values = pa.py_buffer(np.ascontiguousarray(self.values))
+        if not self.offsets.size:
+            return pa.Array.from_buffers(self.stored, len(self.values), [None, values])
+        size, ends = len(self.offsets) - 1, pa.py_buffer(self.offsets)
+        if self.stored == TEXT:
+            return pa.Array.from_buffers(TEXT, size, [None, ends, values])
+        flat = pa.Array.from_buffers(pa.int32(), len(self.values), [None, values])
+        return pa.Array.from_buffers(LIST, size, [None, ends], children=[flat])
 
     def __getitem__(self, row: int) -> Any:
         if not self.offsets.size:
             return self.values[row].item()
         start, end = self.offsets[row : row + 2]
         part = self.values[start:end]
-        return part.tobytes() if self.as_bytes else part
+        return part.tobytes() if self.stored == TEXT else part
+
+    def take(self, rows: NDArray[np.int64]) -> "Column":
+        """Those of these rows, in their order."""
+        if not self.offsets.size:
+            return replace(self, values=self.values[rows])
+        starts, sizes = self.offsets[rows], np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - starts, sizes)
+        return Column(self.values[within], offsets, self.stored)
 
 
 Columns = dict[str, Column]
@@ -235,7 +300,7 @@ class TokenSet:
         kinds = [kind for kind, each in CLASSES.items() if samples and type(samples[0]) is each]
         kind = kinds[0] if kinds else "samples"
         columns = {
-            name: _column(_arrow([getattr(sample, name) for sample in samples], stored))
+            name: Column.of([getattr(sample, name) for sample in samples], stored)
             for name, stored in COLUMNS[kind].items()
         }
         return cls([columns], kind)
@@ -297,44 +362,33 @@ def write_samples(
     """Write samples to an Arrow file, a few thousand in memory at a time."""
     rest, types = iter(samples), COLUMNS[kind]
     groups = iter(lambda: list(islice(rest, SAMPLES_PER_BATCH)), [])
-    batches = ({name: [getattr(s, name) for s in group] for name in types} for group in groups)
+    batches = (
+        {name: Column.of([getattr(s, name) for s in group], types[name]) for name in types}
+        for group in groups
+    )
     write_table(path, batches, types, notes)
+
+
+def write_set(path: Path, batches: Iterable[Columns], kind: DataKind) -> str:
+    """Write samples in columns to an Arrow file, and return :attr:`TokenSet.digest` of them."""
+    digest = _Digest()
+
+    def counted() -> Iterator[Columns]:
+        for columns in batches:
+            digest.update(columns)
+            yield columns
+
+    write_table(path, counted(), COLUMNS[kind])
+    return digest.hexdigest()
 
 
 def write_table(
     path: Path | pa.BufferOutputStream,
-    batches: Iterable[Mapping[str, Sequence[Any]]],
+    batches: Iterable[Columns],
     types: Mapping[str, pa.DataType],
     notes: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write rows of columns to an Arrow file or stream, a batch in memory at a time."""
-    arrays = ([_arrow(batch[name], stored) for name, stored in types.items()] for batch in batches)
-    _write(path, arrays, types, notes)
-
-
-def join(parts: Iterable[Path], path: Path, kind: DataKind) -> str:
-    """Write the samples of several files to one, and return the digest of all."""
-    digest = _Digest()
-
-    def columns() -> Iterator[list[pa.Array]]:
-        for part in parts:
-            with pa.memory_map(str(part)) as source:
-                reader = pa.ipc.open_file(source)
-                for number in range(reader.num_record_batches):
-                    arrays = reader.get_batch(number).columns
-                    digest.update(dict(zip(COLUMNS[kind], map(_column, arrays), strict=True)))
-                    yield arrays
-
-    _write(path, columns(), COLUMNS[kind])
-    return digest.hexdigest()
-
-
-def _write(
-    path: Path | pa.BufferOutputStream,
-    batches: Iterable[Sequence[pa.Array]],
-    types: Mapping[str, pa.DataType],
-    notes: Mapping[str, bytes] | None = None,
-) -> None:
+    """Write columns of these types to an Arrow file or stream, a batch in memory at a time."""
     schema = pa.schema([pa.field(*field) for field in types.items()], metadata=notes)
     with ExitStack() as stack:
         file = path
@@ -342,7 +396,8 @@ def _write(
             stack.enter_context(naming(path))
             file = stack.enter_context(pa.OSFile(str(path), "wb"))
         writer = stack.enter_context(pa.ipc.new_file(file, schema))
-        for arrays in batches:
+        for columns in batches:
+            arrays = [columns[name].array for name in types]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
@@ -357,7 +412,7 @@ def read_table(path: Path | bytes) -> tuple[list[Columns], Mapping[bytes, bytes]
         reader = pa.ipc.open_file(file)
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         names, notes = reader.schema.names, reader.schema.metadata or {}
-    return [{name: _column(batch.column(name)) for name in names} for batch in batches], notes
+    return [{name: Column.read(batch.column(name)) for name in names} for batch in batches], notes
 
 
 def is_whole(path: Path) -> bool:
@@ -367,30 +422,3 @@ def is_whole(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _column(array: pa.Array) -> Column:
-    """A column as views of its buffers, since the array's own ``to_numpy`` would import pandas."""
-    size, first, buffers = len(array), array.offset, array.buffers()
-    if array.type in _DTYPES:
-        dtype = np.dtype(_DTYPES[array.type])
-        return Column(np.frombuffer(buffers[1], dtype, size, dtype.itemsize * first))
-    offsets = np.frombuffer(buffers[1], np.int64, size + 1, 8 * first)
-    is_text = array.type == TEXT
-    values: NDArray[Any] = np.frombuffer(
-        (buffers[2] or b"") if is_text else buffers[3], np.uint8 if is_text else np.int32
-    )
-    return Column(values[offsets[0] : offsets[-1]], offsets - offsets[0], as_bytes=is_text)
-
-
-def _arrow(rows: Sequence[Any], stored: pa.DataType) -> pa.Array:
-    """An Arrow array; made from buffers because ``pa.array`` would import pandas."""
-    if stored in _DTYPES:
-        numbers = pa.py_buffer(np.array(rows, dtype=_DTYPES[stored]))
-        return pa.Array.from_buffers(stored, len(rows), [None, numbers])
-    ends = pa.py_buffer(np.cumsum([0, *map(len, rows)], dtype=np.int64))
-    if stored == TEXT:
-        return pa.Array.from_buffers(TEXT, len(rows), [None, ends, pa.py_buffer(b"".join(rows))])
-    values = np.concatenate([np.zeros(0, np.int32), *rows], dtype=np.int32)
-    flat = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
-    return pa.Array.from_buffers(LIST, len(rows), [None, ends], children=[flat])

@@ -29,7 +29,7 @@ from dschat_lora.data.readers import (
 from dschat_lora.data.record_files import BYTES_PER_FILE, RowCounts, RowReader
 from dschat_lora.data.records import TextRecord, answers_of, row_digest, text_digest
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import COLUMNS, AnySample, TokenSet, read_table, write_table
+from dschat_lora.data.samples import COLUMNS, AnySample, Column, TokenSet, read_table, write_table
 from dschat_lora.data.sources import Source, kind_of_file
 from dschat_lora.data.token_files import mismatched
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -473,11 +473,10 @@ def read_blocks(
             }
             epoch, number = (epoch + 1, 0) if ends_epoch else (epoch, number + 1)
             samples = [(row.source, each) for row in taken for each in row.samples]
-            columns: dict[str, list[Any]] = {
-                name: [getattr(each, name) for _, each in samples] for name in COLUMNS[kind]
-            }
-            columns["source"] = [source for source, _ in samples]
-            content = pa.BufferOutputStream()
             types = {**COLUMNS[kind], "source": pa.int32()}
+            values = {name: [getattr(each, name) for _, each in samples] for name in COLUMNS[kind]}
+            values["source"] = [source for source, _ in samples]
+            columns = {name: Column.of(own, types[name]) for name, own in values.items()}
+            content = pa.BufferOutputStream()
             write_table(content, [columns], types, {"block": json.dumps(notes).encode()})
             yield content.getvalue().to_pybytes()

@@ -1,9 +1,10 @@
-"""Tokens of rows as files with their counts, made by several processes and joined."""
+"""Files of the samples of some rows, with their counts, and the choice of samples from them."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +12,76 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.encoder import Encoder
-from dschat_lora.data.record_files import RowFiles, RowRecords
-from dschat_lora.data.samples import AnySample, is_whole, read_table, write_samples
+from dschat_lora.data.records import TextRecord
+from dschat_lora.data.samples import AnySample, Columns, read_table, write_samples
 from dschat_lora.data.tokenize import Tokenized, TokenRule, tokenize
 
 Indices = NDArray[np.int64]
+# The records that one row becomes: one, or one for each answer of a conversation.
+RowRecords = tuple[TextRecord, ...]
+
+# What is counted of each record; the first two before anything was cut.
+_COUNTED = np.dtype(
+    [
+        *((name, np.int64) for name in ("length", "prompt", "samples", "tokens", "supervised")),
+        ("eos", np.int64),  # samples that end in the end-of-sequence
+        *((name, bool) for name in ("truncated", "doubled_bos", "identical", "is_text")),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class TokenWriter:
+    """Makes samples of rows, and writes them with their counts."""
+
+    encoder: Encoder
+    rule: TokenRule
+
+    def write(
+        self, path: Path, rows: Sequence[RowRecords], notes: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Write a file of rows' samples, which appears whole.
+
+        Raises:
+            ValueError: at a record that is too long, if it is to be an error.
+        """
+        results = tokenize([record for row in rows for record in row], self.encoder, self.rule)
+        samples: list[AnySample] = [each for result in results for each in result.samples]
+        counted = {
+            "records": np.array([len(row) for row in rows], np.int64).tobytes(),
+            "counted": np.array([*map(self._counts, results)], _COUNTED).tobytes(),
+            "methods": json.dumps([row[0].method if row else None for row in rows]).encode(),
+        }
+        temporary = path.with_suffix(".tmp")
+        write_samples(temporary, samples, self.rule.kind, {**(notes or {}), **counted})
+        temporary.rename(path)
+
+    def _counts(self, result: Tokenized) -> tuple[int, ...]:
+        samples, eos = result.samples, self.rule.eos_id
+        return (
+            result.length,
+            result.prompt_length,
+            len(samples),
+            sum([len(each.input_ids) for each in samples]),
+            sum([each.num_supervised for each in samples]),
+            sum([result.ended or each.ends_in(eos) for each in samples]),
+            result.truncated,
+            result.doubled_bos,
+            result.identical,
+            result.is_text,
+        )
 
 
 @dataclass
 class Tally:
-    """Counts of one token set, or of a part of it; those of parts add up."""
+    """Counts of the samples that were chosen for one token set, and of their rows."""
 
     rows: int = 0
-    lengths: list[int] = field(default_factory=list)  # of every record, before any was cut
-    prompts: list[int] = field(default_factory=list)  # of these, tokens of the prompt
+    # Of every record, before any was cut: how many there are of a length, of the whole and of
+    # its parts.
+    lengths: Counter[int] = field(default_factory=Counter)
+    prompts: Counter[int] = field(default_factory=Counter)
+    answers: Counter[int] = field(default_factory=Counter)
     # rows of messages by how their answers are found
     chat_rows: Counter[str] = field(default_factory=Counter)
     answer_samples: int = 0  # of rows that become one for each answer
@@ -40,135 +97,61 @@ class Tally:
     texts: int = 0  # samples of plain text
     text_eos: int = 0
 
-    @classmethod
-    def read(cls, path: Path) -> "Tally":
-        """The counts of a file of samples."""
-        values = json.loads(read_table(path)[1][b"tally"])
-        return cls(**values | {"chat_rows": Counter(values["chat_rows"])})
+    def choose(self, path: Path, times: NDArray[np.integer]) -> list[Columns]:
+        """The samples of a file's rows, each as often as its row is used, in order; counts them.
 
-    @classmethod
-    def of(cls, parts: Sequence["Tally"]) -> "Tally":
-        """The counts of all parts."""
-        total = cls()
-        for part in parts:
-            total.lengths.extend(part.lengths)
-            total.prompts.extend(part.prompts)
-            total.chat_rows.update(part.chat_rows)
-            for each in fields(cls):
-                if each.type is int:
-                    setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))
-        return total
-
-    def add_row(self, records: RowRecords) -> None:
-        """Count a row once, however often it is used."""
-        self.rows += 1
-        method = records[0].method
-        if method is not None:
-            self.chat_rows[method] += 1
-            self.answer_samples += len(records) * (method == "answers")
-
-    def add(self, tokenized: Tokenized, times: int, *, eos_id: int) -> None:
-        """Count one record that is used ``times`` times."""
-        self.lengths.append(tokenized.length)
-        self.prompts.append(tokenized.prompt_length)
-        self.truncated += tokenized.truncated
-        self.doubled_bos += tokenized.doubled_bos
-        self.identical += tokenized.identical
-        samples = tokenized.samples
-        self.dropped += not (samples or tokenized.identical)
-        self.split += bool(tokenized.rest)
-        self.samples += times * len(samples)
-        self.texts += times * len(samples) * tokenized.is_text
-        for sample in samples:
-            ends = times * (tokenized.ended or sample.ends_in(eos_id))
-            self.tokens += times * len(sample.input_ids)
-            self.supervised += times * sample.num_supervised
-            self.eos += ends
-            self.text_eos += ends * tokenized.is_text
-
-
-@dataclass(frozen=True)
-class TokenTask:
-    """Rows of one file that become samples."""
-
-    path: Path
-    rows: Indices  # numbers of rows
-    repeats: Indices  # how often each is used
-    mismatched: Indices | None  # numbers of records, for each record of the rows, of KTO
-
-
-def token_tasks(
-    directory: Path,
-    name: str,
-    rows: RowFiles,
-    numbers: Indices,
-    repeats: Indices,
-    mismatched: Indices | None,
-) -> Iterator[TokenTask]:
-    """The rows of these numbers, in order, for one file of ``directory`` at a time."""
-    before = np.concatenate([[0], np.cumsum(rows.sizes[numbers])])
-    for file, own in enumerate(rows.by_file(numbers)):
-        others = None
-        if mismatched is not None:
-            others = mismatched[before[own.start] : before[own.stop]]
-        yield TokenTask(directory / f"{name}-{file:06}.arrow", numbers[own], repeats[own], others)
-
-
-@dataclass(frozen=True)
-class TokenWriter:
-    """Writes the samples of a task's rows; called in worker processes."""
-
-    files: RowFiles
-    encoder: Encoder
-    rule: TokenRule
-
-    def __call__(self, task: TokenTask) -> Path:
-        """The path of the file, which appears whole; one that is there already is taken as it is.
-
-        Raises:
-            ValueError: at a record that is too long, if it is to be an error.
+        ``times`` (n,) are of the file's rows. Rows count once, however often they are used, and
+        their samples each time.
         """
-        if is_whole(task.path):
-            return task.path
-        tally = Tally()
-        rows = self.files.of_one_file(task.rows)
-        for row in rows:
-            tally.add_row(row)
-        records = [record for row in rows for record in row]
-        if task.mismatched is not None:
-            others = [self.files.record(int(number)).completion for number in task.mismatched]
-            records = [r._replace(mismatched=o) for r, o in zip(records, others, strict=True)]
-        times = np.repeat(task.repeats, [len(row) for row in rows]).tolist()
-        samples: list[AnySample] = []
-        for result, n in zip(tokenize(records, self.encoder, self.rule), times, strict=True):
-            tally.add(result, n, eos_id=self.rule.eos_id)
-            samples += result.samples * n
-        temporary = task.path.with_suffix(".tmp")
-        notes = {"tally": json.dumps(vars(tally)).encode()}
-        write_samples(temporary, samples, self.rule.kind, notes)
-        temporary.rename(task.path)
-        return task.path
+        batches, notes = read_table(path)
+        records = np.frombuffer(notes[b"records"], np.int64)
+        counted = np.frombuffer(notes[b"counted"], _COUNTED)
+        uses = np.repeat(times, records)  # of each record
+        self.rows += int(np.count_nonzero(times))
+        for used, size, method in zip(
+            times.tolist(), records.tolist(), json.loads(notes[b"methods"]), strict=True
+        ):
+            if used and method is not None:
+                self.chat_rows[method] += 1
+                self.answer_samples += size * (method == "answers")
+        own, n = counted[uses > 0], uses[uses > 0]
+        parts = {
+            "lengths": own["length"],
+            "prompts": own["prompt"],
+            "answers": own["length"] - own["prompt"],
+        }
+        for name, sizes in parts.items():
+            values, numbers = np.unique(sizes, return_counts=True)
+            found = dict(zip(values.tolist(), numbers.tolist(), strict=True))
+            getattr(self, name).update(found)
+        for name in ("truncated", "doubled_bos", "identical"):
+            setattr(self, name, getattr(self, name) + int(np.count_nonzero(own[name])))
+        self.dropped += int(np.count_nonzero((own["samples"] == 0) & ~own["identical"]))
+        self.split += int(np.count_nonzero(own["samples"] > 1))
+        for name in ("samples", "tokens", "supervised", "eos"):
+            setattr(self, name, getattr(self, name) + int((n * own[name]).sum()))
+        self.texts += int((n * own["samples"] * own["is_text"]).sum())
+        self.text_eos += int((n * own["eos"] * own["is_text"]).sum())
+        sample_uses = np.repeat(uses, counted["samples"])
+        if (sample_uses == 1).all():
+            return batches
+        chosen, first = [], 0
+        for columns in batches:
+            size = len(columns["input_ids"].offsets) - 1
+            rows = np.repeat(np.arange(size), sample_uses[first : first + size])
+            chosen.append({name: column.take(rows) for name, column in columns.items()})
+            first += size
+        return chosen
 
 
-def mismatched_records(files: RowFiles, rows: Indices, train: Indices, *, seed: int) -> Indices:
-    """For each record of these rows, the number of one with an answer to another prompt.
-
-    Where all of them have one prompt, training rows lend their answers.
-
-    Raises:
-        ValueError: if these have no other prompt either.
-    """
-    own = pool = files.record_numbers(rows)
-    if len(np.unique(files.prompts[own])) == 1:
-        pool = np.concatenate([own, files.record_numbers(train)])
-    found = mismatched(files.prompts[pool], seed=seed)[: len(own)]
-    if (found < 0).any():
-        raise ValueError(
-            f"{files.record(int(own[0])).location}: --loss_type kto needs answers to two prompts "
-            "or more, to estimate the KL divergence from those to other prompts; all rows have "
-            "this one"
-        )
-    return pool[found]
+def quantile(counts: Mapping[int, int], share: float) -> int:
+    """The least of the numbers that ``share`` in [0, 1] of all do not exceed; 0 without any."""
+    numbers = np.array(sorted(counts.items()), np.int64).reshape(-1, 2)
+    up_to = np.cumsum(numbers[:, 1])
+    if not len(numbers):
+        return 0
+    place = np.searchsorted(up_to, max(1, math.ceil(share * int(up_to[-1]))))
+    return int(numbers[place, 0])
 
 
 def mismatched(prompts: NDArray[np.generic], *, seed: int) -> Indices:

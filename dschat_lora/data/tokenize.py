@@ -6,7 +6,6 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
@@ -105,10 +104,7 @@ def _tokenize_sample(
         tokens, size = np.array([*chain.from_iterable(pieces)], dtype=np.int32), rule.max_seq_len
         # Each piece after the first begins with the last token of the one before it, as context.
         cuts = [tokens[start : start + size] for start in range(0, length - 1, size - 1)]
-        first, *rest = (
-            SequenceSample(ids, np.where(np.arange(len(ids)) > 0, ids, IGNORE_INDEX))
-            for ids in cuts
-        )
+        first, *rest = (SequenceSample(ids, np.array([1, len(ids) - 1], np.int32)) for ids in cuts)
         return Tokenized(first, length, before, doubled_bos=doubled, is_text=True, rest=tuple(rest))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
@@ -231,11 +227,15 @@ def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule)
     """The first tokens of the pieces, without end-of-sequence if any were cut."""
     # What several samples of a row begin with is learnt in the first.
     on_prompt = rule.train_on_prompt and not record.goes_on
-    input_ids = np.array(list(chain.from_iterable(pieces)), dtype=np.int32)
-    labels, end = input_ids.copy(), 0
-    labels[:1] = IGNORE_INDEX
+    runs, room = [0], rule.max_seq_len
     for span, piece in zip(record.spans, pieces, strict=True):
-        start, end = end, end + len(piece)
-        if not (span.target or on_prompt):
-            labels[start:end] = IGNORE_INDEX
-    return SequenceSample(input_ids[: rule.max_seq_len], labels[: rule.max_seq_len])
+        size, learnt = min(len(piece), room), span.target or on_prompt
+        room -= size
+        if learnt and size and not runs[0]:  # nothing precedes the first token
+            runs[0], size = 1, size - 1
+        if learnt == (len(runs) % 2 == 0):
+            runs[-1] += size
+        elif size:
+            runs.append(size)
+    ids = [*chain.from_iterable(pieces)][: rule.max_seq_len]
+    return SequenceSample(np.array(ids, np.int32), np.array(runs, np.int32))

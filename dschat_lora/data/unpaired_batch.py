@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.algos.segments import Spans, causal_pairs
 from dschat_lora.data.batch import Batch, SampleCollator, batch_to_device
 from dschat_lora.data.loader import SampleCounts, round_up
@@ -114,8 +113,8 @@ def _lengths(sample: UnpairedSample) -> tuple[int, int]:
 def _supervised(sample: UnpairedSample, side: int) -> SequenceSample:
     """The prompt with its own answer or with the mismatched one, which is supervised."""
     ids = sample.mismatched if side else sample.input_ids
-    is_answer = np.arange(len(ids)) >= sample.prompt_length
-    return SequenceSample(ids, np.where(is_answer, ids, np.int32(IGNORE_INDEX)))
+    before = max(1, sample.prompt_length)
+    return SequenceSample(ids, np.array([before, len(ids) - before], np.int32))
 
 
 def _answers(batch: Batch, samples: Sequence[UnpairedSample], *, side: int) -> AnswerBatch:

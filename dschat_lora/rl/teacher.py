@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.layouts import TOKEN_IDS, message
@@ -75,7 +74,7 @@ class TeacherPrompts:
 
 def answer_of(sample: SequenceSample, *, group: int) -> Response:
     """A sample of data as if it were a response, to learn from its supervised tokens."""
-    supervised = sample.labels != IGNORE_INDEX
+    supervised = sample.supervised
     first = int(supervised.argmax())
     # What follows the last supervised token teaches nothing.
     end = len(supervised) - int(np.flip(supervised).argmax())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dschat_lora.algos.logprobs import IGNORE_INDEX, token_logprobs
+from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.data.loader import PackedRow, eval_batches
 from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
@@ -216,7 +216,7 @@ def first_sequences(samples: TokenSet, count: int) -> list[ShownSequence]:
 
 def _sequences(sample: object) -> Iterator[ShownSequence]:
     if isinstance(sample, SequenceSample):
-        supervised = (sample.labels != IGNORE_INDEX).tolist()
+        supervised = sample.supervised.tolist()
         yield ShownSequence("", sample.input_ids.tolist()[:MAX_TOKENS], supervised[:MAX_TOKENS])
     elif isinstance(sample, PairSample):
         for name, ids in (("chosen", sample.chosen), ("rejected", sample.rejected)):

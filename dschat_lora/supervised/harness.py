@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.verbs import EvalConfig
-from dschat_lora.data.samples import IGNORE_INDEX, SequenceSample
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank, world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.supervised.generate import AnswerGenerator
@@ -186,9 +186,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for _, context, continuation in requests:
             # A token is predicted at each position: one more than these fits.
             ids = [*context, *continuation][-(self._positions + 1) :]
-            labels = np.array(ids)
-            labels[: max(0, len(ids) - len(continuation))] = IGNORE_INDEX
-            samples.append(SequenceSample(np.array(ids), labels))
+            before = max(1, len(ids) - len(continuation))
+            runs = np.array([before, len(ids) - before], np.int32)
+            samples.append(SequenceSample(np.array(ids, np.int32), runs))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(samples)
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
         for first in range(0, len(order), self._size):

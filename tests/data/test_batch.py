@@ -13,7 +13,7 @@ I = -100  # noqa: E741 - short, so that the rows below line up
 
 
 def sample(ids, labels):
-    return SequenceSample(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32))
+    return SequenceSample.of(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32))
 
 
 A = sample([5, 6, 7], [I, 6, 7])

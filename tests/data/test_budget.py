@@ -21,7 +21,7 @@ def counts_of(lengths):
 class Samples:
     def __getitem__(self, index):
         ids = np.full(LENGTHS[index], 1 + index, dtype=np.int32)
-        return SequenceSample(ids, ids)
+        return SequenceSample.of(ids, ids)
 
 
 def loaders(accumulation, world, row_tokens, *, seed=5):

@@ -27,7 +27,7 @@ def samples():
     for number, length in enumerate(rng.integers(1, 13, SIZE)):
         labels = np.where(rng.random(length) < 0.5, IGNORE_INDEX, 7).astype(np.int32)
         labels[0] = 7 if number % 2 else IGNORE_INDEX  # never counts
-        made.append(SequenceSample(np.full(length, 5, np.int32), labels))
+        made.append(SequenceSample.of(np.full(length, 5, np.int32), labels))
     return made
 
 

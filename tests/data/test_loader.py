@@ -18,7 +18,7 @@ class Samples:
 
     def __getitem__(self, index):
         ids = np.full(self.lengths[index], 100 + index, dtype=np.int32)
-        return SequenceSample(ids, ids)
+        return SequenceSample.of(ids, ids)
 
 
 def make_loader(micro=4, accumulation=1, world=1, *, rank=0, seed=5, rows=ROWS):

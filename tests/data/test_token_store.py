@@ -14,7 +14,7 @@ from dschat_lora.data.samples import SequenceSample, TokenSet, write_samples
 def make_samples(count):
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 1000, rng.integers(1, 9)).astype(np.int32) for _ in range(count)]
-    return [SequenceSample(row, -row) for row in ids]
+    return [SequenceSample.of(row, -row) for row in ids]
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 9, 30])
@@ -176,18 +176,18 @@ def test_digest_tells_any_other_content_apart(tmp_path, monkeypatch):
 
     def changed(index, *, ids=False, labels=False):
         sample = samples[index]
-        other = SequenceSample(sample.input_ids + int(ids), sample.labels + int(labels))
+        other = SequenceSample.of(sample.input_ids + int(ids), sample.labels + int(labels))
         return [*samples[:index], other, *samples[index + 1 :]]
 
     long = np.arange(6, dtype=np.int32)
-    halves = [SequenceSample(long[:3], -long[:3]), SequenceSample(long[3:], -long[3:])]
-    thirds = [SequenceSample(long[:2], -long[:2]), SequenceSample(long[2:], -long[2:])]
+    halves = [SequenceSample.of(long[:3], -long[:3]), SequenceSample(long[3:], -long[3:])]
+    thirds = [SequenceSample.of(long[:2], -long[:2]), SequenceSample(long[2:], -long[2:])]
     others = [
         *(changed(index, ids=True) for index in range(9)),
         *(changed(index, labels=True) for index in range(9)),
         *(samples[:8], samples[::-1], [*samples, samples[0]], halves, thirds),
-        [SequenceSample(long, -long)],
-        [SequenceSample(-long, long)],
+        [SequenceSample.of(long, -long)],
+        [SequenceSample.of(-long, long)],
     ]
     digests = {digest_of(tmp_path, each) for each in [samples, *others]}
     assert len(digests) == 1 + len(others)

@@ -81,7 +81,7 @@ def text_loader(texts, *, micro, accumulation, rank=0, world_size=1):
     samples = []
     for ids in texts:
         ids = np.array(ids, dtype=np.int32)
-        samples.append(SequenceSample(ids, ids.copy()))
+        samples.append(SequenceSample.of(ids, ids.copy()))
     return StepLoader(
         samples,
         rows=[[n] for n in range(len(texts))],

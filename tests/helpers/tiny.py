@@ -101,7 +101,7 @@ def ragged_samples(count, *, longest=20, seed=0):
         ids = generator.integers(3, VOCAB, size).astype(np.int32)
         labels = ids.copy()
         labels[: int(generator.integers(0, size))] = IGNORE_INDEX
-        samples.append(SequenceSample(ids, labels))
+        samples.append(SequenceSample.of(ids, labels))
     return samples
 
 

@@ -95,7 +95,7 @@ def batches():
     samples = ragged_samples(5, longest=9)
     long = max(samples, key=lambda sample: len(sample.input_ids))
     # One token more than the window spans.
-    samples.append(SequenceSample(long.input_ids[: WINDOW + 1], long.labels[: WINDOW + 1]))
+    samples.append(SequenceSample.of(long.input_ids[: WINDOW + 1], long.labels[: WINDOW + 1]))
     pairs = [each.sample() for each in ragged_pairs(3, longest=5)]
     yield SampleCollator(0)([samples[:2], samples[2:]])
     yield PairCollator(0, "shared")([pairs[:2], pairs[2:]])

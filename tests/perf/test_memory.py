@@ -125,7 +125,7 @@ def test_the_backward_pass_of_a_wide_mlp_is_the_peak_of_a_step(family, variant, 
     if recomputes:
         checkpoint(model)
     ids = np.random.default_rng(0).integers(3, VOCAB, length).astype(np.int32)
-    batch = SampleCollator(0)([[SequenceSample(ids, ids)]])
+    batch = SampleCollator(0)([[SequenceSample.of(ids, ids)]])
     network, live = CausalLMLoss(model).train(), LiveTensors()
     fields = ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids", "spans")
     with live:

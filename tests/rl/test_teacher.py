@@ -132,12 +132,12 @@ def test_tables_of_the_reference_are_those_of_the_same_tokens():
 def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     ignored = -100
     ids, labels = [4, 5, 6, 7, 8, 9], [ignored, ignored, 6, ignored, 8, ignored]
-    sample = SequenceSample(torch.tensor(ids).numpy(), torch.tensor(labels).numpy())
+    sample = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor(labels).numpy())
     found = answer_of(sample, group=3)
     assert (found.prompt, found.tokens) == ((4, 5), (6, 7, 8))
     assert found.actor_mask == (True, False, True)
     assert not found.is_drawn
-    whole = SequenceSample(torch.tensor(ids).numpy(), torch.tensor([ignored, *ids[1:]]).numpy())
+    whole = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor([ignored, *ids[1:]]).numpy())
     assert answer_of(whole, group=0).tokens == (5, 6, 7, 8, 9)
     assert answer_of(whole, group=0).actor_mask == ()
 

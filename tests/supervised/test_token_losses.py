@@ -18,7 +18,7 @@ def ids(*tokens):
 
 def test_sequences_say_which_of_their_tokens_are_trained_on():
     ignored = IGNORE_INDEX
-    row = SequenceSample(ids(5, 6, 7, 8), ids(ignored, ignored, 7, 8))
+    row = SequenceSample.of(ids(5, 6, 7, 8), ids(ignored, ignored, 7, 8))
     (found,) = first_sequences([row, row], 1)
     assert (found.ids, found.supervised) == ([5, 6, 7, 8], [False, False, True, True])
     pair = PairSample(ids(5, 6, 7, 8, 9), prompt_length=2, shared_length=2, chosen_length=1)
@@ -30,7 +30,7 @@ def test_sequences_say_which_of_their_tokens_are_trained_on():
 
 def test_losses_are_cross_entropies_of_each_token_after_those_before_it():
     model = tiny_model("llama", "sdpa").eval()
-    row = SequenceSample(ids(5, 6, 7, 8, 3), ids(IGNORE_INDEX, 6, 7, 8, 3))
+    row = SequenceSample.of(ids(5, 6, 7, 8, 3), ids(IGNORE_INDEX, 6, 7, 8, 3))
     engine = SimpleNamespace(module=SimpleNamespace(model=model), device=torch.device("cpu"))
     ((first, *rest),) = token_losses(engine, first_sequences([row], 1))
     assert first is None
