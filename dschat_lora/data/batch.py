@@ -220,7 +220,7 @@ class PairCollator:
             moved = [[2 * index, 2 * index + 1] for index in range(len(rows))]
         elif self.tight:
             totals = [sum(len(ids) for ids, _ in row) for row in pieces]
-            for index, members in enumerate(first_fit(totals, max(totals))):
+            for index, members in enumerate(first_fit(np.array(totals), max(totals))):
                 for row in members:
                     moved[row] = [index] * len(pieces[row])
         row_of, flat = list(chain.from_iterable(moved)), list(chain.from_iterable(pieces))
@@ -245,7 +245,7 @@ class PairCollator:
         if self.layout == "alone":
             height, width = 2 * height, width // 2
         elif self.tight:
-            height = len(first_fit(lengths, width))
+            height = len(first_fit(np.array(lengths), width))
         return height, round_up(width, self.multiple_of)
 
     def positions(self, pairs: TokenSet) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from dschat_lora.data.samples import Samples, SourcedSamples, TokenSet
 
 Integers = NDArray[np.int64]
 PackedRow = tuple[int, ...]  # sample indices
+ITEMS_AT_A_TIME = 2**16  # of which there are Python objects
 
 
 class PackedRows(Sequence[PackedRow]):
@@ -73,12 +74,12 @@ def make_rows(lengths: Integers, *, max_seq_len: int, packing: bool, seed: int) 
     if not packing:
         return PackedRows(np.arange(len(lengths)), np.arange(1, len(lengths) + 1))
     order = permutation(len(lengths), "packing", seed)
-    packed = PackedRows.of(first_fit(lengths[order].tolist(), max_seq_len))
+    packed = first_fit(lengths[order], max_seq_len)
     return PackedRows(order[packed.samples], packed.ends)
 
 
-def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Positions of ``lengths`` in rows: each goes into the first row that has room for it.
+def first_fit(lengths: Integers, capacity: int) -> PackedRows:
+    """Places of (n,) ``lengths`` in rows: each goes into the first row that has room for it.
 
     O(n log n): a tree over all rows holds the most room in each subtree, and the first row
     with enough of it is found from the root down.
@@ -86,25 +87,33 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Raises:
         ValueError: if an item is longer than ``capacity``.
     """
-    if lengths and max(lengths) > capacity:
-        raise ValueError(f"a sample of {max(lengths)} tokens does not fit a row of {capacity}")
-    leaves = 1 << max(0, len(lengths) - 1).bit_length()
-    room = [capacity] * (2 * leaves)
-    rows: list[list[int]] = []
-    for position, length in enumerate(lengths):
-        node = 1
-        while node < leaves:
-            node *= 2
-            if room[node] < length:
-                node += 1
-        if node - leaves == len(rows):
-            rows.append([])
-        rows[node - leaves].append(position)
-        room[node] -= length
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return rows
+    if lengths.max(initial=0) > capacity:
+        raise ValueError(f"a sample of {lengths.max()} tokens does not fit a row of {capacity}")
+    row_of = np.zeros(len(lengths), np.int32)
+    # Of the node n of the tree the children are 2 n and 2 n + 1; one leaf at least is unused.
+    room, leaves, rows = [capacity] * 2, 1, 0
+    for start in range(0, len(lengths), ITEMS_AT_A_TIME):
+        for position, length in enumerate(lengths[start : start + ITEMS_AT_A_TIME].tolist(), start):
+            node = 1
+            while node < leaves:
+                node *= 2
+                if room[node] < length:
+                    node += 1
+            row_of[position] = node - leaves
+            rows = max(rows, node - leaves + 1)
+            room[node] -= length
+            while node > 1:
+                node //= 2
+                room[node] = max(room[2 * node], room[2 * node + 1])
+            if rows == leaves:
+                level = [*room[leaves:], *[capacity] * leaves]
+                levels = [level]
+                while len(level) > 1:
+                    level = [*map(max, level[::2], level[1::2])]
+                    levels.append(level)
+                room, leaves = [capacity, *chain.from_iterable(reversed(levels))], 2 * leaves
+    sizes = np.bincount(row_of, minlength=rows)
+    return PackedRows(np.argsort(row_of, kind="stable"), np.cumsum(sizes))
 
 
 def fill(rows: Sequence[PackedRow], lengths: Integers, capacity: int) -> float:

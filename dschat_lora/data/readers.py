@@ -1,5 +1,6 @@
 """Readers of data files and hub data sets: raw rows with their file and line."""
 
+import codecs
 import csv
 import gzip
 import io
@@ -9,7 +10,6 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -49,8 +49,7 @@ class RowError(ValueError):
         return f"{self.location}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class RawRow:
+class RawRow(NamedTuple):
     """One row as read, or the reason why it could not be read."""
 
     # "file:line"; for .parquet and hub data "name:row", both from 1; in memory "name[index]"
@@ -78,8 +77,7 @@ class Place(NamedTuple):
 START = Place()
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a file that is not parsed yet, so that another process may do it."""
 
     location: str
@@ -96,7 +94,8 @@ class Line:
         """The row, with a ``problem`` if the line cannot be read."""
         try:
             # Decoded line by line, so that bytes that are not UTF-8 spoil, and name, one line only.
-            return _object_row(self.location, self.parse(self.text.decode("utf-8-sig")))
+            text = self.text.removeprefix(codecs.BOM_UTF8).decode()
+            return _object_row(self.location, self.parse(text))
         except UnicodeDecodeError as error:
             problem = f"not UTF-8 (byte {error.start + 1} of the line)"
         except json.JSONDecodeError as error:

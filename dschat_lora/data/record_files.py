@@ -157,12 +157,14 @@ class RowReader:
 def _require_unicode(location: str, records: RowRecords) -> None:
     """Refuse half a surrogate pair, which JSON can hold and no tokenizer reads."""
     for record in records:
-        texts = (*(span.text for span in record.spans), record.rejected or "", record.columns)
-        try:
-            "".join(texts).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise RowError(location, f"{half!a} is half a character (a lone surrogate)") from error
+        texts = [span.text for span in record.spans]
+        for text in (*texts, record.rejected or "", record.columns):
+            try:
+                text.isascii() or text.encode()
+            except UnicodeEncodeError as error:
+                half = error.object[error.start]
+                reason = f"{half!a} is half a character (a lone surrogate)"
+                raise RowError(location, reason) from error
 
 
 class RowFiles:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, split_weight
 from dschat_lora.config.files import TOO_DEEP
@@ -36,8 +36,7 @@ HEAD_ROWS = 1000
 ValueT = TypeVar("ValueT")
 
 
-@dataclass(frozen=True)
-class ParsedRow:
+class ParsedRow(NamedTuple):
     """A row of known type whose fields have the right types and are not empty."""
 
     location: str

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -25,12 +25,12 @@ Tokens = NDArray[np.int32]
 class SequenceSample:
     """One tokenised record, and which of its tokens are supervised.
 
-    ``runs`` (m,) are lengths of runs of tokens that are not supervised and that are, in turn, from
+    ``runs`` are m lengths of runs of tokens that are not supervised and that are, in turn, from
     one of the first kind on: nothing precedes the first token. Their sum is n.
     """
 
     input_ids: Tokens  # (n,)
-    runs: Tokens  # (m,)
+    runs: Sequence[int] | Tokens
     source: int = 0  # of several that metrics tell apart
 
     @classmethod
@@ -39,7 +39,7 @@ class SequenceSample:
         learnt = np.asarray(labels) != IGNORE_INDEX
         learnt[:1] = False
         borders = np.flatnonzero(np.diff(learnt)) + 1
-        runs = np.diff(borders, prepend=0, append=len(learnt)).astype(np.int32)
+        runs = np.diff(borders, prepend=0, append=len(learnt)).tolist()
         return cls(np.asarray(input_ids, np.int32), runs)
 
     @property
@@ -60,7 +60,7 @@ class SequenceSample:
     @property
     def num_supervised(self) -> int:
         """Supervised tokens."""
-        return int(self.runs[1::2].sum())
+        return int(sum(self.runs[1::2]))
 
     def ends_in(self, token: int) -> bool:
         """Whether the last supervised token is ``token``."""
@@ -211,7 +211,9 @@ class Column:
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         if stored == TEXT:
             return cls(np.frombuffer(b"".join(rows), np.uint8), offsets, stored)
-        return cls(np.concatenate([np.zeros(0, np.int32), *rows], dtype=np.int32), offsets)
+        if rows and isinstance(rows[0], np.ndarray):
+            return cls(np.concatenate(rows, dtype=np.int32), offsets)
+        return cls(np.fromiter(chain.from_iterable(rows), np.int32, int(offsets[-1])), offsets)
 
     @classmethod
     def read(cls, array: pa.Array) -> "Column":

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,7 @@ class TokenRule:
     eos_after_prompt: bool = False
 
 
-@dataclass(frozen=True)
-class Tokenized:
+class Tokenized(NamedTuple):
     """The sample of a record, with what the audit counts."""
 
     sample: AnySample | None  # None: dropped, too long or with nothing to learn
@@ -104,7 +104,7 @@ def _tokenize_sample(
         tokens, size = np.array([*chain.from_iterable(pieces)], dtype=np.int32), rule.max_seq_len
         # Each piece after the first begins with the last token of the one before it, as context.
         cuts = [tokens[start : start + size] for start in range(0, length - 1, size - 1)]
-        first, *rest = (SequenceSample(ids, np.array([1, len(ids) - 1], np.int32)) for ids in cuts)
+        first, *rest = (SequenceSample(ids, (1, len(ids) - 1)) for ids in cuts)
         return Tokenized(first, length, before, doubled_bos=doubled, is_text=True, rest=tuple(rest))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
@@ -237,5 +237,5 @@ def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule)
             runs[-1] += size
         elif size:
             runs.append(size)
-    ids = [*chain.from_iterable(pieces)][: rule.max_seq_len]
-    return SequenceSample(np.array(ids, np.int32), np.array(runs, np.int32))
+    ids = np.fromiter(chain.from_iterable(pieces), np.int32)
+    return SequenceSample(ids[: rule.max_seq_len], tuple(runs))

@@ -114,7 +114,7 @@ def _supervised(sample: UnpairedSample, side: int) -> SequenceSample:
     """The prompt with its own answer or with the mismatched one, which is supervised."""
     ids = sample.mismatched if side else sample.input_ids
     before = max(1, sample.prompt_length)
-    return SequenceSample(ids, np.array([before, len(ids) - before], np.int32))
+    return SequenceSample(ids, (before, len(ids) - before))
 
 
 def _answers(batch: Batch, samples: Sequence[UnpairedSample], *, side: int) -> AnswerBatch:

@@ -60,7 +60,7 @@ class TeacherPrompts:
         has_messages = isinstance(row.values[names[0]], list) and row.layout != TOKEN_IDS
         if has_messages:
             headed = {name: self._headed(row.values[name]) for name in names}
-            row = replace(row, values={**row.values, **headed})
+            row = row._replace(values={**row.values, **headed})
         prompt = to_records(row, self.chat, "prompts")[0].prompt
         return prompt if has_messages else self.system + prompt
 

@@ -187,8 +187,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             # A token is predicted at each position: one more than these fits.
             ids = [*context, *continuation][-(self._positions + 1) :]
             before = max(1, len(ids) - len(continuation))
-            runs = np.array([before, len(ids) - before], np.int32)
-            samples.append(SequenceSample(np.array(ids, np.int32), runs))
+            samples.append(SequenceSample(np.array(ids, np.int32), (before, len(ids) - before)))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(samples)
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
         for first in range(0, len(order), self._size):

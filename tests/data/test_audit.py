@@ -1,6 +1,10 @@
+from collections import Counter
+
+import numpy as np
 import pytest
 
 from dschat_lora.data.audit import DataAudit
+from dschat_lora.data.token_files import quantile
 
 SOUND = {
     "rows_by_type": {"preference": 90, "text": 20},
@@ -107,3 +111,12 @@ def test_the_table_shows_the_counts():
 
 def test_an_audit_survives_its_dictionary():
     assert DataAudit.from_dict(make().to_dict()) == make()
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 10, 101])
+def test_quantiles_of_counts_are_those_of_the_numbers(size):
+    numbers = np.random.default_rng(size).integers(0, 20, size)
+    for share in (0.0, 0.1, 0.5, 0.9, 0.99, 1.0):
+        expected = np.quantile(numbers, share, method="inverted_cdf")
+        assert quantile(Counter(numbers.tolist()), share) == expected
+    assert quantile({}, 0.5) == 0

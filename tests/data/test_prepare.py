@@ -269,8 +269,12 @@ def conversations(count):
     return [{"messages": [*turn * number, *last]} for number in range(count)]
 
 
+# Without a split all rows are used, and tokenised at once.
+@pytest.mark.parametrize("data_split", ["2,4,4", None])
 @pytest.mark.parametrize("kind", ["samples", "pairs", "unpaired", "prompts"])
-def test_how_rows_lie_in_files_changes_nothing(jsonl, tmp_path, monkeypatch, byte_tokenizer, kind):
+def test_how_rows_lie_in_files_changes_nothing(
+    jsonl, tmp_path, monkeypatch, byte_tokenizer, kind, data_split
+):
     answers = [{"prompt": f"{i % 7}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(23)]
     rows = [{"oops": 1}, *answers, answers[0], *(conversations(5) if kind != "pairs" else [])]
     if kind == "unpaired":
@@ -278,7 +282,7 @@ def test_how_rows_lie_in_files_changes_nothing(jsonl, tmp_path, monkeypatch, byt
     config = DataConfig(
         data_path=(str(jsonl(rows)), str(jsonl(answers[:5], "b.jsonl"))),
         data_weights=(1.0, 2.5),
-        data_split="2,4,4",
+        data_split=data_split,
         bad_rows="skip",
         max_seq_len=64,
         eval_ratio=0.2,
@@ -292,6 +296,20 @@ def test_how_rows_lie_in_files_changes_nothing(jsonl, tmp_path, monkeypatch, byt
         found.append((prepared.audit, prepared.train.digest, prepared.eval.digest))
         assert len(prepared.train) == prepared.audit.train_samples > 0 < len(prepared.eval)
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("kind", ["samples", "pairs", "prompts"])
+def test_samples_that_are_made_at_once_are_those_made_later(jsonl, tmp_path, byte_tokenizer, kind):
+    rows = [{"prompt": f"{i % 7}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(23)]
+    path, found = jsonl([*rows, *rows[:4]]), []
+    # A share of all is no mixture of any but itself; its rows are only then tokenised when all
+    # were read.
+    for entry in (str(path), f"{path}:1"):
+        config = DataConfig(data_path=(entry,), max_seq_len=64, eval_ratio=0.2)
+        options = {"phase": 1, "seed": 0, "eos_id": EOS, "cache_dir": tmp_path, "kind": kind}
+        prepared = prepare(config, byte_tokenizer, **options)
+        found.append((prepared.audit, prepared.train.digest, prepared.eval.digest))
+    assert found[0] == found[1]
 
 
 def test_a_digest_that_is_read_from_the_cache_is_that_of_the_samples(run, jsonl, tmp_path):
@@ -323,11 +341,16 @@ def kill_after(files, work):
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("files", [1, 4, 7, 10])
-def test_what_a_killed_preparation_wrote_is_not_made_again(run, jsonl, tmp_path, files):
+# Rows of a mixture are written as records before they are tokenised, others at once.
+@pytest.mark.parametrize(
+    ("kinds", "files"),
+    [(["rows"], 1), (["rows"], 5)] + [(["rows", "tokens"], n) for n in (4, 7, 10)],
+)
+def test_what_a_killed_preparation_wrote_is_not_made_again(run, jsonl, tmp_path, kinds, files):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dschat_lora.data.record_files.ROWS_PER_FILE", 4)
-        path = jsonl(pairs(20))  # five files of records, then five of tokens
+        path = jsonl(pairs(20))  # five files of each kind
+        path = path if len(kinds) == 1 else f"{path}:1"
         kill_after(files, partial(run, path, preprocessing_num_workers=1))
         (left,) = (tmp_path / "cache").glob(".building-*")
         kept = {file.name for file in left.glob("parts/*.arrow")}
@@ -337,7 +360,7 @@ def test_what_a_killed_preparation_wrote_is_not_made_again(run, jsonl, tmp_path,
         made, rename = [], Path.rename
         patch.setattr(Path, "rename", lambda self, to: (made.append(to.name), rename(self, to)))
         prepared = run(path, preprocessing_num_workers=1)
-    names = [f"{what}-{number:06}.arrow" for what in ("rows", "train") for number in range(5)]
+    names = [f"{what}-{number:06}.arrow" for what in kinds for number in range(5)]
     assert made[:-1] == [name for name in names if name not in kept - {spoilt.name}]
     assert texts(prepared.train) == [f"row {i}: {i}</s>" for i in range(20)]
     assert not left.exists()

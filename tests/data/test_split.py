@@ -1,16 +1,35 @@
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from dschat_lora.algos.seeds import permutation
-from dschat_lora.data.collect import repeats, split_rows
+from dschat_lora.algos import seeds
+from dschat_lora.algos.seeds import permutation, stream_entropy
+from dschat_lora.data import row_arrays
+from dschat_lora.data.collect import RowSplit, repeats, split_rows
+from dschat_lora.data.row_arrays import RowArrays, first_equals
 
 SHARES = (0.2, 0.4, 0.4)
+ARRAYS = RowArrays(Path(tempfile.gettempdir()))
+
+
+@pytest.fixture(autouse=True, params=[3, 2**20])
+def at_a_time(request, monkeypatch):
+    """Rows of which there are copies in memory."""
+    monkeypatch.setattr(row_arrays, "AT_A_TIME", request.param)
+    monkeypatch.setattr(seeds, "SORTED_AT_ONCE", request.param)
+
+
+def numbers_of(first, **options):
+    """The rows of each part, by the first row of each one's group."""
+    split = split_rows(np.asarray(first, np.int64), ARRAYS, **options)
+    return RowSplit(*map(np.flatnonzero, split))
 
 
 def split(phase, *, size=100, shares=SHARES, eval_ratio=0.1, seed=7, source=0):
-    return split_rows(
-        size, shares=shares, phase=phase, eval_ratio=eval_ratio, seed=seed, source=source
-    )
+    options = {"shares": shares, "phase": phase, "eval_ratio": eval_ratio}
+    return numbers_of(np.arange(size), seed=seed, source=source, **options)
 
 
 def test_phases_and_the_held_out_part_share_no_row_and_leave_none():
@@ -79,7 +98,7 @@ def test_a_permutation_never_changes():
 
 def parts_of(groups, **changes):
     options = {"shares": None, "phase": 1, "eval_ratio": 0.25, "seed": 3, "source": 0}
-    return split_rows(len(groups), groups=groups, **(options | changes))
+    return numbers_of([groups.index(each) for each in groups], **(options | changes))
 
 
 def test_rows_of_a_group_are_held_out_together():
@@ -91,19 +110,52 @@ def test_rows_of_a_group_are_held_out_together():
     assert sorted([*parts.train, *parts.eval]) == list(range(24))
 
 
-def test_groups_of_one_row_are_split_as_rows():
-    rows = split_rows(20, shares=(0.2, 0.4, 0.4), phase=2, eval_ratio=0.1, seed=1, source=2)
-    groups = split_rows(
-        20,
-        shares=(0.2, 0.4, 0.4),
-        phase=2,
-        eval_ratio=0.1,
-        seed=1,
-        source=2,
-        groups=list("abcdefghijklmnopqrst"),
-    )
-    assert (rows.train == groups.train).all()
-    assert (rows.eval == groups.eval).all()
+def slow_split(groups, *, shares, phase, eval_ratio, seed):
+    """The rows in the order of their groups, the held-out ones first, cut at the borders."""
+    names = list(dict.fromkeys(groups))
+    drawn = [names[n] for n in permutation(len(names), "split", seed, 0)]
+    held, wanted = [], max(1, int(eval_ratio * len(groups) + 0.5))
+    for name in drawn:
+        if sum(map(groups.count, [*held, name])) <= wanted:
+            held.append(name)
+    smallest = min(drawn, key=groups.count)
+    if not held and groups.count(smallest) <= len(groups) // 2:
+        held = [smallest]
+    order = [*held, *(name for name in drawn if name not in held)]
+    rows = [row for name in order for row, own in enumerate(groups) if own == name]
+    first = sum(map(groups.count, held)) or wanted
+    borders = [int(sum(shares[:n]) * len(rows[first:]) + 0.5) for n in (phase - 1, phase)]
+    return sorted(rows[first:][slice(*borders)]), sorted(rows[:first])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("phase", [1, 2, 3])
+def test_groups_are_split_as_by_a_slow_loop(seed, phase):
+    groups = np.random.default_rng(seed).integers(0, (2, 9, 60)[seed % 3], 40).tolist()
+    options = {"shares": SHARES, "phase": phase, "eval_ratio": 0.2, "seed": seed}
+    parts = parts_of(groups, **options)
+    assert tuple(part.tolist() for part in parts) == slow_split(groups, **options)
+
+
+@pytest.mark.parametrize(("rows", "distinct"), [(0, 1), (1, 1), (12, 4), (300, 90)])
+def test_the_first_equal_digest_is_found(rows, distinct):
+    drawn = np.random.default_rng(rows)
+    values = drawn.integers(0, 2**64, (distinct, 2), dtype=np.uint64)
+    values[:, 0] = values[drawn.integers(0, distinct, distinct), 0]  # half of a digest is not all
+    values[0] = 0
+    digests = values[drawn.integers(0, distinct, rows)]
+    seen, first = {}, []
+    for row, digest in enumerate(map(bytes, digests)):
+        first.append(seen.setdefault(digest, row) if any(digest) else row)
+    assert first_equals(digests, ARRAYS).tolist() == first
+
+
+def test_much_is_permuted_as_if_sorted_at_once():
+    for size in (1, 2, 3, 4, 100):
+        draws = np.random.PCG64(stream_entropy("x", size)).random_raw(size)
+        out = np.zeros(size, np.int64)
+        assert permutation(size, "x", size, out=out) is out
+        assert out.tolist() == np.argsort(draws).tolist()
 
 
 def test_a_group_larger_than_the_share_is_held_out_if_it_leaves_half():

@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from dschat_lora.data.samples import SequenceSample, TokenSet, write_samples
 def make_samples(count):
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 1000, rng.integers(1, 9)).astype(np.int32) for _ in range(count)]
-    return [SequenceSample.of(row, -row) for row in ids]
+    return [SequenceSample.of(row, np.where(rng.random(len(row)) < 0.5, row, -100)) for row in ids]
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 9, 30])
@@ -174,20 +175,18 @@ def test_digest_tells_any_other_content_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
     samples = make_samples(9)
 
-    def changed(index, *, ids=False, labels=False):
-        sample = samples[index]
-        other = SequenceSample.of(sample.input_ids + int(ids), sample.labels + int(labels))
-        return [*samples[:index], other, *samples[index + 1 :]]
-
     long = np.arange(6, dtype=np.int32)
-    halves = [SequenceSample.of(long[:3], -long[:3]), SequenceSample(long[3:], -long[3:])]
-    thirds = [SequenceSample.of(long[:2], -long[:2]), SequenceSample(long[2:], -long[2:])]
+    samples[3:5] = SequenceSample(long, (2, 4)), SequenceSample(long, (3, 2, 1))
+
+    def changed(index, **fields):
+        return [*samples[:index], replace(samples[index], **fields), *samples[index + 1 :]]
+
     others = [
-        *(changed(index, ids=True) for index in range(9)),
-        *(changed(index, labels=True) for index in range(9)),
-        *(samples[:8], samples[::-1], [*samples, samples[0]], halves, thirds),
-        [SequenceSample.of(long, -long)],
-        [SequenceSample.of(-long, long)],
+        *(changed(index, input_ids=samples[index].input_ids + 1) for index in range(9)),
+        *(changed(3, runs=runs) for runs in ((6,), (3, 3), (2, 3, 1), (2, 1, 3), (2, 2, 1, 1))),
+        *(samples[:8], samples[::-1], [*samples, samples[0]]),
+        *([SequenceSample(long, (6,))], [SequenceSample(long[::-1], (6,))]),
+        *([SequenceSample(long[:n], (n,)), SequenceSample(long[n:], (6 - n,))] for n in (2, 3)),
     ]
     digests = {digest_of(tmp_path, each) for each in [samples, *others]}
     assert len(digests) == 1 + len(others)
