@@ -193,6 +193,7 @@ COLUMNS = {
 }
 _DTYPES = {pa.int32(): np.int32, pa.float32(): np.float32}
 SAMPLES_PER_BATCH = 4096
+TOKENS_PER_BATCH = 2**22
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,16 @@ class Column:
         part = self.values[start:end]
         return part.tobytes() if self.stored == TEXT else part
 
+    @classmethod
+    def joined(cls, parts: Sequence["Column"]) -> "Column":
+        """The rows of n >= 1 columns."""
+        values, first = np.concatenate([part.values for part in parts]), parts[0]
+        if not first.offsets.size:
+            return cls(values, stored=first.stored)
+        begins = np.cumsum([0, *(len(part.values) for part in parts)])
+        offsets = [part.offsets[:-1] + begin for part, begin in zip(parts, begins, strict=False)]
+        return cls(values, np.concatenate([*offsets, begins[-1:]]), first.stored)
+
     def take(self, rows: NDArray[np.int64]) -> "Column":
         """Those of these rows, in their order."""
         if not self.offsets.size:
@@ -285,11 +296,9 @@ class TokenSet:
         self, chunks: list[Columns], kind: DataKind = "samples", *, digest: str | None = None
     ) -> None:
         """With the ``digest`` that :func:`join` returned, if it is known."""
-        sizes = [np.diff(chunk["input_ids"].offsets) for chunk in chunks]
+        sizes = [len(chunk["input_ids"].offsets) - 1 for chunk in chunks]
         self._chunks, self._class, self._digest = chunks, CLASSES[kind], digest
-        self._starts = np.cumsum([0, *map(len, sizes)])
-        #: (len,) int64, tokens of each sample
-        self.lengths: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *sizes])
+        self._starts = np.cumsum([0, *sizes])
 
     @classmethod
     def read(cls, path: Path, kind: DataKind = "samples", digest: str | None = None) -> "TokenSet":
@@ -316,6 +325,12 @@ class TokenSet:
         chunk = int(np.searchsorted(self._starts, index, side="right")) - 1
         row = int(index - self._starts[chunk])
         return self._class(**{name: c[row] for name, c in self._chunks[chunk].items()})
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """(len,) tokens of each sample."""
+        sizes = [np.diff(offsets) for offsets, _ in self.lists("input_ids")]
+        return np.concatenate([np.zeros(0, np.int64), *sizes])
 
     def column(self, name: str) -> NDArray[Any]:
         """(len,) all values of a field that is a number."""
@@ -375,12 +390,18 @@ def write_set(path: Path, batches: Iterable[Columns], kind: DataKind) -> str:
     """Write samples in columns to an Arrow file, and return :attr:`TokenSet.digest` of them."""
     digest = _Digest()
 
-    def counted() -> Iterator[Columns]:
-        for columns in batches:
+    def joined() -> Iterator[Columns]:
+        rest = iter(batches)
+        while waiting := list(islice(rest, 1)):
+            size = len(waiting[0]["input_ids"].values)
+            while size < TOKENS_PER_BATCH and (more := list(islice(rest, 1))):
+                waiting += more
+                size += len(more[0]["input_ids"].values)
+            columns = {name: Column.joined([each[name] for each in waiting]) for name in waiting[0]}
             digest.update(columns)
             yield columns
 
-    write_table(path, counted(), COLUMNS[kind])
+    write_table(path, joined(), COLUMNS[kind])
     return digest.hexdigest()
 
 
