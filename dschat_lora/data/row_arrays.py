@@ -12,6 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 Indices = NDArray[np.int64]
 Digests = NDArray[np.uint64]  # (n, 2): 16 bytes each, all 0 where there is none
 AT_A_TIME = 2**20  # rows of which there are copies in memory
+SMALL = 2**20  # bytes
 
 
 class RowArrays:
@@ -25,13 +26,13 @@ class RowArrays:
         self._directory = directory
 
     def zeros(self, *shape: int, dtype: DTypeLike = np.int64) -> NDArray[Any]:
-        """An array of this shape.
+        """An array of this shape, in memory if it is small.
 
         Raises:
             OSError: if the disk has no room for it.
         """
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        if not size:
+        if size < SMALL:
             return np.zeros(shape, dtype)
         with TemporaryFile(dir=self._directory) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk would end the process later

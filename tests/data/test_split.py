@@ -16,7 +16,8 @@ ARRAYS = RowArrays(Path(tempfile.gettempdir()))
 
 @pytest.fixture(autouse=True, params=[3, 2**20])
 def at_a_time(request, monkeypatch):
-    """Rows of which there are copies in memory."""
+    """Rows of which there are copies in memory; with few of them arrays are in files."""
+    monkeypatch.setattr(row_arrays, "SMALL", request.param)
     monkeypatch.setattr(row_arrays, "AT_A_TIME", request.param)
     monkeypatch.setattr(seeds, "SORTED_AT_ONCE", request.param)
 
