@@ -183,6 +183,13 @@ def test_skipped_bad_rows_are_counted_and_quoted_also_from_the_cache(run, jsonl)
         assert lines[1] == "f:4: `text` is empty"
 
 
+def test_a_hundred_bad_rows_are_quoted_of_all_files(run, jsonl, monkeypatch):
+    monkeypatch.setattr("dschat_lora.data.record_files.ROWS_PER_FILE", 40)
+    audit = run(jsonl([*[{"oops": 1}] * 150, *pairs(1)]), bad_rows="skip").audit
+    lines = [int(text.split(":")[1]) for text in audit.bad_row_examples]
+    assert (audit.bad_rows, lines) == (150, [*range(1, 101)])
+
+
 def test_half_a_character_is_a_bad_row(run, jsonl):
     path = jsonl([*pairs(2), {"prompt": "p", "completion": "\ud800"}])
     with pytest.raises(ValueError, match=r":3: '\\ud800' is half a character"):
@@ -290,10 +297,14 @@ def test_how_rows_lie_in_files_changes_nothing(
     found = []
     for size in (1, 4, 1000):
         monkeypatch.setattr("dschat_lora.data.record_files.ROWS_PER_FILE", size)
+        monkeypatch.setattr("dschat_lora.data.samples.SAMPLES_PER_BATCH", size)
+        monkeypatch.setattr("dschat_lora.data.samples.TOKENS_PER_BATCH", 20 * size)
         cache = tmp_path / f"{size}"
         options = {"phase": 2, "seed": 0, "eos_id": EOS, "cache_dir": cache, "kind": kind}
         prepared = prepare(config, byte_tokenizer, **options)
-        found.append((prepared.audit, prepared.train.digest, prepared.eval.digest))
+        sources = prepared.train_sources, prepared.eval_sources
+        found.append((prepared.audit, prepared.train.digest, prepared.eval.digest, sources))
+        assert sum(prepared.train_sources.values()) == len(prepared.train)
         assert len(prepared.train) == prepared.audit.train_samples > 0 < len(prepared.eval)
     assert found[0] == found[1] == found[2]
 

@@ -162,6 +162,17 @@ def digest_of(directory, samples, name="x.arrow"):
     return TokenSet.read(directory / name).digest
 
 
+def test_a_sample_by_its_runs():
+    sample = SequenceSample(np.arange(11, 16, dtype=np.int32), (2, 2, 1))
+    assert sample.labels.tolist() == [-100, -100, 13, 14, -100]
+    assert (sample.num_supervised, sample.prompt.tolist()) == (2, [11, 12])
+    assert (sample.ends_in(14), sample.ends_in(15)) == (True, False)
+    same = SequenceSample.of(
+        sample.input_ids, [11, -100, 13, 14, -100]
+    )  # of the first it learns none
+    assert list(same.runs) == [2, 2, 1]
+
+
 @pytest.mark.parametrize("count", [0, 1, 9])
 def test_digest_is_that_of_the_content_whatever_the_file(tmp_path, monkeypatch, count):
     monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
