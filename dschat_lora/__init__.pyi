@@ -48,6 +48,7 @@ def sft(
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
+    max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -57,7 +58,6 @@ def sft(
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
-    max_repeats: int | Sequence[int] = (),
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -170,6 +170,7 @@ def sft(
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -179,7 +180,6 @@ def sft(
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -277,6 +277,7 @@ def reward(
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
+    max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -286,7 +287,6 @@ def reward(
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
-    max_repeats: int | Sequence[int] = (),
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -381,6 +381,7 @@ def reward(
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -390,7 +391,6 @@ def reward(
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -492,6 +492,7 @@ def dpo(
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
+    max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -501,7 +502,6 @@ def dpo(
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
-    max_repeats: int | Sequence[int] = (),
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     num_train_epochs: int = 1,
@@ -604,6 +604,7 @@ def dpo(
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -613,7 +614,6 @@ def dpo(
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         num_train_epochs (int): passes over the data; 0 evaluates only
@@ -745,6 +745,7 @@ def rlhf(
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
+    max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -958,6 +959,7 @@ def rlhf(
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -1158,6 +1160,7 @@ def distill(
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
+    max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -1365,6 +1368,7 @@ def distill(
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -1676,6 +1680,7 @@ def audit(
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
+    max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
     data_output_path: str | os.PathLike[str] | None = None,
     overlong: Literal['split', 'drop', 'truncate', 'error'] = 'split',
@@ -1685,7 +1690,6 @@ def audit(
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
-    max_repeats: int | Sequence[int] = (),
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     near_duplicates: float | None = None,
@@ -1720,6 +1724,7 @@ def audit(
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
+        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
         data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
         overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
@@ -1729,7 +1734,6 @@ def audit(
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         near_duplicates (float | None): count rows whose text is near that of an earlier one: with at least this Jaccard similarity, in (0, 1], of their runs of 5 words, as 0.8

@@ -58,6 +58,11 @@ class SourceConfig:
     max_source_rows: tuple[int, ...] = option(
         (), help="most rows of each --data_path, its first ones, or one number for all; 0: all"
     )
+    max_repeats: tuple[int, ...] = option(
+        (),
+        help="times that a row of each --data_path may be used in the whole run at most, or one "
+        "number for all; 0 or absent: no bound",
+    )
     eval_data_path: tuple[str, ...] = option((), help="held-out data, never trained on")
     eval_ratio: float = option(
         0.05, help="held-out share of the rows where no --eval_data_path is given, in [0, 1)"
@@ -113,6 +118,7 @@ class SourceConfig:
         require(len(splits) in (0, 1, count), "data_split_name", " ".join(splits), allowed)
         require_numbers(self, "> 0", "mixture_temperature")
         self._require_bounds("max_source_rows")
+        self._require_bounds("max_repeats")
         shares = [weight for _, weight in map(split_weight, self.data_path) if weight is not None]
         if shares and (len(shares) < count or not all(0 < w < math.inf for w in shares)):
             raise ValueError(
@@ -146,6 +152,11 @@ class SourceConfig:
                     f"--mixture_temperature {self.mixture_temperature:g} needs shares in "
                     "--data_path, as in a.jsonl:0.6 b/:0.4: --streaming does not know the rows"
                 )
+            if len(set(self.max_repeats)) > 1 and not self.has_shares:
+                raise ValueError(
+                    f"--max_repeats {' '.join(map(str, self.max_repeats))}: --streaming reads "
+                    "sources without shares as one; give one number"
+                )
 
     def _require_bounds(self, name: str) -> None:
         bounds, count = getattr(self, name), len(self.data_path)
@@ -168,11 +179,6 @@ class SourceConfig:
 class DataConfig(SourceConfig):
     """Rows as sequences to train on."""
 
-    max_repeats: tuple[int, ...] = option(
-        (),
-        help="times that a row of each --data_path may be used in the whole run at most, or one "
-        "number for all; 0 or absent: no bound",
-    )
     sft_only_data_path: tuple[str, ...] = option(
         (), help="further data used whole in step 1 and in no other step"
     )
@@ -190,12 +196,6 @@ class DataConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
-        self._require_bounds("max_repeats")
-        if self.streaming and len(set(self.max_repeats)) > 1 and not self.has_shares:
-            raise ValueError(
-                f"--max_repeats {' '.join(map(str, self.max_repeats))}: --streaming reads sources "
-                "without shares as one; give one number"
-            )
         if self.is_mixture and self.sft_only_data_path:
             raise ValueError(
                 "--sft_only_data_path has no share of a mixture; give it in --data_path"

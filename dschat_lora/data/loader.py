@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.cache import code_digest, load_or_build
 from dschat_lora.data.samples import Samples, SourcedSamples, TokenSet
+
+if TYPE_CHECKING:
+    from dschat_lora.config.data import DataConfig
+    from dschat_lora.data.prepare import Prepared
 
 Integers = NDArray[np.int64]
 PackedRow = tuple[int, ...]  # sample indices
@@ -314,6 +318,22 @@ class SampleSources(NamedTuple):
     names: Sequence[str]
     numbers: Integers  # (n,) of samples, into ``names``
     times: Sequence[float] = ()  # that rows of each source are used per epoch, if that is known
+
+
+def told_sources(config: "DataConfig", data: "Prepared") -> tuple[str, ...]:
+    """Names of the training sources where metrics tell them apart; else none."""
+    names = tuple(data.train_sources) if config.is_mixture else ()
+    if config.streaming:
+        names = data.names[: len(config.data_path) + len(config.sft_only_data_path)]
+    return names if len(names) > 1 else ()
+
+
+def sample_sources(data: "Prepared", names: Sequence[str]) -> SampleSources:
+    """The source of each training sample, of these; -1 where it is another."""
+    places = {name: number for number, name in enumerate(names)}
+    own = [places.get(name, -1) for name in data.train_sources]
+    numbers = np.repeat(own, list(data.train_sources.values()))
+    return SampleSources(names, numbers, [data.times[name] for name in names])
 
 
 class StepLoader:

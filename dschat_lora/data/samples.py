@@ -147,6 +147,7 @@ class PromptSample:
 
     input_ids: Tokens  # (n,)
     columns: bytes  # the row as JSON, UTF-8
+    source: int = 0  # of several that metrics tell apart
 
     @property
     def prompt(self) -> Tokens:
@@ -284,9 +285,11 @@ class SourcedSamples:
     samples: Samples
     sources: NDArray[np.int64]  # (n,)
 
-    def __getitem__(self, index: int) -> SequenceSample:
-        sample: SequenceSample = self.samples[index]
-        return replace(sample, source=int(self.sources[index]))
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, index: int) -> Any:
+        return replace(self.samples[index], source=int(self.sources[index]))
 
 
 class TokenSet:

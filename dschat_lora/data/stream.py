@@ -3,9 +3,9 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.readers import (
+    START,
     Line,
     Place,
     RawRow,
@@ -29,8 +30,16 @@ from dschat_lora.data.readers import (
 from dschat_lora.data.record_files import BYTES_PER_FILE, RowCounts, RowReader
 from dschat_lora.data.records import TextRecord, answers_of, row_digest, text_digest
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import COLUMNS, AnySample, Column, TokenSet, read_table, write_table
-from dschat_lora.data.sources import Source, kind_of_file
+from dschat_lora.data.samples import (
+    COLUMNS,
+    AnySample,
+    Column,
+    SourcedSamples,
+    TokenSet,
+    read_table,
+    write_table,
+)
+from dschat_lora.data.sources import Source, data_suffix, kind_of_file
 from dschat_lora.data.token_files import mismatched
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.data.workers import ordered_map
@@ -75,6 +84,16 @@ class Shard:
     source: int  # its number
     number: int  # among all shards of its pool
     rows_from: Callable[[Place], Iterable[Placed]]
+    find_end: Callable[[], Place]  # 0 for what only reading tells
+
+    def share_before(self, place: Place) -> float:
+        """The share of it that is before a place; 0 where its size is not known."""
+        sizes = self._end if place.row else START
+        return max(min(1.0, at / n) if n else 0.0 for at, n in zip(place, sizes, strict=True))
+
+    @cached_property
+    def _end(self) -> Place:
+        return self.find_end()
 
     def read(self, start: Place) -> Iterator[Placed]:
         """Its rows from ``start`` on, each with the place after it.
@@ -115,16 +134,22 @@ def find_shards(sources: Sequence[Source], numbers: Sequence[int]) -> list[Shard
     """The shards of these of the sources, in order."""
     shards: list[Shard] = []
 
-    def add(name: str, source: int, rows_from: Callable[[Place], Iterable[Placed]]) -> None:
-        shards.append(Shard(name, source, len(shards), rows_from))
+    def add(
+        name: str,
+        source: int,
+        rows_from: Callable[[Place], Iterable[Placed]],
+        find_end: Callable[[], Place] = lambda: START,
+    ) -> None:
+        shards.append(Shard(name, source, len(shards), rows_from, find_end))
 
     for number in numbers:
         source = sources[number]
         if source.most is not None or source.rows is not None:
-            add(source.name, number, partial(_whole_source, source))
+            find_end = partial(_end_of_source, source)
+            add(source.name, number, partial(_whole_source, source), find_end)
             continue
         for file in source.files:
-            add(str(file), number, partial(_file, file))
+            add(str(file), number, partial(_file, file), partial(_end_of_file, file))
         if source.hub_name is not None:
             whole = cast("IterableDataset", load_hub(source, streaming=True))
             for index in range(whole.num_shards):
@@ -141,11 +166,25 @@ def _whole_source(source: Source, start: Place) -> Iterator[Placed]:
     return _counted(islice(iter_unread(source), start.row, None), start)
 
 
+def _end_of_source(source: Source) -> Place:
+    """Its bound or its number of rows; where it has fewer than its bound, what it may end at."""
+    sizes = (source.most, len(source.rows) if isinstance(source.rows, Sized) else None)
+    return Place(row=min(filter(None, sizes), default=0))
+
+
 def _file(path: Path, start: Place) -> Iterator[Placed]:
     rows = iter_unread_file(path, start)
     if kind_of_file(path) == ".jsonl":
         return ((line, line.end) for line in rows if isinstance(line, Line))
     return _counted(rows, start)
+
+
+def _end_of_file(path: Path) -> Place:
+    if kind_of_file(path) == ".parquet":
+        import pyarrow.parquet
+
+        return Place(row=pyarrow.parquet.read_metadata(path).num_rows)
+    return Place(byte=path.stat().st_size if data_suffix(path) == ".jsonl" else 0)
 
 
 def _hub_shard(name: str, whole: "IterableDataset", index: int, start: Place) -> Iterator[Placed]:
@@ -236,7 +275,7 @@ class Pool:
         """
         position = start
         while not self.passes or position.epoch < self.passes:
-            order = permutation(len(self.shards), "shards", self.seed, self.number, position.epoch)
+            order = self._order(position.epoch)
             for place in range(position.shard, len(order)):
                 if place > position.shard:
                     position = Position(position.epoch, place, rows=position.rows)
@@ -268,9 +307,14 @@ class Pool:
         if unread:
             yield Chunk(shard.source, shard.number, unread, after)
 
+    def _order(self, epoch: int) -> Indices:
+        return permutation(len(self.shards), "shards", self.seed, self.number, epoch)
+
     def passes_at(self, position: Position) -> float:
-        """Passes that are done, the last one by its shards."""
-        return position.epoch + position.shard / len(self.shards)
+        """Passes that are done, the last one by its shards and what was read of the present one."""
+        shard = self.shards[self._order(position.epoch)[position.shard]]
+        done = position.shard + shard.share_before(Place(position.row, position.byte))
+        return position.epoch + done / len(self.shards)
 
 
 class Mixed(NamedTuple):
@@ -367,6 +411,11 @@ class Block:
     bad: list[str]  # some of those that cannot be
     ends_epoch: bool
     ends_stream: bool
+
+    @cached_property
+    def sourced(self) -> SourcedSamples:
+        """The samples with the numbers of their sources."""
+        return SourcedSamples(self.samples, self.sources)
 
     @classmethod
     def decode(cls, content: bytes, kind: DataKind) -> "Block":

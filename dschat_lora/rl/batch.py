@@ -68,6 +68,7 @@ class Response:
     policy_version: int | None = None
     # what the reference reads in the place of the prompt; None: the same
     reference_prompt: tuple[int, ...] | None = None
+    source: int = 0  # of the row, of several that metrics tell apart
 
     def __len__(self) -> int:
         return sum(len(each.prompt) + len(each.tokens) for each in self.sequences)

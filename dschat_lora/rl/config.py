@@ -487,11 +487,6 @@ class RlhfConfig(StageConfig):
                 "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
                 f"{self.teacher.on_policy_share:g} takes some from the data: leave one of them out"
             )
-        if self.data.streaming and self.teacher.on_policy_share < 1:
-            raise ValueError(
-                f"--on_policy_share {self.teacher.on_policy_share:g} takes some responses from all "
-                "of the data, which --streaming does not know: leave one of them out"
-            )
         if self.teacher.server is not None:
             address, _ = self.teacher.server
             require(

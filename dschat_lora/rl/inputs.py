@@ -1,6 +1,6 @@
 """Models and text that step 3 starts from, and what its first lines say of them and of options."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dschat_lora.config.data import DataConfig
@@ -115,6 +115,8 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
         data_path=(f"{name}:{more}:train" if more else name,),
         eval_ratio=0.0,
         data_output_path=config.data.data_output_path,
+        streaming=config.data.streaming,
+        shuffle_buffer_size=config.data.shuffle_buffer_size,
         overlong="truncate",
         bad_rows=config.data.bad_rows,
         unpaired_rows=config.data.unpaired_rows,
@@ -123,6 +125,14 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
         train_on_prompt=True,
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
+
+
+def answers_data(config: RlhfConfig) -> DataConfig:
+    """The data with its own answers, which the run takes as many of as it needs."""
+    data = replace(config.data.data, max_seq_len=config.data.max_seq_len, max_repeats=())
+    if data.eval_data_path:  # prompts, which need no answers
+        data = replace(data, eval_data_path=(), eval_ratio=0.0)
+    return data
 
 
 def shares_base(config: RlhfConfig) -> bool:

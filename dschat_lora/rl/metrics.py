@@ -110,6 +110,15 @@ def response_metrics(
     }
 
 
+def source_metrics(responses: Sequence[Response], names: Sequence[str]) -> dict[str, int]:
+    """Responses to the rows of each source, and their tokens."""
+    found: dict[str, int] = {}
+    for number, name in enumerate(names):
+        own = [len(each) for each in responses if each.source == number]
+        found |= {f"samples/{name}": len(own), f"tokens/{name}": sum(own)}
+    return found
+
+
 def turn_metrics(responses: Sequence[Response]) -> dict[str, float]:
     """Mean number of the actor's turns and of tokens read from an environment, if any has some."""
     if not any(each.actor_mask or each.num_calls for each in responses):

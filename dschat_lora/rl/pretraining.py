@@ -1,15 +1,19 @@
 """Pretraining text mixed into the update (PTX), with a cursor of its own."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.loader import StepLoader, Window, make_rows
-from dschat_lora.data.samples import TokenSet
+from dschat_lora.data.prepare import Prepared
+from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.inputs import text_data
+from dschat_lora.rl.setup import RlhfSetup
 
 
 @dataclass(frozen=True)
@@ -23,18 +27,29 @@ class TextWindow:
 class Pretraining:
     """The text of one optimizer step after another, epoch after epoch."""
 
-    def __init__(self, loader: StepLoader, *, coefficient: float) -> None:
+    def __init__(self, loader: StepLoader | StreamLoader, *, coefficient: float) -> None:
         self.coefficient = coefficient  # weight of its loss per token
         self._loader, self._step, self._counts = loader, 0, StepCounts()
-        self._windows: Iterator[Window] = iter(())
+        self._windows: Iterator[Window] | None = None
+        self._read: deque[tuple[Window, dict[str, Any]]] = deque()  # with the state after each
+        self._state = self._state_of_loader()
+
+    def read(self, steps: int) -> None:
+        """Have the text of so many steps.
+
+        Raises:
+            StreamError: if it cannot be read on.
+        """
+        if self._windows is None:
+            self._windows = self._loader.steps(self._step)
+        while len(self._read) < steps:
+            window = next(self._windows)
+            self._read.append((window, self._state_of_loader()))
 
     def window(self) -> TextWindow:
         """The text of the next step."""
-        window = next(self._windows, None)
-        if window is None:
-            epoch, start = divmod(self._step, self._loader.steps_per_epoch)
-            self._windows = self._loader.epoch(epoch, start)
-            window = next(self._windows)
+        self.read(1)
+        window, self._state = self._read.popleft()
         self._step += 1
         counts = StepCounts(**window.counts)
         self._counts += counts
@@ -46,26 +61,48 @@ class Pretraining:
         return counts
 
     def state(self) -> dict[str, Any]:
-        return {"step": self._step}
+        return {"step": self._step, **self._state}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
-        self._windows = iter(())
+        if isinstance(self._loader, StreamLoader):
+            self._loader.restore(state["stream"])
+        self._windows, self._state = None, self._state_of_loader()
+        self._read.clear()
+
+    def _state_of_loader(self) -> dict[str, Any]:
+        loader = self._loader
+        return {"stream": loader.state()} if isinstance(loader, StreamLoader) else {}
 
 
-def make_pretraining(texts: TokenSet, config: RlhfConfig, *, pad_id: int) -> Pretraining:
-    """Unpacked rows of these texts, as many a step as there are responses."""
-    rows = make_rows(
-        texts.lengths, max_seq_len=config.data.max_seq_len, packing=False, seed=config.run.seed
-    )
-    loader = StepLoader(
-        texts,
-        rows=rows,
-        micro_batch_size=config.batch.per_device_training_batch_size,
-        gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-        rank=data_rank(),
-        world_size=data_world_size(),
-        seed=config.run.seed,
-        collate=SampleCollator(pad_id),
-    )
+def make_pretraining(setup: RlhfSetup, texts: Prepared) -> Pretraining:
+    """Unpacked rows of these texts, or of what follows them, as many a step as responses."""
+    config, seed, data = setup.config, setup.config.run.seed, text_data(setup.config)
+    assert data is not None
+    options: dict[str, Any] = {
+        "micro_batch_size": config.batch.per_device_training_batch_size,
+        "gradient_accumulation_steps": config.batch.gradient_accumulation_steps,
+        "rank": data_rank(),
+        "world_size": data_world_size(),
+        "seed": seed,
+        "collate": SampleCollator(int(setup.tokenizer.pad_token_id)),
+    }
+    unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
+    loader: StepLoader | StreamLoader
+    if data.streaming:
+        loader = StreamLoader(
+            setup.stream(data, texts, "samples"),
+            pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
+            steps=config.optim.max_steps,
+            taken=config.batch.per_device_training_batch_size
+            * config.batch.gradient_accumulation_steps
+            * data_world_size(),
+            names=(),
+            kind="samples",
+            say=setup.run.log.say,
+            **options,
+        )
+    else:
+        rows = unpacked(texts.train.lengths, seed=seed)
+        loader = StepLoader(texts.train, rows=rows, **options)
     return Pretraining(loader, coefficient=config.pretraining.unsup_coef)

@@ -1,4 +1,4 @@
-"""Prompts of step 3 that are read while training."""
+"""Prompts of step 3, and answers of the data, that are read while training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,12 @@ from typing import Any
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.loader import PackedRow
-from dschat_lora.data.samples import PromptSample, TokenSet
+from dschat_lora.data.rows import DataKind
+from dschat_lora.data.samples import PromptSample, SourcedSamples
 from dschat_lora.data.stream import Block
 from dschat_lora.data.stream_loader import Blocks, StreamedRows, Taken, block_seed
 
-Pool = TokenSet | Sequence[PromptSample]
+Pool = SourcedSamples | Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class PromptStream(StreamedRows):
         *,
         per_iteration: int,
         most: int,
+        kind: DataKind = "prompts",
         seed: int,
         iteration: Callable[[], int],
         say: Callable[[str], object],
@@ -42,10 +44,10 @@ class PromptStream(StreamedRows):
 
         ``most`` bounds the iterations of the run; ``iteration`` is the one that is next.
         """
-        super().__init__(stream, taken=per_iteration, kind="prompts", say=say)
+        super().__init__(stream, taken=per_iteration, kind=kind, say=say)
         self.per_iteration, self._seed, self._iteration = per_iteration, seed, iteration
         self.iterations_per_epoch = most  # as the length of a pass is not known
-        self._state.update({"iteration": 0, "short": {}, "passes": {}})
+        self._state.update({"iteration": 0, "short": {}, "passes": {}, "end": None})
         self._read: dict[int, _Iteration] = {}
         self._taking: Iterator[Taken] | None = None
 
@@ -60,7 +62,7 @@ class PromptStream(StreamedRows):
 
     def restore(self, state: dict[str, Any]) -> None:
         short = {int(number): size for number, size in state["short"].items()}
-        super().restore({**state, "short": short})
+        super().restore({**state, "short": short, "end": state.get("end")})
 
     def __call__(self, iteration: int) -> list[int]:
         """Numbers of the prompts of an iteration, in its :meth:`pool`."""
@@ -74,6 +76,12 @@ class PromptStream(StreamedRows):
     def short(self) -> Mapping[int, int]:
         """The number of prompts of iterations that end a pass, as far as was read."""
         found: Mapping[int, int] = self._state["short"]
+        return found
+
+    @property
+    def end(self) -> int | None:
+        """The number of iterations that the data gives, once its end was read."""
+        found: int | None = self._state["end"]
         return found
 
     def size(self, iteration: int) -> int:
@@ -97,18 +105,19 @@ class PromptStream(StreamedRows):
             members, passes = next(self._taking)
             last = members[-1][0]
             earlier: list[PromptSample] = [
-                block.samples[index] for block, (index,) in members if block is not last
+                block.sourced[index] for block, (index,) in members if block is not last
             ]
             own = [len(earlier) + index for block, (index,) in members if block is last]
-            pool: Pool = last.samples
+            pool: Pool = last.sourced
             if earlier:
-                pool = [*earlier, *(last.samples[index] for index in range(len(last.samples)))]
+                pool = [*earlier, *(last.sourced[index] for index in range(len(last.sourced)))]
             self._read[number] = _Iteration(before, [*range(len(earlier)), *own], pool)
             short = {**self.short}
             if len(members) < self.per_iteration:
                 short[number] = len(members)
             new = {"iteration": number + 1, "short": short, "passes": passes}
-            self._state = {**self._state, **new}
+            end = number + 1 if self.has_ended else None
+            self._state = {**self._state, **new, "end": end}
         # The last one is asked for once more when it is over.
         self._read = {n: read for n, read in self._read.items() if n >= self._iteration() - 1}
         return self._read[iteration]

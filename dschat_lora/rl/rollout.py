@@ -198,7 +198,8 @@ def _with_turn(to: Response, turn: DecodedTurn) -> Response:
 
 
 def _unanswered(group: int, prompt: PromptSample) -> Response:
-    return Response(tuple(prompt.input_ids.tolist()), (), False, group, prompt.columns)
+    ids = tuple(prompt.input_ids.tolist())
+    return Response(ids, (), False, group, prompt.columns, source=prompt.source)
 
 
 def _from_row(row: Tensor, blank: Response, width: int) -> Response:

@@ -52,8 +52,9 @@ class RolloutsAhead:
             RolloutError: if they could not be drawn.
         """
         now = self.iteration()
-        for each in range(now, min(now + self.most + 1, self.num_iterations())):
-            if each not in self._begun:
+        for each in range(now, now + self.most + 1):
+            # To read the prompts of the one before may have said that it is the last.
+            if each < self.num_iterations() and each not in self._begun:
                 self._begun[each] = _Rollout(now, self.begin(self.prompts_of(each), each))
         # What is drawn stays until the iteration is whole, for the checkpoint of one that fails.
         self._begun = {n: rollout for n, rollout in self._begun.items() if n >= now}

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import is_on
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import describe_tokenizer, make_encoder
 from dschat_lora.data.prepare import Prepared
-from dschat_lora.data.rows import row_options
+from dschat_lora.data.rows import DataKind, row_options
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, world_size
 from dschat_lora.lora.collectives import TensorGroup
@@ -32,6 +33,7 @@ from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.environment import Episodes, TurnTokens
 from dschat_lora.rl.inputs import (
     Sources,
+    answers_data,
     find_sources,
     other_tokenizer,
     shares_base,
@@ -83,6 +85,7 @@ from dschat_lora.runtime.setup import (
     tensor_group,
     trained_elements,
 )
+from dschat_lora.runtime.streaming import SharedStream
 
 if TYPE_CHECKING:
     from dschat_lora.rl.agents import Agents
@@ -112,6 +115,18 @@ class RlhfSetup:
     run: OpenRun[RlhfConfig]
     teacher: ServedTeacher | None = None  # in the place of a reference among the roles
     servers: tuple[RolloutServer, ...] = ()  # that draw responses
+
+    def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> SharedStream:
+        """The rows of these data, of which the ``head`` was prepared, to be read meanwhile."""
+        return SharedStream(
+            data,
+            self.tokenizer,
+            head,
+            phase=3,
+            kind=kind,
+            seed=self.config.run.seed,
+            closing=self.run.closing,
+        )
 
     @property
     def teacher_scores(self) -> bool:
@@ -431,17 +446,15 @@ def _read_answers(
     Raises:
         ValueError: if the rows have none.
     """
-    share = config.teacher.on_policy_share
-    if not config.ppo.rules.distills or share == 1:
+    if not config.ppo.rules.distills or config.teacher.on_policy_share == 1:
         return None
-    data = replace(config.data.data, max_seq_len=config.data.max_seq_len)
-    if data.eval_data_path:  # prompts, which need no answers
-        data = replace(data, eval_data_path=(), eval_ratio=0.0)
-    answers = read_data(data, tokenizer, run, phase=3, kind="samples", name="answers")
+    answers = read_data(
+        answers_data(config), tokenizer, run, phase=3, kind="samples", name="answers"
+    )
     if answers.audit.supervised_tokens == 0:
         raise ValueError(
-            f"--on_policy_share {share:g} needs rows with answers, and --data_path "
-            f"{' '.join(config.data.data_path)} has none: use --on_policy_share 1"
+            f"--on_policy_share {config.teacher.on_policy_share:g} needs rows with answers, and "
+            f"--data_path {' '.join(config.data.data_path)} has none: use --on_policy_share 1"
         )
     return answers
 

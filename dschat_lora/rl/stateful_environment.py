@@ -14,7 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -186,7 +186,8 @@ class StatefulEnvironment(Environment):
         for text in gather_texts(json.dumps(begun)):
             for number, (tokens, row) in json.loads(text).items():
                 ids = np.array(tokens, dtype=np.int32)
-                found[int(number)] = PromptSample(ids, json.dumps(row).encode())
+                columns = json.dumps(row).encode()
+                found[int(number)] = replace(found[int(number)], input_ids=ids, columns=columns)
         return found
 
     def _put_back(self) -> None:

@@ -85,6 +85,7 @@ def answer_of(sample: SequenceSample, *, group: int) -> Response:
         tuple(tokens),
         ended=True,
         group=group,
+        source=sample.source,
         actor_mask=() if mask.all() else tuple(mask.tolist()),
         is_drawn=False,
     )

@@ -18,6 +18,7 @@ from dschat_lora.rl.advice import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.engines import Engines, build_engines
 from dschat_lora.rl.evaluation import RlhfEvaluator
+from dschat_lora.rl.inputs import text_data
 from dschat_lora.rl.prompt_stream import PromptStream
 from dschat_lora.rl.rewards import UserFunctionError
 from dschat_lora.rl.rollout import BrokenWeightsError, Generator
@@ -29,8 +30,9 @@ from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
 from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
-from dschat_lora.runtime.loop import TrainingLoop
+from dschat_lora.runtime.loop import TrainingLoop, check_repeats
 from dschat_lora.runtime.run import open_run
+from dschat_lora.runtime.setup import record_stream
 
 NOTE = (
     "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
@@ -53,6 +55,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     """Train by the schedule, evaluate on the way, and save the result; call on every rank."""
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
+    check_repeats(config.data, setup.prompts.times, schedule)
     _announce(schedule, run.log.say)
     if warning := length_warning(
         num_steps=schedule.num_steps,
@@ -109,7 +112,9 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
 def show_plan(setup: RlhfSetup) -> None:
     """Say what the run would do, for a dry run."""
     config, run = setup.config, setup.run
-    _announce(make_rlhf_schedule(config, len(setup.prompts.train)), run.log.say)
+    schedule = make_rlhf_schedule(config, len(setup.prompts.train))
+    check_repeats(config.data, setup.prompts.times, schedule)
+    _announce(schedule, run.log.say)
     run.log.say("  time         as long as responses get: the first iteration tells")
     say_sample(run, config.data.data, setup.tokenizer, "prompts")
     say_options(run)
@@ -162,10 +167,12 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
     }
     if trainer.average is not None:
         states["actor_ema"] = trainer.average
-    order, streams = schedule.order, setup.config.data.streaming
+    order, answers, config = schedule.order, trainer.answers, setup.config
+    streamed = [config.data.data, *([text] if (text := text_data(config)) is not None else [])]
     parts: dict[str, Stateful | None] = {
         "progress": trainer.progress,
         "stream": order if isinstance(order, PromptStream) else None,
+        "answers": answers if isinstance(answers, PromptStream) else None,
         "watch": trainer.diagnostics,
         "evaluation": evaluator,
         "rollouts": trainer.rollouts,
@@ -179,7 +186,11 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         identity={
             **setup.identity,
             "stage": setup.run.stage,
-            **({"stream": describe_sources(setup.config.data.data)} if streams else {}),
+            **(
+                {"stream": " ".join(map(describe_sources, streamed))}
+                if config.data.streaming
+                else {}
+            ),
             "rows_per_step": schedule.rows_per_step,
             "responses": schedule.order.per_iteration * schedule.num_generations,
         },
@@ -199,7 +210,7 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
     setup.run.record.update({"results": results, "phases": phases})
     order = trainer.schedule.order
     if isinstance(order, PromptStream):
-        setup.run.record.update({"stream": {"unused": order.state()["unused"]}})
+        record_stream(setup.run, order, step=progress.step)
     if not progress.step and not setup.config.run.merge_adapter:
         return
     if progress.step:

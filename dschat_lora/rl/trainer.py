@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,11 @@ from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.entropy import adapted_entropy_coef, applied_entropy_coef
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.algos.seeds import permutation, stream_seed
-from dschat_lora.data.samples import PromptSample
+from dschat_lora.config.data import DataConfig
+from dschat_lora.data.loader import sample_sources, told_sources
+from dschat_lora.data.prepare import Prepared
+from dschat_lora.data.rows import DataKind
+from dschat_lora.data.samples import PromptSample, SourcedSamples
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, local_rank, rank
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.perf.throughput import device_peak
@@ -39,6 +44,7 @@ from dschat_lora.rl.experience import (
     score_responses,
     scores_alone,
 )
+from dschat_lora.rl.inputs import answers_data
 from dschat_lora.rl.memory import cache_columns
 from dschat_lora.rl.metrics import (
     Diagnostics,
@@ -47,6 +53,7 @@ from dschat_lora.rl.metrics import (
     response_metrics,
     rollout_rows,
     sampler_errors,
+    source_metrics,
     update_metrics,
     version_metrics,
 )
@@ -70,14 +77,14 @@ from dschat_lora.rl.update import StepResult, Updater, count_deferred
 from dschat_lora.rl.vllm_server import sleeps
 from dschat_lora.runtime.loop import Progress, standard_schedule
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
-from dschat_lora.runtime.streaming import SharedStream
 
 
 class RlhfTrainer:
     """Makes one iteration after another; call methods on every rank.
 
-    ``progress``, ``diagnostics``, ``pretraining``, ``average`` (the actor's moving average) and
-    ``ahead`` are kept up to date; the last three are None where the run has none.
+    ``progress``, ``diagnostics``, ``answers`` (of the data), ``pretraining``, ``average`` (the
+    actor's moving average) and ``ahead`` are kept up to date; the last four are None where the run
+    has none.
     """
 
     def __init__(self, setup: RlhfSetup, engines: Engines) -> None:
@@ -88,8 +95,10 @@ class RlhfTrainer:
         """
         self.setup, self.config = setup, setup.config
         config, self._pad_id = self.config, int(setup.tokenizer.pad_token_id)
+        streams = config.data.streaming
+        prompts = partial(self._stream, config.data.data, setup.prompts)
         self.schedule = make_rlhf_schedule(
-            config, len(setup.prompts.train), self._stream if config.data.streaming else None
+            config, len(setup.prompts.train), prompts if streams else None
         )
         self.generator = make_generator(setup, engines)
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
@@ -108,9 +117,19 @@ class RlhfTrainer:
             guards=config.ppo.guard != "off",
             kl_budget=config.ppo.kl_budget,
         )
+        self._sources = told_sources(config.data.data, setup.prompts)
+        self._known = self._with_sources(setup.prompts)
+        self.answers: PromptStream | SourcedSamples | None = None
+        if setup.answers is not None:
+            self.answers = self._with_sources(setup.answers)
+            if streams:
+                responses = self.schedule.order.per_iteration * self.schedule.num_generations
+                drawn = round((1 - config.teacher.on_policy_share) * responses)
+                data = answers_data(config)
+                self.answers = self._stream(data, setup.answers, max(1, drawn), kind="samples")
         self.pretraining = self.average = None
         if setup.text is not None:
-            self.pretraining = make_pretraining(setup.text.train, config, pad_id=self._pad_id)
+            self.pretraining = make_pretraining(setup, setup.text)
         if config.classic.enable_ema:
             self.average = MovingAverage(setup.roles.actor.model, config.classic.ema_decay)
         run, earlier = setup.run, None
@@ -133,24 +152,26 @@ class RlhfTrainer:
         self._shares_prompts = engines.shares_prompts and self.schedule.num_generations > 1
         self._rate_factor = standard_schedule(config.optim)(self.schedule.num_steps)
 
-    def _stream(self, per_iteration: int) -> PromptStream:
+    def _stream(
+        self, data: DataConfig, head: Prepared, per_iteration: int, kind: DataKind = "prompts"
+    ) -> PromptStream:
         setup, run = self.setup, self.config.run
         return PromptStream(
-            SharedStream(
-                self.config.data.data,
-                setup.tokenizer,
-                setup.prompts,
-                phase=3,
-                kind="prompts",
-                seed=self.config.run.seed,
-                closing=setup.run.closing,
-            ),
+            setup.stream(data, head, kind),
             per_iteration=per_iteration,
             most=max(1, self.config.optim.max_steps),
+            kind=kind,
             seed=run.seed,
             iteration=lambda: self.progress.iteration,
             say=setup.run.log.say,
         )
+
+    def _with_sources(self, data: Prepared) -> SourcedSamples:
+        """The prepared samples, with their sources where metrics tell them apart."""
+        numbers = np.zeros(len(data.train), np.int64)
+        if self._sources and not self.config.data.streaming:
+            numbers = sample_sources(data, self._sources).numbers
+        return SourcedSamples(data.train, numbers)
 
     @property
     def learning(self) -> tuple[str, ...]:
@@ -190,8 +211,10 @@ class RlhfTrainer:
         self.generator.make_room()
         with self.timer.phase("scoring"):
             passes = config.ppo.ppo_epochs
-            rows = self.schedule.rows_per_step
-            minibatches = self._minibatches(responses, rows_per_step=rows, passes=passes)
+            minibatches = self._minibatches(
+                responses, rows_per_step=self.schedule.rows_per_step, passes=passes
+            )
+            self._read_text(len(minibatches))
             first_pass = minibatches[: len(minibatches) // passes]
             make_batch = self._collator(responses)
             batches = [make_batch(rows) for each in first_pass for rows in each.micro_batches]
@@ -242,11 +265,12 @@ class RlhfTrainer:
             )
             return False
         metrics = {
-            **self.schedule.order.passes(progress.iteration),
+            **self._passes(),
             "iteration": progress.iteration,
             **update_metrics(results),
             **sampler_errors(updater.looked, bounds=config.batch.only_filters),
             **response_metrics(experience, rewards, updater.targets),
+            **source_metrics(experience.responses, self._sources),
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
             **self.generator.draft_metrics(),
@@ -268,12 +292,20 @@ class RlhfTrainer:
         self._report(metrics, experience)
         return results[-1].skipped
 
+    def _passes(self) -> dict[str, float]:
+        """Passes over the data so far and, of a mixture, over each source."""
+        found = self.schedule.order.passes(self.progress.iteration)
+        if self.config.data.streaming:
+            return found
+        times = self.setup.prompts.times
+        return found | {f"epochs/{name}": found["epoch"] * times[name] for name in self._sources}
+
     def _responses(self) -> list[Response]:
         """Those of an iteration: the actor's and, by ``--on_policy_share``, answers of the data."""
         iteration, given = self.progress.iteration, list[Response]()
         numbers = self._numbers(iteration)
-        if self.setup.answers is not None:
-            samples = self.setup.answers.train
+        if (answers := self.answers) is not None:
+            samples = answers.pool(iteration) if isinstance(answers, PromptStream) else answers
             order = permutation(len(samples), "answers", self.config.run.seed, iteration)
             count = self.schedule.order.size(iteration) - len(numbers)
             count *= self.schedule.num_generations
@@ -291,7 +323,7 @@ class RlhfTrainer:
     def _numbers(self, iteration: int) -> list[int]:
         """Numbers of an iteration's prompts that the actor answers."""
         numbers = self.schedule.order(iteration)
-        if self.setup.answers is None:
+        if self.answers is None:
             return numbers
         # Of a prompt all responses are drawn, or none; its fraction is rounded at random.
         wanted = self.config.teacher.on_policy_share * len(numbers)
@@ -320,7 +352,7 @@ class RlhfTrainer:
         """The prompts that an iteration's numbers are of."""
         if isinstance(self.schedule.order, PromptStream):
             return self.schedule.order.pool(iteration)
-        return self.setup.prompts.train
+        return self._known
 
     def _prompts(self, numbers: Sequence[int], iteration: int) -> list[PromptSample]:
         pool = self._pool(iteration)
@@ -377,6 +409,11 @@ class RlhfTrainer:
         begun = set(self._begun(iteration))
         further = [number for number in self._further(iteration) if number not in begun]
         return resample(responses, further=further, tries=tries, generate=generate, score=score)
+
+    def _read_text(self, steps: int) -> None:
+        """Have the text of the steps to come: one that cannot be read is to stop before them."""
+        if self.pretraining is not None and "actor" in self.learning:
+            self.pretraining.read(steps)
 
     def _minibatches(
         self, responses: Sequence[Response], *, rows_per_step: int, passes: int
@@ -683,7 +720,8 @@ class StreamedSchedule(RlhfSchedule):
         """Iterations of the run, as far as is known."""
         known = max(self.order.short, default=-1) + 1
         rest = max(0, self.num_steps - self.steps_before(known))
-        return known + -(-rest // self._steps_on(self.order.per_iteration))
+        total = known + -(-rest // self._steps_on(self.order.per_iteration))
+        return total if self.order.end is None else min(total, self.order.end)
 
 
 @dataclass

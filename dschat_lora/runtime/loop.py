@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.schedules import constant, linear
+from dschat_lora.config.data import SourceConfig
 from dschat_lora.config.groups import ScheduleConfig
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import failure_detection
@@ -68,6 +69,28 @@ class Schedule(Protocol):
     @property
     def eval_interval(self) -> int:
         """Optimizer steps between evaluations; 0: at the start, each epoch and the end."""
+
+
+def check_repeats(data: SourceConfig, times: Mapping[str, float], schedule: Schedule) -> None:
+    """Refuse to use rows more often than ``--max_repeats``, where their number is known.
+
+    ``times`` are those that rows of each source are used per epoch.
+
+    Raises:
+        ValueError: naming the source.
+    """
+    if data.streaming:
+        return
+    bounds = dict(zip(times, data.max_repeats * max(1, len(times)), strict=False))
+    epochs = math.ceil(schedule.num_iterations / max(1, schedule.iterations_per_epoch))
+    for name, bound in bounds.items():
+        # The same rows are upsampled in every epoch.
+        used = epochs * math.ceil(round(times[name], 9))
+        if bound and used > bound:
+            raise ValueError(
+                f"--max_repeats {bound}: the run would use rows of {name} {used} times; give it a "
+                "smaller share, fewer epochs or steps, or a larger --max_repeats"
+            )
 
 
 class TrainingLoop:

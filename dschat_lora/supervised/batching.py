@@ -14,12 +14,13 @@ from dschat_lora.data.loader import (
     Collator,
     PackedRows,
     SampleCounts,
-    SampleSources,
     StepLoader,
     TokenBudget,
     fill,
     keep_rows,
     make_rows,
+    sample_sources,
+    told_sources,
 )
 from dschat_lora.data.samples import Samples
 from dschat_lora.data.stream_loader import StreamLoader
@@ -62,7 +63,7 @@ def make_sample_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel
     collate = SampleCollator(
         int(tokenizer.pad_token_id),
         context=_context_group(setup, engine),
-        num_sources=len(told_sources(setup)),
+        num_sources=len(told_sources(setup.config.data, setup.data)),
     )
     return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
 
@@ -263,7 +264,7 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
         pack=pack,
         steps=config.optim.max_steps,
         taken=step_rows if budget is None else budget.groups_per_step,
-        names=told_sources(setup),
+        names=told_sources(data, setup.data),
         kind=setup.kind,
         say=setup.run.log.say,
         seed=seed,
@@ -273,21 +274,6 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
         collate=batch_layout.collate,
         budget=budget,
     )
-
-
-def told_sources(setup: SupervisedSetup) -> tuple[str, ...]:
-    """Names of the training sources where metrics tell them apart; else none."""
-    data = setup.config.data
-    names = tuple(setup.data.train_sources) if data.is_mixture else ()
-    if data.streaming:
-        names = setup.data.names[: len(data.data_path) + len(data.sft_only_data_path)]
-    return names if len(names) > 1 else ()
-
-
-def _sample_sources(setup: SupervisedSetup) -> SampleSources:
-    counts, times = setup.data.train_sources, setup.data.times
-    numbers = np.repeat(np.arange(len(counts)), list(counts.values()))
-    return SampleSources(tuple(counts), numbers, [times[name] for name in counts])
 
 
 def rows_per_step(setup: SupervisedSetup) -> int:
@@ -332,7 +318,9 @@ def train_loader(
         collate=batch_layout.collate,
         counts=counts,
         budget=budget,
-        sources=_sample_sources(setup) if config.data.is_mixture else None,
+        sources=sample_sources(setup.data, [*setup.data.train_sources])
+        if config.data.is_mixture
+        else None,
     )
     log, capacity, kind = setup.run.log, config.max_row_tokens, "rows"
     if budget is not None:

@@ -23,6 +23,7 @@ from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import step_flops
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.dry_run import say_options, say_sample, say_time
+from dschat_lora.runtime.loop import check_repeats
 from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 from dschat_lora.supervised.batching import (
@@ -38,7 +39,7 @@ from dschat_lora.supervised.kto import say_balance
 from dschat_lora.supervised.loop import make_train_schedule
 from dschat_lora.supervised.objectives import SUPERVISED, reward_objective
 from dschat_lora.supervised.setup import SupervisedSetup, build_engine, note_unused_margins, set_up
-from dschat_lora.supervised.train import check_repeats, make_answers, size_warnings, train
+from dschat_lora.supervised.train import make_answers, size_warnings, train
 
 
 def run_sft(config: SupervisedConfig, caller: Caller = NOBODY) -> Path | None:
@@ -139,7 +140,7 @@ def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None =
     loader = train_loader(setup, setup.data.train, _planned_layout(setup, kind, pairs))
     assert isinstance(loader, StepLoader), "it was said what is streamed"
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
-    check_repeats(setup, schedule)
+    check_repeats(config.data, setup.data.times, schedule)
     for warning in size_warnings(setup, loader, schedule):
         run.log.say(f"  warning      {warning}")
     passes = schedule.num_steps / max(1, loader.steps_per_epoch)

@@ -26,9 +26,15 @@ from dschat_lora.perf.throughput import Flops, Meter, StepCounts, device_peak
 from dschat_lora.report.log import summary_lines
 from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
-from dschat_lora.runtime.loop import AnswerLog, EvalResults, RateFactor, standard_schedule
+from dschat_lora.runtime.loop import (
+    AnswerLog,
+    EvalResults,
+    RateFactor,
+    check_repeats,
+    standard_schedule,
+)
 from dschat_lora.runtime.run import OpenRun
-from dschat_lora.runtime.setup import trained_elements
+from dschat_lora.runtime.setup import record_stream, trained_elements
 from dschat_lora.supervised.batching import BatchLayout, rows_per_step, train_loader
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,
@@ -82,7 +88,7 @@ def train(
     config, run = setup.config, setup.run
     loader = train_loader(setup, data.train, batch_layout)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
-    check_repeats(setup, schedule)
+    check_repeats(config.data, setup.data.times, schedule)
     for warning in size_warnings(setup, loader, schedule):
         run.log.say(f"  warning      {warning}")
     evaluator = SupervisedEvaluator(setup, engine, data.eval, batch_layout, objective)
@@ -129,7 +135,7 @@ def train(
             ends_early=partial(ends_early, run, evaluator.results),
         )
     if isinstance(loader, StreamLoader):
-        _record_stream(run, loader, step=progress.step)
+        record_stream(run, loader, step=progress.step)
     if schedule.num_steps and answers is not None:
         answers.show("after")
     # Without a step there is nothing to save, unless base and adapter are to become one model.
@@ -145,14 +151,6 @@ def _stops_with_the_data(checkpointer: Checkpointer, progress: TrainProgress) ->
     except StreamError:
         checkpointer.save_rest(progress.step, "stopped by the data")
         raise
-
-
-def _record_stream(run: OpenRun[SupervisedConfig], loader: StreamLoader, *, step: int) -> None:
-    """Record what was read, and say where the data ended before the run."""
-    state = loader.state()
-    run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
-    if loader.has_ended and step < loader.steps_per_epoch:
-        run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")
 
 
 def ends_early(run: OpenRun[SupervisedConfig], results: EvalResults) -> bool:
@@ -172,27 +170,6 @@ def evaluations_since_best(losses: Sequence[float]) -> int:
     """Evaluations after the first with the lowest loss; NaN is as high as infinity."""
     known = [math.inf if math.isnan(loss) else loss for loss in losses]
     return len(known) - 1 - known.index(min(known)) if known else 0
-
-
-def check_repeats(setup: SupervisedSetup, schedule: TrainSchedule) -> None:
-    """Refuse to use rows more often than ``--max_repeats``, where their number is known.
-
-    Raises:
-        ValueError: naming the source.
-    """
-    data, times = setup.config.data, setup.data.times
-    if data.streaming:
-        return
-    bounds = dict(zip(times, data.max_repeats * max(1, len(times)), strict=False))
-    epochs = math.ceil(schedule.num_steps / max(1, schedule.iterations_per_epoch))
-    for name, bound in bounds.items():
-        # The same rows are upsampled in every epoch.
-        used = epochs * math.ceil(round(times[name], 9))
-        if bound and used > bound:
-            raise ValueError(
-                f"--max_repeats {bound}: the run would use rows of {name} {used} times; give it a "
-                "smaller share, fewer epochs or steps, or a larger --max_repeats"
-            )
 
 
 def size_warnings(

@@ -152,8 +152,8 @@ class Texts:
             self.num_samples, self.num_tokens, self.num_targets = 1, size, size - 1
             self.num_attended, self.input_ids = size, torch.zeros(1, size)
 
-    def epoch(self, number, start=0):
-        sizes = [[3, 5], [7]][start:]
+    def steps(self, start):
+        sizes = [[3, 5], [7], [3, 5]][start:]
         return iter([Window([self.Batch(n) for n in each], self.counts(each)) for each in sizes])
 
     def counts(self, sizes):

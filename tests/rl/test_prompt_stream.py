@@ -1,9 +1,13 @@
 """Prompts of step 3 that are read while training: the iterations of prepared prompts."""
 
+import gzip
 import json
 import math
+from collections import Counter
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from data.hand_tokenizers import build_byte_tokenizer
@@ -33,7 +37,8 @@ def files(tmp_path):
 
 def config_of(files, **options):
     options = {"eval_ratio": 0.0, "preprocessing_num_workers": 1} | options
-    return PromptConfig(data_path=(str(files / "*.jsonl"),), **options).data
+    path = files / "*.jsonl" if files.is_dir() else files
+    return PromptConfig(data_path=(str(path),), **options).data
 
 
 class Run:
@@ -84,6 +89,50 @@ def test_a_block_of_all_prompts_gives_the_iterations_of_prepared_ones(files, pre
         passes = run.order.passes(iteration + 1)
         assert passes == pytest.approx({"epoch": epoch + number * each / len(prepared)})
     run.stream.close()
+
+
+def test_an_epoch_counts_files_and_of_the_present_one_what_was_read(files):
+    run, sizes = Run(files, 1, shuffle_buffer_size=1), (9, 4, 10)
+    for epoch in range(2):
+        done = []
+        for _ in range(23):
+            row = json.loads(run.prompts()[0])
+            file, number = map(int, row["prompt"].removesuffix(":").split("."))
+            done += [file] * (file not in done)
+            passes = epoch + (len(done) - 1 + (number + 1) / sizes[file]) / 3
+            assert run.order.passes(run.iteration) == pytest.approx({"epoch": passes})
+    run.stream.close()
+
+
+KNOWN = [n / 30 for n in (5, 10, 15, 20, 25, 30)]
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "expected"),
+    [
+        ("rows.jsonl", 0, KNOWN),
+        ("rows.parquet", 0, KNOWN),
+        ("rows.jsonl", 30, KNOWN),
+        ("rows.jsonl", 60, [n / 2 for n in KNOWN[:4]] + [2 / 3, 1]),
+        ("rows.jsonl.gz", 0, [0, 0, 0, 0, 0.5, 1]),  # its size when unpacked is not known
+    ],
+)
+def test_an_epoch_of_one_file_counts_what_was_read_where_its_size_is_known(
+    tmp_path, name, most, expected
+):
+    rows = [{"prompt": f"{n:02}:"} for n in range(30)]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if name.endswith("parquet"):
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    run = Run(tmp_path / name, 5, shuffle_buffer_size=10, max_source_rows=(most,))
+    epochs = []
+    for _ in expected:
+        run.prompts()
+        epochs.append(run.order.passes(run.iteration)["epoch"])
+    run.stream.close()
+    assert epochs == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -181,6 +230,26 @@ def test_steps_and_iterations_are_those_of_prepared_prompts(files, each, rows, m
     run.stream.close()
     assert iteration == streamed.num_iterations == expected.num_iterations
     assert streamed.num_steps == max_steps
+
+
+@pytest.mark.parametrize("each", [6, 8])  # a pass ends in a shorter iteration, or in a full one
+def test_the_run_ends_with_the_pass_that_is_the_last(files, each):
+    (files / "part1.jsonl").write_text((files / "part1.jsonl").read_text() + '{"prompt": "x"}\n')
+    run = Run(files, each, shuffle_buffer_size=4, max_repeats=(2,))
+    schedule, seen = StreamedSchedule(run.order, 1, 2, 1, 1, 1000), Counter()
+    states = []
+    while run.iteration < schedule.num_iterations:
+        states.append(run.order.state())
+        seen.update(run.prompts())
+    run.stream.close()
+    assert run.iteration == run.order.end == 2 * 24 / each
+    assert len(seen) == 24
+    assert set(seen.values()) == {2}
+    assert schedule.num_steps == 1000
+    # What a checkpoint says of it, before the last iteration and after it.
+    for state, left in ((states[-1], 1), (run.order.state(), 0)):
+        again = Run(files, each, state=state, iteration=run.iteration - left, max_repeats=(2,))
+        assert (again.order.end is None) == bool(left)
 
 
 def test_oversampling_of_blocks_that_are_one_iteration_is_refused():

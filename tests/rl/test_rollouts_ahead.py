@@ -18,12 +18,14 @@ class Run:
 
     def __init__(self, most, iterations=6, prompts=2):
         self.iteration, self.told, self.down = 0, [], False
-        self.count = prompts
+        self.count, self.iterations, self.last = prompts, iterations, None
         self.ahead = RolloutsAhead(
-            most, lambda: iterations, lambda: self.iteration, self.prompts_of, self.begin
+            most, lambda: self.iterations, lambda: self.iteration, self.prompts_of, self.begin
         )
 
     def prompts_of(self, iteration):
+        if iteration == self.last:  # which shows when its prompts are read
+            self.iterations = iteration + 1
         ids = torch.tensor([iteration])
         return [PromptSample(ids, f'{{"row": {n}}}'.encode()) for n in range(self.count)]
 
@@ -65,6 +67,13 @@ def test_iteration_k_is_drawn_by_the_adapter_of_iteration_k_minus_n(most, versio
     assert run.play(6) == list(enumerate(versions))
     asked = [each[1] for each in run.told if each[0] == "begin"]
     assert asked == list(range(6))  # each once, and none after the last iteration
+
+
+def test_no_iteration_is_begun_after_one_whose_prompts_were_the_last():
+    run = Run(2)
+    run.last = 3
+    assert run.play(4) == [(0, 0), (1, 0), (2, 0), (3, 1)]
+    assert [each[1] for each in run.told if each[0] == "begin"] == [0, 1, 2, 3]
 
 
 def test_later_iterations_are_begun_before_the_present_one_is_waited_for():

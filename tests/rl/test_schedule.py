@@ -7,8 +7,10 @@ import math
 import pytest
 
 from dschat_lora.report.log import jsonable
+from dschat_lora.rl.config import PromptConfig
 from dschat_lora.rl.rollout import PromptOrder
 from dschat_lora.rl.trainer import RlhfProgress, RlhfSchedule
+from dschat_lora.runtime.loop import check_repeats
 
 PLANS = list(
     itertools.product(
@@ -35,6 +37,21 @@ def test_iterations_are_as_many_as_counting_them_one_by_one_finds():
             made += steps[counted]
             counted += 1
         assert plan.num_iterations == counted
+
+
+def test_rows_are_counted_by_epochs_of_iterations():
+    # Two epochs of five iterations, which have two steps each and the last one has one.
+    plan = RlhfSchedule(PromptOrder(18, 4, 0), 2, 4, 1, 9, 18)
+    for name, used in (("a", 2), ("b", 6)):
+        data = {
+            "data_path": ("a:1", "b:3"),
+            "max_repeats": [used if n == name else 0 for n in "ab"],
+        }
+        times = {"a": 0.375, "b": 2.25}
+        check_repeats(PromptConfig(**data), times, plan)
+        data["max_repeats"] = [max(0, each - 1) for each in data["max_repeats"]]
+        with pytest.raises(ValueError, match=f"would use rows of {name} {used} times"):
+            check_repeats(PromptConfig(**data), times, plan)
 
 
 @pytest.mark.parametrize(("prompts", "each"), [(7, 3), (6, 3), (2, 5)])

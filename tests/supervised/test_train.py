@@ -8,6 +8,7 @@ import torch
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.runtime.loop import check_repeats
 from dschat_lora.supervised import train as course
 from dschat_lora.supervised.loop import TrainSchedule
 from helpers.tiny import tiny_model
@@ -39,11 +40,7 @@ def test_meter_counts_padding_where_the_engine_computes_it(attention, skips, mon
 def test_no_row_is_used_more_often_than_it_may_be(times, steps, used):
     def check(bound):
         data = DataConfig(data_path=("a", "b"), max_repeats=(0, bound))
-        setup = SimpleNamespace(
-            config=SimpleNamespace(data=data),
-            data=SimpleNamespace(times={"a": 9.0, "b": times}),
-        )
-        course.check_repeats(setup, TrainSchedule(steps, 10, 0, 1))
+        check_repeats(data, {"a": 9.0, "b": times}, TrainSchedule(steps, 10, 0, 1))
 
     check(used)
     with pytest.raises(ValueError, match=f"would use rows of b {used} times; give it a smaller"):

@@ -1,0 +1,143 @@
+"""Step 3 with data that is read while training: the run of prepared data, and mixtures."""
+
+import gzip
+import json
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from helpers.rlhf_course import save_family, write_texts
+from helpers.step1 import write_jsonl
+
+pytestmark = pytest.mark.stage
+
+# Iterations of four prompts, two steps each.
+COMMON = """
+    --num_generations 2 --per_device_generation_batch_size 8 --generation_batches 1 --eval_prompts 0
+    --per_device_training_batch_size 4 --max_prompt_seq_len 14 --max_answer_seq_len 4
+    --eval_ratio 0 --num_train_epochs 9 --save_interval 0 --save_minutes 0 --log_rollouts 99
+    --preprocessing_num_workers 1
+""".split()
+REWARDED = ["--algorithm", "grpo", "--reward_function", "helpers.rlhf_course:vowels"]
+SIZES = {"a": 12, "b": 6}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A directory with a tiny actor and two files of prompts, each of letters of its own."""
+    home = tmp_path_factory.mktemp("streamed")
+    for name, size in SIZES.items():
+        rows = [{"prompt": name * (1 + n), "completion": "ok" * (1 + n % 3)} for n in range(size)]
+        write_jsonl(home / f"{name}.jsonl", rows)
+    write_texts(home / "texts.jsonl", 11)
+    return home
+
+
+@pytest.fixture(scope="module")
+def run(home, ranks):
+    """``run(*options)``: the directory of a run, and its lines of metrics by kind."""
+    models = save_family("opt", home / "opt", layers=1)
+
+    @cache
+    def call(*options):
+        out = home / str(len(list(home.iterdir())))
+        argv = [*COMMON, "--actor_model_name_or_path", models["actor"], "--output_dir", out]
+        argv += [models["base"] if each == "BASE" else each for each in options]
+        (report,) = ranks(1).run("helpers.rlhf_course:train_rlhf", argv=list(map(str, argv)))
+        lines = json.loads(report["lines"])
+        return out, [line for line in lines if line["kind"] == "train"]
+
+    return call
+
+
+def figures(lines):
+    """What depends on nothing but the data and the options."""
+    names = ("step", "iteration", "loss", "text_loss", "grad_norm", "reward", "samples", "tokens")
+    return [{name: line[name] for name in names} for line in lines]
+
+
+def weights(out):
+    return (out / "actor/adapter/adapter_model.safetensors").read_bytes()
+
+
+def rollouts(out):
+    """Of each iteration, (letters of a prompt, tokens of its response) of every response."""
+    found = {}
+    with gzip.open(out / "rollouts.jsonl.gz", "rt") as file:
+        for row in map(json.loads, file):
+            own = found.setdefault(row["iteration"], [])
+            own.append((row["prompt"].removeprefix("</s>"), row["length"]))
+    return [found[number] for number in sorted(found)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_metrics_count_responses_tokens_and_epochs_of_each_source(run, home, streaming):
+    paths = [home / "a.jsonl:1", home / "b.jsonl:3"]
+    options = ["--streaming", "--shuffle_buffer_size", 4] if streaming else []
+    out, lines = run(*REWARDED, "--data_path", *paths, "--max_steps", 18, *options)
+    seen = Counter()
+    for line, drawn in zip(lines, rollouts(out), strict=True):
+        for name in SIZES:
+            own = [(prompt, length) for prompt, length in drawn if prompt[0] == name]
+            assert line[f"samples/{name}.jsonl"] == len(own)
+            sizes = [len(prompt) + length for prompt, length in own]
+            assert line[f"tokens/{name}.jsonl"] == sum(sizes)
+            seen[name] += len(own) // 2
+        assert line["tokens"] == line["tokens/a.jsonl"] + line["tokens/b.jsonl"]
+        # Of prepared files by the epochs of all, a part of whose 18 rows each share is.
+        if not streaming:
+            assert line["epochs/a.jsonl"] == pytest.approx(line["epoch"] * 4.5 / 12)
+            assert line["epochs/b.jsonl"] == pytest.approx(line["epoch"] * 13.5 / 6)
+    if streaming:
+        assert seen == {"a": 9, "b": 27}
+        assert lines[3]["epochs/b.jsonl"] == 2
+        assert all(line["epoch"] == line["epochs/a.jsonl"] < 0.75 for line in lines)
+
+
+def test_sources_that_were_read_often_enough_end_a_run(run, home, capfd):
+    paths = [home / "a.jsonl:1", home / "b.jsonl:3"]
+    options = ["--streaming", "--shuffle_buffer_size", 5, "--max_repeats", 1, 2]
+    out, lines = run(*REWARDED, "--data_path", *paths, "--max_steps", 99, *options)
+    seen = Counter(prompt for drawn in rollouts(out) for prompt, _ in drawn[::2])
+    assert seen == {"a" * (1 + n): 1 for n in range(12)} | {"b" * (1 + n): 2 for n in range(6)}
+    assert [line["updates"] for line in lines] == [2] * 6
+    assert [line["iteration"] for line in lines] == list(range(1, 7))
+    assert json.loads((out / "run.json").read_text())["status"] == "finished"
+    assert (out / "actor/adapter/adapter_model.safetensors").is_file()
+
+
+# A pass of 18 prompts ends in an iteration of two, one of eleven texts in a step of three.
+BESIDE = """
+    --algorithm distill --teacher_model_name_or_path BASE --distill_loss jsd --on_policy_share 0.6
+    --unsup_coef 0.5 --actor_lora_learning_rate 5e-3 --max_steps 14
+""".split()
+
+
+@pytest.fixture(scope="module")
+def beside(run, home):
+    """``beside(*options)``: a run that learns from answers of the data and from text, too."""
+    paths = ["--data_path", home / "a.jsonl", home / "b.jsonl"]
+    text = ["--unsupervised_dataset_name", home / "texts.jsonl"]
+    return lambda *options: run(*paths, *text, *BESIDE, *options)
+
+
+def test_answers_and_text_are_those_of_prepared_data_where_a_block_holds_all(beside):
+    prepared, expected = beside()
+    streamed, lines = beside("--streaming")
+    assert figures(lines) == figures(expected)
+    assert weights(streamed) == weights(prepared)
+    assert len({line["text_loss"] for line in lines}) == len(lines) > 5
+
+
+def test_answers_and_text_go_on_where_they_were(beside):
+    small = ["--streaming", "--shuffle_buffer_size", 5, "--save_interval", 1]
+    whole, expected = beside(*small, "--save_total_limit", 0)
+    for step in (4, 9):
+        (last,) = whole.glob(f"checkpoints/step-{step:08}")
+        resumed, lines = beside(*small, "--resume_from_checkpoint", last)
+        assert figures(lines) == figures(expected)
+        # The lines of the steps before are taken over.
+        old = [line["step"] <= step for line in expected]
+        assert [a["time"] == b["time"] for a, b in zip(lines, expected, strict=True)] == old
+        assert weights(resumed) == weights(whole)
