@@ -71,31 +71,34 @@ def rollouts(out):
     return [found[number] for number in sorted(found)]
 
 
+def assert_counted(out, lines):
+    """Responses and tokens of each source are those whose prompts have its letter."""
+    for line, drawn in zip(lines, rollouts(out), strict=True):
+        for name in SIZES:
+            own = [len(prompt) + length for prompt, length in drawn if prompt[0] == name]
+            assert line[f"samples/{name}.jsonl"] == len(own)
+            assert line[f"tokens/{name}.jsonl"] == sum(own)
+        assert line["tokens"] == line["tokens/a.jsonl"] + line["tokens/b.jsonl"]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_metrics_count_responses_tokens_and_epochs_of_each_source(run, home, streaming):
     paths = [home / "a.jsonl:1", home / "b.jsonl:3"]
     options = ["--streaming", "--shuffle_buffer_size", 4] if streaming else []
     out, lines = run(*REWARDED, "--data_path", *paths, "--max_steps", 18, *options)
-    seen = Counter()
-    for line, drawn in zip(lines, rollouts(out), strict=True):
-        for name in SIZES:
-            own = [(prompt, length) for prompt, length in drawn if prompt[0] == name]
-            assert line[f"samples/{name}.jsonl"] == len(own)
-            sizes = [len(prompt) + length for prompt, length in own]
-            assert line[f"tokens/{name}.jsonl"] == sum(sizes)
-            seen[name] += len(own) // 2
-        assert line["tokens"] == line["tokens/a.jsonl"] + line["tokens/b.jsonl"]
+    assert_counted(out, lines)
+    for line in lines:
         # Of prepared files by the epochs of all, a part of whose 18 rows each share is.
         if not streaming:
             assert line["epochs/a.jsonl"] == pytest.approx(line["epoch"] * 4.5 / 12)
             assert line["epochs/b.jsonl"] == pytest.approx(line["epoch"] * 13.5 / 6)
     if streaming:
-        assert seen == {"a": 9, "b": 27}
+        assert [sum(line[f"samples/{n}.jsonl"] for line in lines) for n in SIZES] == [18, 54]
         assert lines[3]["epochs/b.jsonl"] == 2
         assert all(line["epoch"] == line["epochs/a.jsonl"] < 0.75 for line in lines)
 
 
-def test_sources_that_were_read_often_enough_end_a_run(run, home, capfd):
+def test_sources_that_were_read_often_enough_end_a_run(run, home):
     paths = [home / "a.jsonl:1", home / "b.jsonl:3"]
     options = ["--streaming", "--shuffle_buffer_size", 5, "--max_repeats", 1, 2]
     out, lines = run(*REWARDED, "--data_path", *paths, "--max_steps", 99, *options)
@@ -117,9 +120,13 @@ BESIDE = """
 @pytest.fixture(scope="module")
 def beside(run, home):
     """``beside(*options)``: a run that learns from answers of the data and from text, too."""
-    paths = ["--data_path", home / "a.jsonl", home / "b.jsonl"]
-    text = ["--unsupervised_dataset_name", home / "texts.jsonl"]
-    return lambda *options: run(*paths, *text, *BESIDE, *options)
+
+    def call(*options, shares=("", "")):
+        paths = [f"{home}/{name}.jsonl{share}" for name, share in zip(SIZES, shares, strict=True)]
+        text = ["--unsupervised_dataset_name", home / "texts.jsonl"]
+        return run("--data_path", *paths, *text, *BESIDE, *options)
+
+    return call
 
 
 def test_answers_and_text_are_those_of_prepared_data_where_a_block_holds_all(beside):
@@ -132,10 +139,16 @@ def test_answers_and_text_are_those_of_prepared_data_where_a_block_holds_all(bes
 
 def test_answers_and_text_go_on_where_they_were(beside):
     small = ["--streaming", "--shuffle_buffer_size", 5, "--save_interval", 1]
-    whole, expected = beside(*small, "--save_total_limit", 0)
-    for step in (4, 9):
-        (last,) = whole.glob(f"checkpoints/step-{step:08}")
-        resumed, lines = beside(*small, "--resume_from_checkpoint", last)
+    whole, expected = beside(*small, "--save_total_limit", 0, shares=(":1", ":3"))
+    assert_counted(whole, expected)
+    # Of eight responses three are answers, on average.
+    state = json.loads((whole / "checkpoints/step-00000002/state.json").read_text())["parts"]
+    assert [state[name]["used"] for name in ("stream", "answers")] == [4, 3]
+    # Two steps of four texts each end in the second block of five.
+    assert (state["pretraining"]["step"], state["pretraining"]["stream"]["used"]) == (2, 3)
+    for step in (4, 10):
+        last = whole / f"checkpoints/step-{step:08}"
+        resumed, lines = beside(*small, "--resume_from_checkpoint", last, shares=(":1", ":3"))
         assert figures(lines) == figures(expected)
         # The lines of the steps before are taken over.
         old = [line["step"] <= step for line in expected]

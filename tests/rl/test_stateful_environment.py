@@ -203,7 +203,7 @@ def test_a_text_without_an_addition_keeps_its_tokens():
 
     Plain.said = None
     row = {"prompt": "Once upon"}
-    sample = PromptSample(np.array([3, 4], dtype=np.int32), json.dumps(row).encode())
+    sample = PromptSample(np.array([3, 4], dtype=np.int32), json.dumps(row).encode(), source=2)
     (found,) = made(Plain).begin([sample], [0], 2, (1,))
     assert (found.input_ids.tolist(), json.loads(found.columns)) == ([3, 4], row)
     Plain.said = " a time"
@@ -211,6 +211,7 @@ def test_a_text_without_an_addition_keeps_its_tokens():
     expected = make_encoder(TOKENIZER).encode(["Once upon a time"])[0]
     assert found.input_ids.tolist() == expected
     assert json.loads(found.columns)["prompt"] == "Once upon a time"
+    assert found.source == 2
 
 
 class Different(Increment):
