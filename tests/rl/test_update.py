@@ -609,6 +609,7 @@ def test_text_goes_on_epoch_after_epoch_and_from_where_it_was():
         first = fresh()
         found = windows_of(first, stop)
         resumed = fresh()
+        resumed.read(2)
         resumed.window()
         resumed.restore(first.state())
         assert found + windows_of(resumed, 8 - stop) == expected
