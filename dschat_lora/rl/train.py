@@ -44,8 +44,10 @@ def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
     with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
         setup = set_up(run)
+        schedule = make_rlhf_schedule(setup.config, len(setup.prompts.train))
+        check_repeats(config.data, setup.prompts.times, schedule)
         if run.directory is None:
-            show_plan(setup)
+            show_plan(setup, schedule)
         else:
             train(setup, build_engines(setup))
     return run.directory
@@ -55,7 +57,6 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     """Train by the schedule, evaluate on the way, and save the result; call on every rank."""
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
-    check_repeats(config.data, setup.prompts.times, schedule)
     _announce(schedule, run.log.say)
     if warning := length_warning(
         num_steps=schedule.num_steps,
@@ -109,11 +110,9 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     finish(trainer, evaluator.before_and_after())
 
 
-def show_plan(setup: RlhfSetup) -> None:
+def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
     """Say what the run would do, for a dry run."""
     config, run = setup.config, setup.run
-    schedule = make_rlhf_schedule(config, len(setup.prompts.train))
-    check_repeats(config.data, setup.prompts.times, schedule)
     _announce(schedule, run.log.say)
     run.log.say("  time         as long as responses get: the first iteration tells")
     say_sample(run, config.data.data, setup.tokenizer, "prompts")

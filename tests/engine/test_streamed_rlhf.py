@@ -4,11 +4,20 @@ import gzip
 import json
 from collections import Counter
 from functools import cache
+from unittest import mock
 
 import pytest
 
-from helpers.rlhf_course import save_family, write_texts
-from helpers.step1 import write_jsonl
+from dschat_lora.config.options import parse_config
+from dschat_lora.data.stream import StreamError
+from dschat_lora.data.stream_loader import StreamLoader
+from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.train import run_rlhf
+from dschat_lora.rl.validation import check_rlhf
+from helpers.ranks import RanksFailedError
+from helpers.rlhf_course import save_family, train_rlhf, write_texts
+from helpers.spread import ALL
+from helpers.step1 import metrics, write_jsonl
 
 pytestmark = pytest.mark.stage
 
@@ -40,11 +49,11 @@ def run(home, ranks):
     models = save_family("opt", home / "opt", layers=1)
 
     @cache
-    def call(*options):
+    def call(*options, by="helpers.rlhf_course:train_rlhf"):
         out = home / str(len(list(home.iterdir())))
         argv = [*COMMON, "--actor_model_name_or_path", models["actor"], "--output_dir", out]
         argv += [models["base"] if each == "BASE" else each for each in options]
-        (report,) = ranks(1).run("helpers.rlhf_course:train_rlhf", argv=list(map(str, argv)))
+        (report,) = ranks(1).run(by, argv=list(map(str, argv)))
         lines = json.loads(report["lines"])
         return out, [line for line in lines if line["kind"] == "train"]
 
@@ -81,7 +90,7 @@ def assert_counted(out, lines):
         assert line["tokens"] == line["tokens/a.jsonl"] + line["tokens/b.jsonl"]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_metrics_count_responses_tokens_and_epochs_of_each_source(run, home, streaming):
     paths = [home / "a.jsonl:1", home / "b.jsonl:3"]
     options = ["--streaming", "--shuffle_buffer_size", 4] if streaming else []
@@ -110,6 +119,24 @@ def test_sources_that_were_read_often_enough_end_a_run(run, home):
     assert (out / "actor/adapter/adapter_model.safetensors").is_file()
 
 
+def test_a_run_that_would_use_rows_too_often_is_refused_before_it_trains(run, home):
+    paths = [home / "a.jsonl:1", home / "b.jsonl:3"]
+    with pytest.raises(RanksFailedError) as caught:
+        run(*REWARDED, "--data_path", *paths, "--max_steps", 18, "--max_repeats", 5, by=PLANNED)
+    # 2.25 times in each of two epochs.
+    assert "--max_repeats 5: the run would use rows of b.jsonl 6 times" in str(caught.value)
+
+
+PLANNED, LOST = "test_streamed_rlhf:planned", "test_streamed_rlhf:lost"
+
+
+def planned(argv):
+    """On a rank: a dry run."""
+    group = [mock.patch(f"dschat_lora.runtime.run.{n}") for n in ("init_distributed", "shutdown")]
+    with group[0], group[1]:
+        run_rlhf(check_rlhf(parse_config(RlhfConfig, [*argv, "--dry_run"])))
+
+
 # A pass of 18 prompts ends in an iteration of two, one of eleven texts in a step of three.
 BESIDE = """
     --algorithm distill --teacher_model_name_or_path BASE --distill_loss jsd --on_policy_share 0.6
@@ -121,10 +148,10 @@ BESIDE = """
 def beside(run, home):
     """``beside(*options)``: a run that learns from answers of the data and from text, too."""
 
-    def call(*options, shares=("", "")):
+    def call(*options, shares=("", ""), **by):
         paths = [f"{home}/{name}.jsonl{share}" for name, share in zip(SIZES, shares, strict=True)]
         text = ["--unsupervised_dataset_name", home / "texts.jsonl"]
-        return run("--data_path", *paths, *text, *BESIDE, *options)
+        return run("--data_path", *paths, *text, *BESIDE, *options, **by)
 
     return call
 
@@ -146,7 +173,7 @@ def test_answers_and_text_go_on_where_they_were(beside):
     assert [state[name]["used"] for name in ("stream", "answers")] == [4, 3]
     # Two steps of four texts each end in the second block of five.
     assert (state["pretraining"]["step"], state["pretraining"]["stream"]["used"]) == (2, 3)
-    for step in (4, 10):
+    for step in (4, 10) if ALL else (10,):
         last = whole / f"checkpoints/step-{step:08}"
         resumed, lines = beside(*small, "--resume_from_checkpoint", last, shares=(":1", ":3"))
         assert figures(lines) == figures(expected)
@@ -154,3 +181,36 @@ def test_answers_and_text_go_on_where_they_were(beside):
         old = [line["step"] <= step for line in expected]
         assert [a["time"] == b["time"] for a, b in zip(lines, expected, strict=True)] == old
         assert weights(resumed) == weights(whole)
+
+
+@pytest.mark.thorough
+def test_text_that_is_lost_ends_a_run_between_two_iterations(beside):
+    small = ["--streaming", "--shuffle_buffer_size", 5]
+    whole, _ = beside(*small, "--save_interval", 1, "--save_total_limit", 0, shares=(":1", ":3"))
+    lost, lines = beside(*small, shares=(":1", ":3"), by=LOST)
+    assert [line["step"] for line in lines] == [2, 4]
+    (last,) = lost.glob("checkpoints/step-*")
+    assert last.name == "step-00000004"
+    resumed, _ = beside(*small, "--resume_from_checkpoint", last, shares=(":1", ":3"))
+    assert weights(resumed) == weights(whole)
+
+
+def lost(argv):
+    """On a rank: a run whose text cannot be read for the second step of its third iteration."""
+    honest, steps = StreamLoader._window, iter(range(5))
+
+    def window(self, *args):
+        if next(steps, None) is None:
+            raise StreamError("lost")
+        return honest(self, *args)
+
+    with mock.patch.object(StreamLoader, "_window", window), pytest.raises(StreamError):
+        train_rlhf(argv)
+    return {"lines": json.dumps(metrics(argv[argv.index("--output_dir") + 1]))}
+
+
+@pytest.mark.thorough
+def test_answers_are_read_as_often_as_prompts_need_them(beside):
+    _, lines = beside("--streaming", "--max_repeats", 1, "--on_policy_share", 0)
+    # Of 18 prompts, 36 answers.
+    assert [line["samples"] for line in lines] == [8, 8, 8, 8, 4]
