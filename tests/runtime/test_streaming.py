@@ -8,6 +8,7 @@ from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
 from dschat_lora.report import terminal
 from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.runtime.setup import record_stream
 from dschat_lora.runtime.streaming import with_large_hub_data_streamed
 
 
@@ -76,3 +77,22 @@ def test_data_that_is_not_known_to_be_large_or_is_needed_whole_is_not(streams, n
 def test_a_loss_that_looks_at_all_pairs_before_is_not_streamed(streams):
     assert streams(DpoStageConfig, *TWO) == (False, "")
     assert streams(DpoStageConfig, *TWO, precompute_ref_log_probs=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("has_ended", "step", "said"),
+    [(True, 3, ["after step 3"]), (True, 5, []), (False, 3, [])],
+    ids=["before the run", "with it", "not at all"],
+)
+def test_data_that_has_ended_is_said_where_that_ends_the_run(has_ended, step, said):
+    lines, record = [], {}
+    run = SimpleNamespace(
+        config=SimpleNamespace(optim=SimpleNamespace(max_steps=5)),
+        record=record,
+        log=SimpleNamespace(say=lines.append),
+    )
+    rows = SimpleNamespace(state=lambda: {"read": {}, "unused": {}, "used": 7}, has_ended=has_ended)
+    record_stream(run, rows, step=step)
+    assert record == {"stream": {"read": {}, "unused": {}}}
+    expected = ["all data was read --max_repeats times: the run ends " + each for each in said]
+    assert lines == expected
