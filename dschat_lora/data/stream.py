@@ -407,6 +407,7 @@ class Block:
     sources: Indices  # (n,) number of each sample's source
     start: dict[str, Any]  # from where it is read again
     passes: dict[str, tuple[float, float]]  # over each pool, before it and after it
+    over: list[str]  # pools that give nothing after it
     unused: dict[str, int]  # rows that are not used, by reason
     bad: list[str]  # some of those that cannot be
     ends_epoch: bool
@@ -509,12 +510,14 @@ def read_blocks(
                         "more: raise --shuffle_buffer_size, or shuffle the rows"
                     )
             bad = [row.fate for row in others if row.fate not in FATES]
+            passes = {
+                pool.name: [pool.passes_at(at.positions[n]) for at in (before, mixture.at)]
+                for n, pool in enumerate(pools)
+            }
             notes = {
                 "start": {"at": before, "epoch": epoch, "block": number},
-                "passes": {
-                    pool.name: [pool.passes_at(at.positions[n]) for at in (before, mixture.at)]
-                    for n, pool in enumerate(pools)
-                },
+                "passes": passes,
+                "over": [p.name for p in pools if p.passes and passes[p.name][1] >= p.passes],
                 "unused": Counter("bad" if row.fate not in FATES else row.fate for row in others),
                 "bad": bad[:MAX_EXAMPLES],
                 "ends_epoch": ends_epoch,

@@ -247,7 +247,7 @@ class StreamedRows:
         for name, (before, after) in block.passes.items():
             passes = int(after)
             # A small source of a mixture may be read very often.
-            if passes > int(before) and passes & (passes - 1) == 0 and not block.ends_stream:
+            if passes > int(before) and passes & (passes - 1) == 0 and name not in block.over:
                 often = "once" if passes == 1 else f"{passes} times"
                 self._say(f"  note         {name} was read {often} and is read again")
 

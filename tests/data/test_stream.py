@@ -419,12 +419,15 @@ def test_a_mixture_has_its_shares_at_every_block_and_nearly_at_every_step(source
 
 def test_a_mixture_goes_on_from_every_step(sources):
     options = {"shuffle_buffer_size": 20, "max_repeats": (1, 1, 2)}
-    loader = mixed(sources, 2, 5, 3, **options)
+    said = []
+    loader = mixed(sources, 2, 5, 3, **options, say=said.append)
     whole, states = [], []
     for window in loader.steps(0):
         whole.append((rows_of(window), window.metrics))
         states.append(loader.state())
     loader._stream.close()
+    # Of the last passes nothing is said.
+    assert said == [f"  note         {sources[2].name} was read once and is read again"]
     seen = Counter(name for rows, _ in whole for name in texts_of(rows))
     assert {n: c for n, c in seen.items() if n[0] == "c"} == {n: 2 for n in seen if n[0] == "c"}
     assert Counter(n[0] for n in seen) == {"a": 300, "b": 90, "c": 50}
