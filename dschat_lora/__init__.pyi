@@ -238,7 +238,7 @@ def sft(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
+        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -452,7 +452,7 @@ def reward(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
+        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -682,7 +682,7 @@ def dpo(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
+        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -1086,7 +1086,7 @@ def rlhf(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
+        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
@@ -1495,7 +1495,7 @@ def distill(
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
+        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot

@@ -121,6 +121,7 @@ class Ours:
             rows=rows,
             collate=self._collate,
             batch_size=micro,
+            share={"rank": 0, "world_size": 1},
             cache=Path(self._directory.name),
             identity="benchmark",
         )

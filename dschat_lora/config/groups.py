@@ -420,8 +420,8 @@ class ParallelConfig:
     )
     context_parallel_size: int = option(
         1,
-        help="SFT: processes that divide the tokens of each row among them, for long rows; "
-        "attention is exact over the whole of it",
+        help="SFT, reward, DPO: processes that divide the tokens of each row among them, for long "
+        "rows; attention is exact over the whole of it",
     )
     deepspeed_config: str | None = option(
         None, help='DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in'

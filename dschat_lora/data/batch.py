@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 BatchT = TypeVar("BatchT", bound="DataclassInstance")
 # The two sequences of a pair: as one tree, one after the other in a row, or a row each.
 PairLayout = Literal["shared", "separate", "alone"]
+_COUNTS = ("num_targets", "num_tokens", "num_samples", "num_attended", "num_chosen_targets")
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class SampleCollator:
             source_ids=_integers(source_ids) if self.num_sources else None,
             num_sources=self.num_sources,
         )
-        return batch if self.context is None else own_tokens(batch, self.context)
+        return own_tokens(batch, self.context)
 
     def empty(self) -> Batch:
         """One row of one padding token."""
@@ -157,14 +158,19 @@ class SampleCollator:
         return SampleCounts(tokens, learnt, causal_pairs(tokens), tokens, none)
 
 
-def own_tokens(batch: Batch, context: Any) -> Batch:
+def own_tokens(batch: BatchT, context: Any) -> BatchT:
     """A rank's share of the tokens of all rows, one row after another without padding.
 
-    ``context`` is the group of ranks, with ``rank`` and ``size``. All get as many tokens, the last
-    ones perhaps padding. Spans stay those of all tokens, and a target is on the rank of the token
-    that predicts it. Targets are counted where they are, all else on the first rank.
+    ``context`` is the group of ranks, with ``rank`` and ``size``; None: the batch as it is. All get
+    as many tokens, the last ones perhaps padding. A target is on the rank of the token that
+    predicts it, and ``ends`` and ``compared`` are -1 where the token is another rank's. All else,
+    such as spans, is that of the whole batch on every rank, but counts, which the first has.
     """
-    tokens, places = sum(n for n, _ in batch.spans.lengths), batch.spans.places
+    if context is None:
+        return batch
+    values = vars(batch)
+    spans: Spans = values["spans"]
+    tokens, places = sum(n for n, _ in spans.lengths), spans.places
     padding = -tokens % context.size
     size = (tokens + padding) // context.size
     first = size * context.rank
@@ -173,22 +179,25 @@ def own_tokens(batch: Batch, context: Any) -> Batch:
         real = values.flatten() if places is None else values.flatten()[places]
         return nn.functional.pad(real, (0, padding))[None, first : first + size]
 
-    steps = batch.logit_positions
-    steps = (steps if places is None else torch.searchsorted(places, steps)) - first
-    here = (steps >= 0) & (steps < size)
-    others = ("num_tokens", "num_samples", "num_attended")
-    return replace(
-        batch,
-        input_ids=own(batch.input_ids),
-        position_ids=own(batch.position_ids),
-        segment_ids=own(batch.segment_ids),
-        logit_positions=steps[here],
-        target_ids=batch.target_ids[here],
-        source_ids=None if batch.source_ids is None else batch.source_ids[here],
-        spans=replace(lengthened(batch.spans, padding), places=None, context=context),
-        num_targets=int(here.sum()),
-        **{name: getattr(batch, name) if context.rank == 0 else 0 for name in others},
-    )
+    def here(found: Tensor) -> Tensor:
+        found = (found if places is None else torch.searchsorted(places, found)) - first
+        return found.where((found >= 0) & (found < size), -1)
+
+    steps = here(values["logit_positions"])
+    changed: dict[str, Any] = {
+        "logit_positions": steps[steps >= 0],
+        "spans": replace(lengthened(spans, padding), places=None, context=context),
+    }
+    for name, value in values.items():
+        if name in ("input_ids", "position_ids", "segment_ids", "branch_ids"):
+            changed[name] = own(value)
+        elif name in ("target_ids", "owner", "source_ids") and value is not None:
+            changed[name] = value[steps >= 0]
+        elif name in ("ends", "compared"):
+            changed[name] = here(value)
+        elif name in _COUNTS and context.rank > 0:
+            changed[name] = 0
+    return replace(batch, **changed)
 
 
 # Tokens of a tree, or of one sequence, and their numbers.
@@ -209,6 +218,7 @@ class PairCollator:
     layout: PairLayout
     multiple_of: int = 1  # width is rounded up to it
     tight: bool = False
+    context: Any = None  # the group of ranks that divide the tokens among them, if any do
 
     def __call__(self, rows: Sequence[Sequence[PairSample]]) -> PairBatch:
         """One batch row per element of ``rows``, or one per sequence of its only pair."""
@@ -233,7 +243,7 @@ class PairCollator:
             for row, piece in zip(row_of, flat, strict=True)
             for path in grid.put_tree(row, *piece)
         ]
-        return _pair_batch(grid, pairs, paths, flat)
+        return own_tokens(_pair_batch(grid, pairs, paths, flat), self.context)
 
     def empty(self) -> PairBatch:
         """One row of one padding token, and no pair."""

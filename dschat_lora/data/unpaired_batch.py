@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.segments import Spans, causal_pairs
-from dschat_lora.data.batch import Batch, SampleCollator, batch_to_device
+from dschat_lora.data.batch import Batch, SampleCollator, batch_to_device, own_tokens
 from dschat_lora.data.loader import SampleCounts, round_up
 from dschat_lora.data.samples import SequenceSample, TokenSet, UnpairedSample
 
@@ -63,6 +64,7 @@ class UnpairedCollator:
 
     pad_id: int
     multiple_of: int = 1  # width is rounded up to it
+    context: Any = None  # the group of ranks that divide the tokens among them, if any do
 
     def __call__(self, rows: Sequence[Sequence[UnpairedSample]]) -> UnpairedBatch:
         """One row per element of ``rows``, in both batches, which are equally wide."""
@@ -72,14 +74,15 @@ class UnpairedCollator:
         collate = SampleCollator(self.pad_id, round_up(longest, self.multiple_of))
         own, other = (collate(side) for side in sides)
         samples = [sample for row in rows for sample in row]
+        counted = own_tokens(own, self.context)
         return UnpairedBatch(
-            _answers(own, samples, side=0),
-            _answers(other, samples, side=1),
+            own_tokens(_answers(own, samples, side=0), self.context),
+            own_tokens(_answers(other, samples, side=1), self.context),
             torch.tensor([bool(sample.label) for sample in samples]),
-            num_targets=own.num_targets,
-            num_tokens=own.num_tokens,
-            num_samples=own.num_samples,
-            num_attended=own.num_attended,
+            num_targets=counted.num_targets,
+            num_tokens=counted.num_tokens,
+            num_samples=counted.num_samples,
+            num_attended=counted.num_attended,
         )
 
     def empty(self) -> UnpairedBatch:

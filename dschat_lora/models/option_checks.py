@@ -137,15 +137,6 @@ def check_processes(parallel: ParallelConfig, processes: int) -> None:
     )
 
 
-def check_whole_rows(parallel: ParallelConfig, stage: str) -> None:
-    """Refuse to divide rows in a stage that is not SFT."""
-    if parallel.context_parallel_size > 1:
-        raise ValueError(
-            f"--context_parallel_size {parallel.context_parallel_size} divides the rows of SFT; "
-            f"{stage} takes them whole: leave it out"
-        )
-
-
 def check_divided_rows(model: ModelConfig, fields: Mapping[str, Any], size: int) -> None:
     """Refuse rows that ``size`` ranks cannot divide, by options and the model's ``config.json``."""
     if size == 1:

@@ -16,7 +16,6 @@ from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.option_checks import (
     check_processes,
     check_training,
-    check_whole_rows,
     position_limit,
 )
 from dschat_lora.models.source import ModelSource
@@ -331,7 +330,11 @@ def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse models that the processes cannot divide, or cannot train once they are divided."""
     size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
-    check_whole_rows(config.parallel, "step 3")
+    if config.parallel.context_parallel_size > 1:
+        raise ValueError(
+            f"--context_parallel_size {config.parallel.context_parallel_size} divides the rows of "
+            "steps 1 and 2; step 3 takes them whole: leave it out"
+        )
     check_processes(config.parallel, launched_processes())
     for role in ("actor", "critic") if config.has_critic else ("actor",):
         options: RoleConfig = getattr(config, role)

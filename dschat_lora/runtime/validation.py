@@ -34,7 +34,6 @@ from dschat_lora.models.option_checks import (
     check_divided_rows,
     check_processes,
     check_training,
-    check_whole_rows,
     original_positions,
     position_limit,
 )
@@ -115,8 +114,6 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
 
     def check(config: ConfigT) -> ConfigT:
         # In this order: the first that fails is what a user reads.
-        if rules is not SFT:
-            check_whole_rows(config.parallel, f"the stage {rules.name}")
         source = find_model(config.model.model_name_or_path)
         config = apply_checks(config, source, rules.checks)
         asked = config.data.data_path

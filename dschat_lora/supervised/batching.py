@@ -109,7 +109,8 @@ def make_pair_layout(
         vocab_size=len(tokenizer),
         run=setup.run,
     )
-    collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True)
+    context = _context_group(setup, engine)
+    collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True, context=context)
     # Packing is about what a step counts: pairs share rows without it too.
     row_tokens = _row_tokens(setup, engine) if layout != "alone" else None
     return BatchLayout(collate, packing, row_tokens)
@@ -119,7 +120,8 @@ def make_unpaired_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneMod
     """Of unpaired answers, after the same look; call on every rank."""
     tokenizer, wanted = setup.tokenizer, setup.config.data.packing
     packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
-    collate = UnpairedCollator(int(tokenizer.pad_token_id))
+    context = _context_group(setup, engine)
+    collate = UnpairedCollator(int(tokenizer.pad_token_id), context=context)
     return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,6 @@ from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     broadcast_,
-    data_rank,
-    data_world_size,
     on_rank_zero,
     rank,
     sum_tensor_,
@@ -34,7 +32,7 @@ from dschat_lora.models.fingerprint import config_fingerprint
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops
 from dschat_lora.runtime.checks import cache_directory
-from dschat_lora.supervised.batching import BatchLayout, rows_of
+from dschat_lora.supervised.batching import BatchLayout, row_share, rows_of
 from dschat_lora.supervised.kto import kto_objective
 from dschat_lora.supervised.objectives import Network, Objective, answer_logprobs, dpo_objective
 from dschat_lora.supervised.setup import SupervisedSetup
@@ -61,6 +59,7 @@ def reference_logprobs(
     rows: Sequence[PackedRow],
     collate: Collator,
     batch_size: int,
+    share: Mapping[str, int],
     cache: Path,
     identity: Any,
     say: Callable[[str], None] = lambda line: None,
@@ -69,9 +68,10 @@ def reference_logprobs(
     """(len(pairs), 2) log-probabilities in nats of chosen and rejected answers, from the cache.
 
     What is not there is computed with ``engine``, over a ``CausalLMLogprobs``, as it is: so before
-    anything is trained or restored. ``rows`` are of pair numbers, each of which is in one row.
-    ``identity`` is what the results depend on, JSON-ready; complete on rank 0. ``unit`` is what
-    messages call a sample. Call on every rank.
+    anything is trained or restored. ``rows`` are of pair numbers, each of which is in one row;
+    ``share`` is :func:`~dschat_lora.supervised.batching.row_share`'s. ``identity`` is what the
+    results depend on, JSON-ready; complete on rank 0. ``unit`` is what messages call a sample.
+    Call on every rank.
     """
     text = json.dumps([identity, pairs.digest], sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -83,7 +83,7 @@ def reference_logprobs(
         say(f"  reference    log-probabilities of {len(pairs):,} {unit} are computed ...")
     found = torch.tensor(float(known is not None), device=engine.device)
     if not broadcast_(found):
-        known = _compute(engine, pairs, rows, collate, batch_size)
+        known = _compute(engine, pairs, rows, collate, batch_size, share)
         if broken := int((~np.isfinite(known)).any(1).sum()):
             raise ValueError(
                 f"the reference's log-probabilities of {broken:,} of {len(pairs):,} {unit} are "
@@ -103,17 +103,19 @@ def _compute(
     rows: Sequence[PackedRow],
     collate: Collator,
     batch_size: int,
+    share: Mapping[str, int],
 ) -> NDArray[np.float32]:
     engine.eval()
-    part = {"batch_size": batch_size, "world_size": data_world_size()}
-    numbered = assign_to_ranks(rows, **part)[data_rank() :: data_world_size()]
-    batches = eval_batches(pairs, rows=rows, rank=data_rank(), collate=collate, **part)
+    shares = share["world_size"]
+    numbered = assign_to_ranks(rows, batch_size=batch_size, world_size=shares)
+    batches = eval_batches(pairs, rows=rows, batch_size=batch_size, collate=collate, **share)
     values = torch.zeros(len(pairs), 2, device=engine.device)
-    for own_rows, batch in zip(numbered, batches, strict=True):
+    for own_rows, batch in zip(numbered[share["rank"] :: shares], batches, strict=True):
         numbers = [number for row in own_rows for number in row]
         logprobs = _both_logprobs(engine, batch.to(engine.device))
-        values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
-    # Each pair was on one rank, so the sum is a collection.
+        if batch.num_samples:
+            values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
+    # Each pair was counted on one rank, so the sum is a collection.
     collected: NDArray[np.float32] = sum_tensor_(values).cpu().numpy()
     return collected
 
@@ -195,6 +197,7 @@ def make_reference(
         engine,
         collate=batch_layout.collate,
         batch_size=config.batch.per_device_eval_batch_size,
+        share=row_share(setup),
         cache=cache_directory(config.data),
         say=setup.run.log.say,
         unit="answers" if dpo.is_unpaired else "pairs",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -62,7 +63,17 @@ class Objective:
 
     def loss_of(self, engine: Any, batches: Iterable[Any]) -> Callable[[Any, Any], BatchLoss]:
         """The loss of each of a step's or an evaluation's batches; call on every rank."""
-        return self.loss if self.prepare is None else self.prepare(engine, batches)
+        loss = self.loss if self.prepare is None else self.prepare(engine, batches)
+        return loss if self.mean_over == "num_targets" else partial(_counted_once, loss)
+
+
+def _counted_once(loss: Callable[[Any, Any], BatchLoss], engine: Any, batch: Any) -> BatchLoss:
+    """The loss of whole samples, which all ranks that divide rows know, on the one that counts."""
+    result = loss(engine, batch)
+    if batch.num_samples:
+        return result
+    nll = None if result.chosen_nll is None else 0.0 * result.chosen_nll
+    return BatchLoss(0.0 * result.total, {n: c[:0] for n, c in result.columns.items()}, nll)
 
 
 def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:
@@ -124,7 +135,7 @@ def _compare_tokens(
     score_positions = torch.cat([batch.ends, *batch.compared])
     sizes = [len(batch.ends), *map(len, batch.compared)]
     scores, chosen, rejected = torch.split(_scores(engine, batch, score_positions), sizes)
-    return per_token_loss(chosen, rejected, batch.compared_pair, batch.num_samples), scores
+    return per_token_loss(chosen, rejected, batch.compared_pair, len(batch.margins)), scores
 
 
 def _scores(engine: Network, batch: PairBatch, score_positions: Tensor) -> Tensor:
@@ -136,7 +147,10 @@ def _scores(engine: Network, batch: PairBatch, score_positions: Tensor) -> Tenso
         score_positions=score_positions,
         spans=batch.spans,
     )
-    return scores
+    if (context := batch.spans.context) is None:
+        return scores
+    total: Tensor = context.sum(scores.where(score_positions >= 0, 0.0))
+    return total
 
 
 def score_columns(
@@ -208,7 +222,8 @@ def answer_logprobs(engine: Network, batch: PairBatch | AnswerBatch) -> Tensor:
         target_ids=batch.target_ids,
         spans=batch.spans,
     )
-    return sequence_sums(logprobs, batch.owner, len(batch.answer_lengths))
+    sums = sequence_sums(logprobs, batch.owner, len(batch.answer_lengths))
+    return sums if (context := batch.spans.context) is None else context.sum(sums)
 
 
 def dpo_batch_loss(

@@ -1,4 +1,4 @@
-"""Reward models and DPO divided among ranks: the losses, files and replicas of one process."""
+"""Reward models and DPO of divided models or rows: losses, files and replicas of one process."""
 
 import json
 from functools import cache
@@ -28,6 +28,7 @@ STAGES = {
 LAYOUTS = {
     "tokens dealt": "--tensor_parallel_size 2 --sequence_parallel",
     "ZeRO 3": "--tensor_parallel_size 2 --zero_stage 3 --sample_generations 0",
+    "rows divided": "--context_parallel_size 2",
 }
 AUTO = {
     "step2_reward": AutoModelForSequenceClassification,
@@ -110,7 +111,7 @@ def test_answers_of_ranks_that_share_tokens_are_those_of_one_process(runs):
         if layout != "ZeRO 3"
     }
     assert len(answers["whole"]) == 2
-    assert answers["tokens dealt"] == answers["whole"]
+    assert answers["tokens dealt"] == answers["rows divided"] == answers["whole"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

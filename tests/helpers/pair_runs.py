@@ -37,6 +37,7 @@ from helpers.runs import (
     rate_factors,
     release,
 )
+from helpers.tensor_parallel import divided_rows
 from helpers.tiny import LENGTH, VOCAB
 
 SEED = 3
@@ -139,14 +140,19 @@ def objective_of(task, options, model, engine, *, on_the_fly):
     return (kto_objective if config.is_unpaired else dpo_objective)(config, reference)
 
 
+def share_of(group):
+    """Which rows this process reads, or those of ``group``, which divide them."""
+    size = 1 if group is None else group.size
+    return {"rank": rank() // size, "world_size": world_size() // size}
+
+
 def pair_loader(samples, lengths, collate, *, micro, accumulation, packing=False):
     return StepLoader(
         samples,
         rows=make_rows(lengths, max_seq_len=2 * LENGTH, packing=packing, seed=SEED),
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
-        rank=rank(),
-        world_size=world_size(),
+        **share_of(collate.context),
         seed=SEED,
         collate=collate,
     )
@@ -167,6 +173,7 @@ def train_pairs(
     layout="shared",
     packing=False,
     on_the_fly=False,
+    context_parallel=1,
     deepspeed_json=None,
     offload=False,
 ):
@@ -182,10 +189,11 @@ def train_pairs(
     model, engine = build_pair_engine(path, task, lora, settings)
     before = gather_to_cpu(_base_parameters(model)) if lora["lora_dim"] else {}
     objective = objective_of(task, options or {}, model, engine, on_the_fly=on_the_fly)
-    collate, loss_type = PairCollator(0, layout), (options or {}).get("loss_type")
-    with tempfile.TemporaryDirectory() as directory:
+    loss_type = (options or {}).get("loss_type")
+    with tempfile.TemporaryDirectory() as directory, divided_rows(context_parallel) as group:
+        collate = PairCollator(0, layout, tight=group is not None, context=group)
         if loss_type == "kto":
-            collate = UnpairedCollator(0)
+            collate = UnpairedCollator(0, context=group)
             samples = token_set(ragged_unpaired(pairs), directory, "unpaired")
         else:
             samples = token_set(ragged_pairs(pairs), directory)
@@ -236,6 +244,7 @@ def _reference(engine, samples, collate, directory, *, packing=False, batch_size
         rows=make_rows(lengths, max_seq_len=2 * LENGTH, packing=packing, seed=SEED),
         collate=collate,
         batch_size=batch_size,
+        share=share_of(collate.context),
         cache=Path(box[0]),
         identity=identity if rank() == 0 else None,
     )

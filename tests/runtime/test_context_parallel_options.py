@@ -51,17 +51,16 @@ def test_rotation_by_the_longest_row_is_refused(nested):
         check_divided_rows(ModelConfig(), fields, 2)
 
 
-@pytest.mark.parametrize(
-    ("config", "check", "options"),
-    [
-        (RewardStageConfig, lambda config: check_supervised(config, rules=REWARD), ()),
-        (DpoStageConfig, lambda config: check_supervised(config, rules=DPO), ()),
-        (RlhfConfig, check_rlhf, ("--reward_function", "dschat_lora.world:reward")),
-    ],
-)
-def test_other_stages_take_rows_whole(config, check, options):
-    with pytest.raises(ValueError, match="2 divides the rows of SFT; .* takes them whole"):
-        check(parse_config(config, ["--data_path", "row.jsonl", *TWO, *options]))
+@pytest.mark.parametrize(("config", "rules"), [(RewardStageConfig, REWARD), (DpoStageConfig, DPO)])
+def test_rows_of_pairs_are_divided_too(config, rules):
+    given = parse_config(config, ["--data_path", "row.jsonl", *TWO])
+    assert check_supervised(given, rules=rules).parallel.shares(6) == 3
+
+
+def test_step_3_takes_rows_whole():
+    options = ["--data_path", "row.jsonl", *TWO, "--reward_function", "dschat_lora.world:reward"]
+    with pytest.raises(ValueError, match="2 divides the rows of steps 1 and 2; step 3 takes them"):
+        check_rlhf(parse_config(RlhfConfig, options))
 
 
 def test_processes_that_divide_rows_are_one_share_of_a_step():

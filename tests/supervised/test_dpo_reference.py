@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.supervised import dpo_reference
 from helpers.tiny import tiny_model
@@ -15,6 +16,7 @@ def test_a_changed_configuration_of_the_same_weights_is_another_reference(monkey
             batch=SimpleNamespace(per_device_eval_batch_size=1),
             data=SimpleNamespace(data_output_path=str(tmp_path)),
             optim=SimpleNamespace(num_train_epochs=0),
+            parallel=ParallelConfig(),
         ),
         data=SimpleNamespace(train=None, eval=None),
         identity={"model": "a", "start": "b", "adapter": "c", "dtype": "fp32"},

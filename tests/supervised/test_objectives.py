@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,6 +99,57 @@ def test_per_token_loss_reports_the_scores_at_the_ends_from_one_pass():
     assert result.total.item() == pytest.approx(expected)
     assert result.columns["chosen_score"].tolist() == [7.0, 10.0]
     assert result.columns["rejected_score"].tolist() == [8.0, 12.0]
+
+
+# ------------------------------------------------------- ranks that divide the tokens of pairs
+
+
+def part(rank, total):
+    """What a rank of two has of ``BATCH``; ``total`` stands in for the sum over both."""
+    context = SimpleNamespace(rank=rank, size=2, sum=total)
+    return PairCollator(0, "shared", context=context)([[pair.sample() for pair in PAIRS]])
+
+
+@pytest.mark.parametrize(
+    ("read", "rule", "expected"),
+    [
+        (score_ends, score_by_token, [7.0, 10.0, 8.0, 12.0]),
+        (answer_logprobs, tenth_of_token, [-1.8, -1.0, -1.3, -2.3]),
+        (
+            reward_objective(RewardConfig(reward_loss="per_token")).loss,
+            score_by_token,
+            [7.0, 10.0, 8.0, 12.0, 6.0, 10.0, 8.0, 11.0],
+        ),
+    ],
+)
+def test_values_of_ranks_add_up_to_those_of_the_answers(read, rule, expected):
+    own = []
+
+    def total(values):
+        own.append(values)
+        return values
+
+    for rank in range(2):
+        read(Scripted(rule), part(rank, total))
+    assert sum(own).tolist() == pytest.approx(expected)
+    assert all(values.requires_grad and values.any() for values in own)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "orpo"])
+def test_what_every_rank_knows_of_pairs_is_counted_on_the_first(rank, loss_type):
+    whole = answer_logprobs(Scripted(tenth_of_token), BATCH)
+    config = DpoConfig(loss_type=loss_type)
+    objective = dpo_objective(config, (lambda b: b.reference) if config.has_reference else None)
+    expected = objective.loss(Scripted(tenth_of_token), BATCH)
+    result = objective.loss_of(None, [])(Scripted(tenth_of_token), part(rank, lambda _: whole))
+    assert all(value.requires_grad for value in result.sums)
+    assert [value.item() for value in result.sums] == pytest.approx(
+        [value.item() if rank == 0 else 0.0 for value in expected.sums]
+    )
+    assert lists(result.columns) == {
+        name: values if rank == 0 else [] for name, values in lists(expected.columns).items()
+    }
 
 
 def dpo(config, reference=lambda batch: batch.reference):
