@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import ParallelConfig
+from dschat_lora.config.stages import PairConfig
 from dschat_lora.supervised import batching
 
 
@@ -26,3 +28,36 @@ def test_processes_that_follow_one_another_share_rows(monkeypatch, sizes, expect
         found.append(batching.row_share(setup))
     assert [each["rank"] for each in found] == expected
     assert {each["world_size"] for each in found} == {len(set(expected))}
+
+
+def layout_of(monkeypatch, kind, *, divisible):
+    """The layout that the last of four processes makes, of which two divide rows."""
+    monkeypatch.setattr(batching, "rank", lambda: 3)
+    monkeypatch.setattr(batching, "context", lambda: "both")
+    monkeypatch.setattr(batching, "resolve_packing", lambda *_: False)
+    monkeypatch.setattr(batching, "resolve_pair_layout", lambda *_, **__: ("alone", False))
+    config = SimpleNamespace(parallel=ParallelConfig(context_parallel_size=2), data=DataConfig())
+    setup = SimpleNamespace(config=config, tokenizer=Tokenizer(), data=None, run=None)
+    backbone = SimpleNamespace(is_divisible=divisible, model=None)
+    engine = SimpleNamespace(module=SimpleNamespace(backbone=backbone))
+    make = getattr(batching, f"make_{kind}_layout")
+    return make(setup, engine, *([PairConfig()] if kind == "pair" else []))
+
+
+class Tokenizer:
+    pad_token_id = 0
+
+    def __len__(self):
+        return 8
+
+
+@pytest.mark.parametrize("kind", ["sample", "pair", "unpaired"])
+def test_batches_of_every_kind_are_divided_among_the_group(monkeypatch, kind):
+    group = layout_of(monkeypatch, kind, divisible=True).collate.context
+    assert (group.process_group, group.rank, group.size) == ("both", 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["sample", "pair", "unpaired"])
+def test_a_model_whose_layers_mix_tokens_is_refused(monkeypatch, kind):
+    with pytest.raises(ValueError, match="2 takes models whose tokens meet in attention by"):
+        layout_of(monkeypatch, kind, divisible=False)
