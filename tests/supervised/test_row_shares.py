@@ -31,12 +31,12 @@ def test_processes_that_follow_one_another_share_rows(monkeypatch, sizes, expect
 
 
 def layout_of(monkeypatch, kind, *, divisible):
-    """The layout that the last of four processes makes, of which two divide rows."""
-    monkeypatch.setattr(batching, "rank", lambda: 3)
+    """The layout that the seventh of eight processes makes, of which four divide rows."""
+    monkeypatch.setattr(batching, "rank", lambda: 6)
     monkeypatch.setattr(batching, "context", lambda: "both")
     monkeypatch.setattr(batching, "resolve_packing", lambda *_: False)
     monkeypatch.setattr(batching, "resolve_pair_layout", lambda *_, **__: ("alone", False))
-    config = SimpleNamespace(parallel=ParallelConfig(context_parallel_size=2), data=DataConfig())
+    config = SimpleNamespace(parallel=ParallelConfig(context_parallel_size=4), data=DataConfig())
     setup = SimpleNamespace(config=config, tokenizer=Tokenizer(), data=None, run=None)
     backbone = SimpleNamespace(is_divisible=divisible, model=None)
     engine = SimpleNamespace(module=SimpleNamespace(backbone=backbone))
@@ -54,10 +54,10 @@ class Tokenizer:
 @pytest.mark.parametrize("kind", ["sample", "pair", "unpaired"])
 def test_batches_of_every_kind_are_divided_among_the_group(monkeypatch, kind):
     group = layout_of(monkeypatch, kind, divisible=True).collate.context
-    assert (group.process_group, group.rank, group.size) == ("both", 1, 2)
+    assert (group.process_group, group.rank, group.size) == ("both", 2, 4)
 
 
 @pytest.mark.parametrize("kind", ["sample", "pair", "unpaired"])
 def test_a_model_whose_layers_mix_tokens_is_refused(monkeypatch, kind):
-    with pytest.raises(ValueError, match="2 takes models whose tokens meet in attention by"):
+    with pytest.raises(ValueError, match="4 takes models whose tokens meet in attention by"):
         layout_of(monkeypatch, kind, divisible=False)
