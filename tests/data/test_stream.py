@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import re
+import sys
 import tarfile
 from collections import Counter
 from itertools import islice
@@ -379,6 +380,35 @@ def test_held_out_rows_and_prompts_are_left_out(tmp_path):
     assert loader.state()["unused"] == {"held out": 12}
 
 
+def test_rows_behind_the_first_are_left_out_by_their_prompts(tmp_path, monkeypatch):
+    monkeypatch.setattr("dschat_lora.data.rows.HEAD_ROWS", 20)
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"row 0.{i % 5}:", "completion": f" {i}"} for i in range(10)]
+    rows += [{"text": f"row 1.{i}:"} for i in range(10)]  # held out by themselves alone
+    rows += [{"prompt": f"row 0.{i % 5}:", "completion": f" {i}"} for i in range(20, 40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, tokenizer = config_of(file, eval_ratio=0.6), build_byte_tokenizer()
+    options = {"phase": 1, "seed": SEED, "eos_id": EOS, "cache_dir": tmp_path / "cache"}
+    prepared = prepare(config, tokenizer, **options)
+    samples = [prepared.eval[number].input_ids for number in range(len(prepared.eval))]
+    held_out = set(texts_of(samples))
+    assert {name[:5] for name in held_out} == {"row 0", "row 1"}
+    loader = streamed(file, left_out=prepared.left_out, max_repeats=(1,))
+    found = Counter(name for window in loader.steps(0) for name in texts_of(rows_of(window)))
+    loader._stream.close()
+    everything = Counter(row.get("prompt", row.get("text"))[:-1] for row in rows)
+    assert found == {name: n for name, n in everything.items() if name not in held_out}
+
+
+def test_another_seed_reads_the_shards_in_another_order(shards, monkeypatch):
+    orders = set()
+    for seed in range(6):
+        monkeypatch.setattr(sys.modules[__name__], "SEED", seed)
+        (first,) = steps_of(streamed(shards, shuffle_buffer_size=4), 1)
+        orders.add(texts_of(first)[0].split(".")[0])
+    assert len(orders) > 1
+
+
 # ------------------------------------------------------------------------------------ mixtures
 
 
@@ -397,9 +427,13 @@ def mixed(sources, *shares, **options):
     return streamed(*map(type(sources[0]), paths), **options)
 
 
-def test_a_mixture_has_its_shares_at_every_block_and_nearly_at_every_step(sources):
-    shares = (0.6, 0.3, 0.1)
-    loader = mixed(sources, *shares, shuffle_buffer_size=50)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_mixture_has_its_shares_at_every_block_and_nearly_at_every_step(sources, temperature):
+    typed = (0.6, 0.3, 0.1)
+    options = {"shuffle_buffer_size": 50, "mixture_temperature": temperature}
+    loader = mixed(sources, *typed, **options)
+    shares = [share ** (1 / temperature) for share in typed]
+    shares = [share / sum(shares) for share in shares]
     total = Counter()
     for step, window in enumerate(islice(loader.steps(0), 400), start=1):
         total.update(name[0] for name in texts_of(rows_of(window)))
@@ -408,7 +442,7 @@ def test_a_mixture_has_its_shares_at_every_block_and_nearly_at_every_step(source
                 assert abs(total[name] / total.total() - share) < 0.01
     loader._stream.close()
     read, names = loader.state()["read"], [path.name for path in sources]
-    assert [read[f"samples/{name}:{s}"] for name, s in zip(names, shares, strict=True)] == [
+    assert [read[f"samples/{name}:{s}"] for name, s in zip(names, typed, strict=True)] == [
         total[name] for name in "abc"
     ]
     start = loader.state()["start"]["at"]
