@@ -3,7 +3,7 @@
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -55,12 +55,16 @@ class SignalledServer(Protocol):
         """Serve."""
 
 
-def run_until_signal(server: SignalledServer, listening: socket.socket) -> None:
+def run_until_signal(
+    server: SignalledServer, listening: socket.socket, say: Callable[[], object] = lambda: None
+) -> None:
     """Serve until SIGINT or SIGTERM comes, also one that comes before the server runs; then return.
 
+    ``say`` is called when these signals end the server, to say so.
     uvicorn raises the signal once more when it has ended, for the handler that it found: with the
     system's own the process would be gone before what follows, such as waiting for what runs.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
+    say()
     server.run(sockets=[listening])

@@ -303,11 +303,10 @@ def run_server(config: ServeConfig, votes: Path, listening: socket.socket) -> No
     service = make_service(config, votes)
     address, names = address_of(listening), ", ".join(service.models)
     log_once(f"{names} at {address} (a page) and {address}/v1 (OpenAI's interface)")
-    log_once(f"votes go to {votes}; Ctrl-C ends")
     server = Server(service)
     service.decoder.start(on_failure=server.fail)
     try:
-        run_until_signal(server, listening)
+        run_until_signal(server, listening, lambda: log_once(f"votes go to {votes}; Ctrl-C ends"))
     finally:
         service.decoder.close()
         service.decoder.join()

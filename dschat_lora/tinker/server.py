@@ -580,13 +580,15 @@ def _serve(
         state_every=config.state_every,
         aliases={word: source.base for word, source in sources.items()},
     )
-    address = address_of(listening)
-    log_once(f"{', '.join(bases)} at {address} (the Tinker API); Ctrl-C ends")
-    key = "tml-local" if config.token is None else "the --token"
-    log_once(f"clients: TINKER_BASE_URL={address} and {key} as TINKER_API_KEY")
-    waiting = sum(len(run.waiting) for run in service.runs.values())
-    if service.runs:
-        log_once(f"{directory}: {len(service.runs)} runs go on, {waiting} requests wait")
+    address, waiting = address_of(listening), sum(len(r.waiting) for r in service.runs.values())
+
+    def say() -> None:
+        log_once(f"{', '.join(bases)} at {address} (the Tinker API); Ctrl-C ends")
+        key = "tml-local" if config.token is None else "the --token"
+        log_once(f"clients: TINKER_BASE_URL={address} and {key} as TINKER_API_KEY")
+        if service.runs:
+            log_once(f"{directory}: {len(service.runs)} runs go on, {waiting} requests wait")
+
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(service, host=config.host, token=config.token),
@@ -596,7 +598,7 @@ def _serve(
     )
     service.start(on_failure=lambda: setattr(server, "should_exit", True))
     try:
-        run_until_signal(server, listening)
+        run_until_signal(server, listening, say)
     finally:
         service.close()
     if service.failure is not None:
