@@ -309,6 +309,19 @@ def test_how_rows_lie_in_files_changes_nothing(
     assert found[0] == found[1] == found[2]
 
 
+def test_held_out_pairs_with_a_prompt_of_training_pairs_are_counted(
+    jsonl, tmp_path, byte_tokenizer
+):
+    def answers(prompt, *names):
+        return [{"prompt": prompt, "chosen": name, "rejected": f"{name} no"} for name in names]
+
+    train = jsonl([*answers("p", "a", "b", "c"), *answers("q", "d")])
+    held_out = jsonl([*answers("p", "e", "f"), *answers("r", "g")], "eval.jsonl")
+    config = DataConfig(data_path=(str(train),), eval_data_path=(str(held_out),), max_seq_len=64)
+    options = {"phase": 2, "seed": 0, "eos_id": EOS, "cache_dir": tmp_path, "kind": "pairs"}
+    assert prepare(config, byte_tokenizer, **options).audit.shared_prompt_rows == 2
+
+
 @pytest.mark.parametrize("kind", ["samples", "pairs", "prompts"])
 def test_samples_that_are_made_at_once_are_those_made_later(jsonl, tmp_path, byte_tokenizer, kind):
     rows = [{"prompt": f"{i % 7}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(23)]

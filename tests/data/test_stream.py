@@ -400,6 +400,18 @@ def test_rows_behind_the_first_are_left_out_by_their_prompts(tmp_path, monkeypat
     assert found == {name: n for name, n in everything.items() if name not in held_out}
 
 
+def test_a_prompt_that_is_trained_on_too_is_not_left_out(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "row 0.0:", "completion": f" {i}"} for i in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"phase": 1, "seed": SEED, "eos_id": EOS, "cache_dir": tmp_path / "cache"}
+    prepared = prepare(config_of(file, eval_ratio=0.2), build_byte_tokenizer(), **options)
+    loader = streamed(file, left_out=prepared.left_out, max_repeats=(1,))
+    found = [name for window in loader.steps(0) for name in texts_of(rows_of(window))]
+    loader._stream.close()
+    assert (len(prepared.eval), len(found)) == (4, 16)
+
+
 def test_another_seed_reads_the_shards_in_another_order(shards, monkeypatch):
     orders = set()
     for seed in range(6):
