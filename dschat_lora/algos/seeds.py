@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-SORTED_AT_ONCE = 2**21
+SORTED_AT_ONCE = 2**21  # places of a permutation, about
 
 
 def stream_entropy(*key: int | str, size: int = 16) -> int:

@@ -205,7 +205,6 @@ def split_rows(
             end = int(ends[-1]) if len(ends) else end
     # Without a group small enough, rows are held out whatever their group.
     held_out = sum(int(sizes[part][chosen[part]].sum()) for part in chunks(count)) or wanted
-
     low, high = 0.0, 1.0
     if shares is not None:
         low, high = sum(shares[: phase - 1]), sum(shares[:phase])

@@ -155,9 +155,9 @@ def _build(
     """Write both token sets; returns their digests and audit.
 
     Files of some thousand rows are written first: of samples, or of records and then of samples
-    where it is known after all rows were read which ones are used, or what an answer is compared
-    with. A process that is killed leaves them to the next one. Nothing in memory grows with the
-    number of rows.
+    where only all rows tell which ones are used, or what an answer is compared with. A process that
+    is killed leaves them to the next one. Memory does not grow with the rows, but for KTO's numbers
+    of the answers that are compared.
     """
     parts = directory / "parts"
     parts.mkdir(exist_ok=True)

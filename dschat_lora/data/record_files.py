@@ -103,13 +103,13 @@ class RowReader:
             counts.by_type.clear()
         notes = {
             "digests": b"".join(digests),
-            "sizes": np.array([len(row) for row in rows], np.int64).tobytes(),
             "groups": b"".join(groups),
             "counts": json.dumps(vars(counts)).encode(),
         }
         if self.tokens is not None:
             self.tokens.write(task.path, rows, notes)
             return replace(task, rows=[])
+        notes["sizes"] = np.array([len(row) for row in rows], np.int64).tobytes()
         if self.kind == "unpaired":  # answers to other prompts will be looked for
             prompts = [record.prompt for row in rows for record in row]
             notes["prompts"] = b"".join([text_digest(p) if p else none for p in prompts])

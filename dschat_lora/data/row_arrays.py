@@ -50,12 +50,12 @@ def first_equals(digests: Digests, arrays: RowArrays) -> Indices:
     Digests are sorted a share at a time, by their first bits.
     """
     found = arrays.zeros(len(digests))
-    bits = max(0, (len(digests) // AT_A_TIME).bit_length())
+    bits = (len(digests) // AT_A_TIME).bit_length()
     for share in range(1 << bits):
         parts = []
         for part in chunks(len(digests)):
-            high = digests[part, 0]
-            is_own = high >> np.uint64(64 - bits) == share if bits else np.ones(len(high), bool)
+            # A shift by all 64 bits is not defined.
+            is_own = digests[part, 0] >> np.uint64(63 - bits) >> np.uint64(1) == share
             parts.append(part.start + np.flatnonzero(is_own))
         own = np.concatenate([np.zeros(0, np.int64), *parts])
         mine = digests[own]

@@ -298,7 +298,7 @@ class TokenSet:
     def __init__(
         self, chunks: list[Columns], kind: DataKind = "samples", *, digest: str | None = None
     ) -> None:
-        """With the ``digest`` that :func:`join` returned, if it is known."""
+        """With the ``digest`` that :func:`write_set` returned, if it is known."""
         sizes = [len(chunk["input_ids"].offsets) - 1 for chunk in chunks]
         self._chunks, self._class, self._digest = chunks, CLASSES[kind], digest
         self._starts = np.cumsum([0, *sizes])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.encoder import Encoder
@@ -29,6 +28,7 @@ from dschat_lora.data.readers import (
 )
 from dschat_lora.data.record_files import BYTES_PER_FILE, RowCounts, RowReader
 from dschat_lora.data.records import TextRecord, answers_of, row_digest, text_digest
+from dschat_lora.data.row_arrays import Indices
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import (
     COLUMNS,
@@ -47,7 +47,6 @@ from dschat_lora.data.workers import ordered_map
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-Indices = NDArray[np.int64]
 ROWS_PER_CHUNK = 256  # that a worker tokenises at a time
 WAITS = (1.0, 2.0, 4.0)  # seconds before a shard that cannot be read is tried again
 

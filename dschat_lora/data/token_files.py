@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.records import TextRecord
+from dschat_lora.data.row_arrays import Indices
 from dschat_lora.data.samples import AnySample, Columns, read_table, write_samples
 from dschat_lora.data.tokenize import Tokenized, TokenRule, tokenize
 
-Indices = NDArray[np.int64]
 # The records that one row becomes: one, or one for each answer of a conversation.
 RowRecords = tuple[TextRecord, ...]
 
@@ -48,7 +48,7 @@ class TokenWriter:
         results = tokenize([record for row in rows for record in row], self.encoder, self.rule)
         samples: list[AnySample] = [each for result in results for each in result.samples]
         counted = {
-            "records": np.array([len(row) for row in rows], np.int64).tobytes(),
+            "sizes": np.array([len(row) for row in rows], np.int64).tobytes(),
             "counted": np.array([*map(self._counts, results)], _COUNTED).tobytes(),
             "methods": json.dumps([row[0].method if row else None for row in rows]).encode(),
         }
@@ -104,7 +104,7 @@ class Tally:
         their samples each time.
         """
         batches, notes = read_table(path)
-        records = np.frombuffer(notes[b"records"], np.int64)
+        records = np.frombuffer(notes[b"sizes"], np.int64)
         counted = np.frombuffer(notes[b"counted"], _COUNTED)
         uses = np.repeat(times, records)  # of each record
         self.rows += int(np.count_nonzero(times))
