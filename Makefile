@@ -5,8 +5,14 @@
 # make docs: the site of the documentation in site/, by an environment of its own.
 VENV ?= .venv
 PYTHON ?= python3
+# where vermin looks for what came after Python 3.11; ruff sees newer syntax
+PACKAGES = dschat_lora training benchmarks examples scripts tests setup.py
 PIP = $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 SOURCES = setup.py constraints.txt
+# pip would say so too, once torch is there
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	"error: Python 3.11 or later is needed, $(PYTHON) is " + sys.version.split()[0] + \
+	"; PYTHON=python3.11 behind make chooses another")'
 # PyPI's torch is built for CUDA 13.0, which needs driver 580 and a card of compute capability 7.5;
 # where nvidia-smi shows less, the build for CUDA 12.6 is taken: driver 525, capability 5.0 to 9.0,
 # unless a card needs the usual one, and with it the newer driver.
@@ -36,6 +42,7 @@ lint: $(VENV)/.dev
 	ruff check .
 	ruff format --check .
 	mypy
+	vermin --target=3.11- --violations --quiet --no-tips --eval-annotations --exclude long $(PACKAGES)
 
 format: $(VENV)/.dev
 	ruff check --fix .
@@ -52,6 +59,7 @@ bench-gpu: $(VENV)/.bench
 
 # torch first: the packages that build against it then find it, and no other build is fetched
 $(VENV)/.run: $(SOURCES)
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
 	$(PIP) $(TORCH_WHEEL)
@@ -67,6 +75,7 @@ $(VENV)/.test: $(VENV)/.run
 	touch $@
 
 $(VENV)-docs/.docs: $(SOURCES)
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)-docs
 	$(PYTHON) scripts/extra_requirements.py docs > $(VENV)-docs/requirements.txt
 	$(VENV)-docs/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)-docs/requirements.txt

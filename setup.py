@@ -86,7 +86,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["dschat_lora", "dschat_lora.*"]),
     # configs, a link to the one of the checkout, is a directory of its own in a wheel.
     package_data={
@@ -139,7 +139,7 @@ setup(
         "verifiers": VERIFIERS,
         "wandb": WANDB,
         "test": TEST,
-        "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1"],
+        "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1", "vermin>=1.8,<2"],
     },
     entry_points={"console_scripts": ["dschat-lora=dschat_lora.__main__:main"]},
 )

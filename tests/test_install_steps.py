@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -77,6 +78,71 @@ def test_the_readme_installs_in_three_steps_by_the_tested_versions():
 )
 def test_the_same_steps_install_everywhere(found):
     assert found() == readme_steps()
+
+
+def declared_python():
+    """The lower bound of setup.py, such as 3.11."""
+    return re.search(r'python_requires=">=([\d.]+)"', (ROOT / "setup.py").read_text())[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("pyproject.toml", r'target-version = "py3(\d+)"'),
+        ("pyproject.toml", r'python_version = "3\.(\d+)"'),
+        ("Makefile", r"vermin --target=3\.(\d+)-"),
+        ("Makefile", r"version_info >= \(3, (\d+)\)"),
+        *((f"{name}.md", r"Python 3\.(\d+) or") for name in ("README", "docs/install")),
+        *(
+            (f"{name}.md", r"Python 3\.(\d+) or")
+            for name in ("docs/quick_start", "benchmarks/README")
+        ),
+        ("CONTRIBUTING.md", r"^\| 3\.(\d+) \|"),
+    ],
+)
+def test_the_oldest_python_is_the_same_everywhere(name, pattern):
+    found = re.findall(pattern, (ROOT / name).read_text("utf-8"), re.M)
+    assert {f"3.{each}" for each in found} == {declared_python()}
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("from typing import override", None),
+        ("import itertools\nitertools.batched", None),
+        ("from typing import Self", "3.10"),
+        ("from typing import Self\nimport torch\ntorch.zeros(1).long()", ""),
+    ],
+)
+def test_make_lint_finds_what_the_oldest_python_lacks(line, version, tmp_path):
+    """A member of 3.12, one of 3.11 if the bound were 3.10, and none of 3.11."""
+    pytest.importorskip("vermin")
+    command = re.search(r"^\tvermin (.*) \$\(PACKAGES\)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    if version:
+        command = command.replace(declared_python(), version)
+    (tmp_path / "fits.py").write_text("from typing import Any\n")
+    (tmp_path / "planted.py").write_text(line + "\n")
+    found = subprocess.run(
+        ["vermin", *command.split(), str(tmp_path)], capture_output=True, text=True
+    )
+    assert (found.returncode, "planted.py" in found.stdout) == (
+        (0, False) if version == "" else (1, True)
+    )
+
+
+def test_an_older_python_is_told_in_one_line_before_anything_is_made(tmp_path):
+    old = tmp_path / "python3"
+    code = "import sys; sys.version_info, sys.version = (3, 10), '3.10.13 x'; exec(sys.argv[2])"
+    old.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{code}" "$@"\n')
+    old.chmod(0o755)
+    command = ["make", "demo", f"VENV={tmp_path}/made", f"PYTHON={old}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    first, *last = done.stderr.splitlines()
+    assert first.startswith(f"error: Python 3.11 or later is needed, {old} is 3.10.13; PYTHON=")
+    assert len(last) == 1  # make's own
+    assert not (tmp_path / "made").exists()
 
 
 def test_colab_keeps_its_torch_and_takes_the_other_versions(tmp_path):

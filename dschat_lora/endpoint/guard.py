@@ -177,7 +177,7 @@ async def read_json(request: Request, *, most: int = MAX_BODY_BYTES) -> Any:
 
     try:
         await asyncio.wait_for(receive(), BODY_SECONDS)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds") from error
     try:
         value = json.loads(

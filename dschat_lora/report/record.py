@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def environment() -> dict[str, Any]:
         commit = result.stdout.strip() or None
     return {
         "command": [Path(sys.executable).name, *sys.argv],
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),
         "git_commit": commit,
         "platform": platform.platform(),

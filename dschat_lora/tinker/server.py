@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,7 @@ class Routes:
         where = f"{run.run}/{weights.kind}/{weights.name}"
         files = {path.name for path in place.iterdir() if path.is_file()} - {CHECKPOINT_FILE}
         urls = {name: root + self.links.of(f"{where}/{name}", ends) for name in files}
-        expires = datetime.fromtimestamp(ends, timezone.utc)
+        expires = datetime.fromtimestamp(ends, UTC)
         return JSONResponse({"urls": urls, "expires": expires.isoformat()})
 
     def file(self, request: Request) -> Response:

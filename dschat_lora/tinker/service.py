@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -740,7 +740,7 @@ def end_of_time(seconds: int | None) -> str | None:
         return None
     if not 1 <= seconds <= MOST_NUMBER:
         raise ValueError(f"ttl_seconds must be from 1 to {MOST_NUMBER}")
-    ends = datetime.now(timezone.utc) + timedelta(seconds=seconds)
+    ends = datetime.now(UTC) + timedelta(seconds=seconds)
     return ends.isoformat(timespec="milliseconds")
 
 
