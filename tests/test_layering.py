@@ -33,7 +33,8 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "config": Room(
             libraries="yaml",
-            light="bundled data files groups held options parser staging stages values verbs",
+            light="bundled data files groups held options other_names parser staging stages values "
+            "verbs",
         ),
     },
     {

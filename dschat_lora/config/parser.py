@@ -1,4 +1,4 @@
-"""The argument parser of every command: mistakes in one line, help in sections, hints."""
+"""The argument parser of every command: mistakes in one line, help in sections."""
 
 import argparse
 import dataclasses
@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from dschat_lora.config.other_names import same_here
 from dschat_lora.config.values import (
     converter,
     is_switch,
@@ -50,39 +51,6 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 OTHER = "options"
 # What is accepted from other programs, or says once more what another option says.
 COMPATIBILITY = "compatibility"
-_WIDTH = "the frozen base is kept in 16 bits: take a smaller model, or spread it by --zero_stage 3"
-_LENGTH = "--max_seq_len N is the longest row in tokens"
-_EVALUATION = "--eval_interval N is the number of optimizer steps between evaluations"
-# Options of other trainers: the option that does the same, and the words that say so.
-HINTS: Mapping[str, tuple[str, str]] = {
-    "bf16": ("dtype", "--dtype bf16 computes in bf16"),
-    "fp16": ("dtype", "--dtype fp16 computes in fp16"),
-    "torch_dtype": ("dtype", "--dtype bf16, fp16 or fp32 is the compute type"),
-    "load_in_4bit": ("zero_stage", f"there is no 4-bit base; {_WIDTH}"),
-    "load_in_8bit": ("zero_stage", f"there is no 8-bit base; {_WIDTH}"),
-    "use_flash_attention_2": (
-        "attn_implementation",
-        "the default of --attn_implementation runs flash attention where the GPU has it",
-    ),
-    "warmup_ratio": (
-        "num_warmup_steps",
-        "--num_warmup_steps N counts optimizer steps, of which --dry_run says the number",
-    ),
-    "warmup_steps": ("num_warmup_steps", "--num_warmup_steps N counts optimizer steps"),
-    "use_peft": ("lora_dim", "--lora_dim N trains an adapter of rank N"),
-    "lora_r": ("lora_dim", "--lora_dim N is the rank"),
-    "lora_target_modules": ("target_modules", "--target_modules names the layers to adapt"),
-    "dataset_name": ("data_path", "--data_path takes files, directories and hub data sets"),
-    "max_length": ("max_seq_len", _LENGTH),
-    "max_seq_length": ("max_seq_len", _LENGTH),
-    "save_steps": (
-        "save_interval",
-        "--save_interval N is the number of optimizer steps between checkpoints",
-    ),
-    "eval_steps": ("eval_interval", _EVALUATION),
-    "eval_strategy": ("eval_interval", _EVALUATION),
-    "run_name": ("output_dir", "--output_dir names the run"),
-}
 
 
 def by_section(sections: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -258,9 +226,8 @@ def unknown_option(text: str, names: Collection[str]) -> str:
     if not text.startswith("-"):
         return f"unexpected argument {text!r}; options start with --"
     given = text.split("=")[0]
-    option, hint = HINTS.get(given.lstrip("-").replace("-", "_"), ("", ""))
-    if option in names:
-        return f"unknown option {given}; {hint}"
+    if same := same_here(given.lstrip("-"), names):
+        return f"unknown option {given}; {same}"
     spelled = given.replace("-", "_").replace("__", "--", 1)
     close = difflib.get_close_matches(spelled, [f"--{name}" for name in names], 1)
     return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "; see --help")

@@ -6,13 +6,35 @@ import sys
 import pytest
 
 import dschat_lora.__main__ as command
-from dschat_lora.config.options import option_fields, option_names, parse_config
-from dschat_lora.config.parser import COMPATIBILITY, HINTS, OTHER, SECTIONS
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.config.options import (
+    option_aliases,
+    option_fields,
+    option_names,
+    options_in_python,
+    parse_config,
+)
+from dschat_lora.config.other_names import OTHER_NAMES
+from dschat_lora.config.parser import COMPATIBILITY, OTHER, SECTIONS
+from dschat_lora.config.stages import (
+    AuditConfig,
+    DpoStageConfig,
+    RewardStageConfig,
+    ScoreConfig,
+    SupervisedConfig,
+)
+from dschat_lora.config.verbs import EvalConfig, ExportConfig, GenerateConfig, MergeConfig
+from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import NlgConfig
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.config import DistillConfig, RlhfConfig
+from dschat_lora.serving.config import ChatConfig, ServeConfig
+from dschat_lora.tinker.config import TinkerConfig
 
 STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, NlgConfig)
+COMMANDS = (
+    *STAGES,
+    *(DistillConfig, GlueConfig, AuditConfig, ScoreConfig, EvalConfig, GenerateConfig),
+    *(MergeConfig, ExportConfig, ChatConfig, ServeConfig, TinkerConfig),
+)
 
 
 @pytest.fixture
@@ -84,18 +106,47 @@ def test_every_option_of_a_stage_has_a_section(config_class):
 def test_options_that_come_first_in_a_section_exist():
     known = {name for each in STAGES for name in option_names(each)}
     assert {name for first in SECTIONS.values() for name in first} <= known
-    assert {option for option, _ in HINTS.values()} <= known
-    # One stage alone has the original's --fp16.
-    assert not HINTS.keys() & known - {"fp16"}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_what_does_the_same_as_another_trainers_option_is_there_with_the_value_named(name):
+    tried = 0
+    for command_class in COMMANDS:
+        names = {*option_names(command_class), *option_aliases(command_class)}
+        same = [option for option in OTHER_NAMES[name].options if option in names]
+        if not same or name in names:
+            continue
+        tried += 1
+        with pytest.raises(TypeError) as caught:
+            options_in_python(command_class, {name: True})
+        said = str(caught.value)
+        assert said.startswith(f"unknown option --{name}; ")
+        assert f"--{same[0]} " in said
+        for option, value in re.findall(r"--(\w+)(?: (N|\d+|bf16|fp16|auto)\b)?", said)[1:]:
+            assert option in names
+            if value:
+                options_in_python(command_class, {option: {"N": 8}.get(value, value)})
+    assert tried
+    assert OTHER_NAMES[name].sources
+
+
+@pytest.mark.parametrize("command_class", COMMANDS)
+def test_further_names_of_options_belong_to_options(command_class):
+    aliases, names = option_aliases(command_class), option_names(command_class)
+    assert set(aliases.values()) <= set(names)
+    assert not aliases.keys() & set(names)
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--bf16", "unknown option --bf16; --dtype bf16 computes"),
-        ("--fp16 true", "unknown option --fp16; --dtype fp16 computes"),
-        ("--load_in_4bit", "unknown option --load_in_4bit; there is no 4-bit base"),
-        ("--load-in-4bit", "unknown option --load-in-4bit; there is no 4-bit base"),
+        ("--bf16", "unknown option --bf16; --dtype bf16 does"),
+        ("--fp16 true", "unknown option --fp16; --dtype sets the type"),
+        ("--load_in_4bit", "unknown option --load_in_4bit; --base_bits 4 holds"),
+        (
+            "--load-in-8bit",
+            "unknown option --load-in-8bit; no base is held in 8 bits, and files of",
+        ),
         ("--warmup_ratio 0.1", "--num_warmup_steps N counts optimizer steps"),
         ("--warmup_ratio=0.1", "unknown option --warmup_ratio; --num_warmup_steps N"),
         ("--num_train_epochs 0.5", "got '0.5'; --max_steps N ends a run within an epoch"),
@@ -113,8 +164,10 @@ def test_options_of_other_trainers_are_told_what_does_the_same(line, words):
 
 
 def test_hint_names_no_option_that_the_command_lacks():
-    with pytest.raises(ValueError, match="unknown option --lora_r; did you mean"):
+    with pytest.raises(ValueError, match="unknown option --lora_r; --actor_lora_dim N is the rank"):
         parse_config(RlhfConfig, ["--lora_r", "8"])
+    with pytest.raises(ValueError, match="unknown option --max_length; did you mean"):
+        parse_config(RlhfConfig, ["--max_length", "8"])
 
 
 def test_hint_ends_the_message_about_a_file_too(tmp_path):
