@@ -1,5 +1,6 @@
 """Commands that the documentation shows can be typed as they stand."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -36,6 +37,7 @@ from dschat_lora.serving.config import ChatConfig, ServeConfig
 from dschat_lora.tinker.config import TinkerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
 # Configuration class of each stage script, by its verb.
 STAGES = {
     "step1_sft": {"": SupervisedConfig},
@@ -164,3 +166,131 @@ def test_the_page_of_the_training_loop_shows_the_example_as_it_is():
     example = (ROOT / "examples" / "own_training_loop.py").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "own_training_loop.md").read_text(encoding="utf-8")
     assert f"```python\n{example}```\n" in page
+
+
+# ---------------------------------------------------------------------------- figures
+
+RESULTS = ROOT / "benchmarks" / "results"
+# Raw material of a result, of which no figure is quoted.
+_RAW = {"works", "step_seconds_all", "losses", "loss_runs", "versions", "git_commit"}
+
+
+def results(name):
+    return json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def numbers(value):
+    """Numbers of a result, with those that are the same in another unit."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        yield from (value, 100 * value, value / 1024)
+        if value:
+            yield 1 / value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in _RAW:
+                yield from numbers(inner)
+            if key == "checks":  # what is aimed at stands in their names
+                yield from (float(each.replace(",", "")) for each in written(" ".join(inner)))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from numbers(inner)
+
+
+def written(text):
+    """Numbers of a text as they are written, but those of names, links and code."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", text)
+    return re.findall(r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w|[.,-]?\w)", text)
+
+
+def is_rounded_from(text, known):
+    digits = len(text.partition(".")[2])
+    return any(f"{each:,.{digits}f}".replace(",", "") == text.replace(",", "") for each in known)
+
+
+def test_figures_are_read_and_compared_as_they_are_rounded():
+    text = "OPT-1.3B at rank 16: 70,551 tokens/s, 2.77 [2.7, 2.88], `x 5`, 22.8 GiB; 64-bit."
+    assert written(text) == ["16", "70,551", "2.77", "2.7", "2.88", "22.8"]
+    assert is_rounded_from("70,551", [70550.96])
+    assert is_rounded_from("2.4", [2.35])
+    assert not is_rounded_from("2.5", [2.40])
+    assert not is_rounded_from("2.8", [2.7])
+    assert list(numbers({"works": [1], "a": [{"b": True}, 2]})) == [2, 200, 2 / 1024, 0.5]
+
+
+def measured(name, part, **wanted):
+    """Rows of a part's cases that have these values."""
+    rows = results(name)[part]["cases"]
+    return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
+
+
+def both_ends(values, digits):
+    low, high = (f"{each(values):,.{digits}f}" for each in (min, max))
+    return f"{low} to {high}"
+
+
+def test_what_the_readme_calls_fast_is_what_the_linked_results_say():
+    """Both ends of each range over all cases of a part, and no figure besides."""
+    said = re.search(r"^\* \*\*Fast(.*?)^\* \*\*", README, re.DOTALL | re.MULTILINE)[1]
+    said = " ".join(said.split())
+    h200, stated, chat = "nvidia-h200.json", "stated.json", "DeepSpeed-Chat's way"
+    for link in (h200, stated):
+        assert f"(benchmarks/results/{link})" in said
+    training = "throughput-1.3b"
+    peft = [row["x_ours_median"] for row in measured(h200, training, case="PEFT")]
+    theirs = [row["x_ours_median"] for row in measured(h200, training, case=chat)]
+    ppo = [row["times_ours"]["median"] for row in measured(h200, "ppo", contender=chat)]
+    peak = [row["peak_mib"] / 1024 for row in measured(h200, "ppo", contender="ours")]
+    (peak_of_chat,) = {row["peak_mib"] / 1024 for row in measured(h200, "ppo", contender=chat)}
+    grpo = [row["times_ours"]["median"] for row in measured(stated, "grpo")]
+    claims = [
+        f"{both_ends(peft, 2)} times as fast as PEFT's",
+        f"{min(theirs):.2f} (no padding) to {max(theirs):.2f} times as {chat}",
+        f"PPO is {both_ends(ppo, 1)} times as fast",
+        f"with {both_ends(peak, 1)} GiB against {peak_of_chat:.1f}",
+        f"GRPO is {both_ends(grpo, 2)} times as fast as TRL's",
+    ]
+    for claim in claims:
+        assert claim in said
+    assert written(said) == [number for claim in claims for number in written(claim)]
+
+
+def tables(path, heading, until=None):
+    """Rows of the tables between two headings, without their heads."""
+    text = (ROOT / path).read_text("utf-8").split(heading)[1].split(until or "\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads = {i + j for i, line in enumerate(lines) if line.startswith("|---") for j in (-1, 0)}
+    return [line for i, line in enumerate(lines) if i not in heads]
+
+
+@pytest.mark.parametrize(
+    ("path", "heading", "until", "names"),
+    [
+        ("docs/comparison.md", "On one H200", "On two or fewer", "nvidia-h200"),
+        (
+            "docs/comparison.md",
+            "On two or fewer",
+            None,
+            "cpu-sft cpu-pairs cpu-ppo cpu-decode stated",
+        ),
+        ("benchmarks/README.md", "`results/cpu-pairs.json`", "**sft.**", "cpu-pairs"),
+        ("benchmarks/README.md", "`results/cpu-sft.json` is", "**decode.**", "cpu-sft"),
+        ("benchmarks/README.md", "`results/cpu-decode.json`", "**ppo.**", "cpu-decode"),
+        ("benchmarks/README.md", "`results/cpu-ppo.json`", "**attention.**", "cpu-ppo"),
+        (
+            "benchmarks/README.md",
+            "## Figures of a GPU",
+            None,
+            "nvidia-h200 nvidia-h100-80gb-hbm3 stated",
+        ),
+        ("benchmarks/README.md", "## Preparation of data", None, "stated"),
+        ("benchmarks/README.md", "## GRPO beside TRL", None, "stated"),
+    ],
+)
+def test_each_figure_of_a_table_is_recorded(path, heading, until, names):
+    known = [each for name in names.split() for each in numbers(results(f"{name}.json"))]
+    rows = tables(path, heading, until)
+    assert rows
+    missing = {row: [n for n in written(row) if not is_rounded_from(n, known)] for row in rows}
+    assert {row: lost for row, lost in missing.items() if lost} == {}
