@@ -268,33 +268,42 @@ def tables(path, heading, until=None):
     return [line for i, line in enumerate(lines) if i not in heads]
 
 
+def unrecorded(row, recorded):
+    known = list(numbers(recorded))
+    return [each for each in written(row) if not is_rounded_from(each, known)]
+
+
+def test_each_figure_of_the_comparison_is_in_the_result_that_its_row_names():
+    page = "docs/comparison.md"
+    found, result = {}, None
+    for row in tables(page, "On one H200", "On two or fewer"):
+        if part := re.search(r"`benchmarks/gpu.sh ([\w.-]+)`", row):
+            result = results("nvidia-h200.json")[part[1]]
+        found[row] = unrecorded(row, result)
+    for row in tables(page, "On two or fewer"):
+        (name,) = re.findall(r"`([\w-]+\.json)` \|$", row)
+        result = results(name)
+        found[row] = unrecorded(row, result["grpo"] if name == "stated.json" else result)
+    assert len(found) == 17
+    assert {row: lost for row, lost in found.items() if lost} == {}
+
+
 @pytest.mark.parametrize(
-    ("path", "heading", "until", "names"),
+    ("heading", "until", "names"),
     [
-        ("docs/comparison.md", "On one H200", "On two or fewer", "nvidia-h200"),
-        (
-            "docs/comparison.md",
-            "On two or fewer",
-            None,
-            "cpu-sft cpu-pairs cpu-ppo cpu-decode stated",
-        ),
-        ("benchmarks/README.md", "`results/cpu-pairs.json`", "**sft.**", "cpu-pairs"),
-        ("benchmarks/README.md", "`results/cpu-sft.json` is", "**decode.**", "cpu-sft"),
-        ("benchmarks/README.md", "`results/cpu-decode.json`", "**ppo.**", "cpu-decode"),
-        ("benchmarks/README.md", "`results/cpu-ppo.json`", "**attention.**", "cpu-ppo"),
-        (
-            "benchmarks/README.md",
-            "## Figures of a GPU",
-            None,
-            "nvidia-h200 nvidia-h100-80gb-hbm3 stated",
-        ),
-        ("benchmarks/README.md", "## Preparation of data", None, "stated"),
-        ("benchmarks/README.md", "## GRPO beside TRL", None, "stated"),
+        ("`results/cpu-pairs.json`", "**sft.**", "cpu-pairs"),
+        ("`results/cpu-sft.json` is", "**decode.**", "cpu-sft"),
+        ("`results/cpu-decode.json`", "**ppo.**", "cpu-decode"),
+        ("`results/cpu-ppo.json`", "**attention.**", "cpu-ppo"),
+        ("## Figures of a GPU", None, "nvidia-h200 nvidia-h100-80gb-hbm3 stated"),
+        ("## Preparation of data", None, "stated"),
+        ("## GRPO beside TRL", None, "stated"),
     ],
 )
-def test_each_figure_of_a_table_is_recorded(path, heading, until, names):
-    known = [each for name in names.split() for each in numbers(results(f"{name}.json"))]
-    rows = tables(path, heading, until)
-    assert rows
-    missing = {row: [n for n in written(row) if not is_rounded_from(n, known)] for row in rows}
-    assert {row: lost for row, lost in missing.items() if lost} == {}
+def test_each_figure_of_the_benchmarks_tables_is_recorded(heading, until, names):
+    recorded = [results(f"{name}.json") for name in names.split()]
+    found = {
+        row: unrecorded(row, recorded) for row in tables("benchmarks/README.md", heading, until)
+    }
+    assert found
+    assert {row: lost for row, lost in found.items() if lost} == {}
