@@ -139,7 +139,7 @@ setup(
         "verifiers": VERIFIERS,
         "wandb": WANDB,
         "test": TEST,
-        "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1", "vermin>=1.8,<2"],
+        "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1", "vermin>=1.9,<2"],
     },
     entry_points={"console_scripts": ["dschat-lora=dschat_lora.__main__:main"]},
 )
