@@ -131,10 +131,12 @@ def test_what_does_the_same_as_another_trainers_option_is_there_with_the_value_n
 
 
 @pytest.mark.parametrize("command_class", COMMANDS)
-def test_further_names_of_options_belong_to_options(command_class):
+def test_further_names_and_hints_of_options_belong_to_options(command_class):
     aliases, names = option_aliases(command_class), option_names(command_class)
     assert set(aliases.values()) <= set(names)
     assert not aliases.keys() & set(names)
+    hints = [field.metadata["hint"] for _, (field, _) in option_fields(command_class)]
+    assert {*re.findall(r"--(\w+)", " ".join(hints))} <= set(names)
 
 
 @pytest.mark.parametrize(
