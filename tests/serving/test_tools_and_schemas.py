@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai", reason="openai's client is not installed"
 jsonschema = pytest.importorskip("jsonschema")
 
 CHAT = "/v1/chat/completions"
-# The forms of Hermes and Qwen 2.5, in short.
+# The form of Qwen3, in short.
 TEMPLATE = """{%- if tools %}Tools:
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>
@@ -29,7 +29,8 @@ TEMPLATE = """{%- if tools %}Tools:
 {{- message.role }}: {{ message.content or "" }}
 {%- for call in message.tool_calls or [] %}
 <tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{"name": "{{ call.function.name }}", "arguments": {% if call.function.arguments is string %}
+{{- call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}{% endif %}}
 </tool_call>
 {%- endfor %}{{ eos_token if message.role == "assistant" }}
 {% endfor %}
