@@ -213,6 +213,31 @@ def test_an_answer_goes_back_as_openai_s_client_dumps_it(client, service, says):
     assert text.endswith("tool: 3\nassistant:")
 
 
+def test_a_call_that_is_sent_back_is_read_alike_however_its_arguments_are_written(client):
+    def prompt_of(arguments, name="add"):
+        call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+        called = [
+            *(*HI, {"role": "assistant", "tool_calls": [call]}),
+            {"role": "tool", "tool_call_id": "c", "content": "3"},
+        ]
+        answer = client.chat.completions.create(
+            model="base",
+            messages=called,
+            tools=[ADD, NOW],
+            max_tokens=1,
+            extra_body={"return_token_ids": True},
+        )
+        return answer.choices[0].prompt_token_ids
+
+    expected = prompt_of({"a": 1, "b": 2})
+    assert prompt_of('{"a":1,"b":2}') == prompt_of('{ "a": 1, "b": 2 }') == expected
+    assert prompt_of("", "now") == prompt_of("{}", "now") == prompt_of({}, "now")
+    for malformed in ('{"a": 1', "[1]"):
+        with pytest.raises(openai.BadRequestError, match="message 2: the arguments of 'add'") as e:
+            prompt_of(malformed)
+        assert e.value.param == "messages"
+
+
 @pytest.mark.parametrize("choice", ["required", "add"])
 def test_a_demanded_call_follows_its_schema_whatever_the_model_would_say(client, choice):
     named = {"type": "function", "function": {"name": choice}}
