@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,9 @@ from dschat_lora.endpoint.text import chat_ids
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import DecodedTurn, TokenSequence
 from dschat_lora.rl.environment import TurnTokens
+
+# Programs that read thoughts from an answer put them back with white space of their own.
+_THOUGHT_TAG = re.compile(r"\s*(</?think>)\s*")
 
 
 @dataclass(eq=False)
@@ -178,7 +182,7 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
         said.append(
             [
                 message["role"],
-                text.strip() if is_answer else text,
+                _THOUGHT_TAG.sub(r"\1", text.strip()) if is_answer else text,
                 None if is_answer else message.get("name"),
                 [[call["name"], _numbers_alike(call_arguments(call))] for call in calls],
             ]
