@@ -131,12 +131,7 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
     )
     calls, values = {}, {"x": PROBE}
     for form, given in (("object", values), ("text", json.dumps(values, ensure_ascii=False))):
-        # Mistral's templates take no other identifiers.
-        call = {
-            "type": "function",
-            "id": "123456789",
-            "function": {"name": "f", "arguments": given},
-        }
+        call = {"type": "function", "function": {"name": "f", "arguments": given}}
         for content in ({}, silent):
             said = {**content, "role": "assistant", "tool_calls": [call]}
             calls[form, bool(content)] = rendered(question, said)
@@ -146,8 +141,7 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
         for key, text in calls.items()
         if (at := text.rfind(PROBE)) >= 0 and '\\"' not in text[max(0, at - 2) : at + 3]
     }
-    # Nor where an object was written as Python does, which is no JSON.
-    forms = {key[0] for key in good if key[0] == "text" or str(values) not in calls[key]}
+    forms = {form for form, _ in good}
     return TemplateFacts(
         takes_text,
         takes_parts,

@@ -448,7 +448,8 @@ def test_a_special_token_that_arguments_spell_by_escapes_is_found(tokenizer):
 def test_an_answer_goes_on_from_what_was_drawn_however_a_program_writes_it(
     content, arguments, is_same
 ):
-    turns = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}|{% endfor %}"
+    turns = "{% for m in messages %}{{ m.content }}"
+    turns += "{{ m.tool_calls | tojson if m.tool_calls }}|{% endfor %}"
     to = prompt_tokens(build_chat_tokenizer("qwen3", template=turns))
     own = Conversations((1,))
     ids = own.prompt_ids(QUESTION, {}, to)
