@@ -134,6 +134,11 @@ WRITTEN = {
         "{{ 'function<sep>' + f.name + '\\n```json\\n' + f.arguments + '\\n```' }}",
         "function<sep>f\n```json\n%s\n```",
     ),
+    "kimi 2": (
+        "call {{ f.name }}<sep>{% if f.arguments is string %}{{ f.arguments }}{% else %}"
+        "{{ f.arguments | tojson(separators=(',', ':')) }}{% endif %}",
+        'call f<sep>{"b":2.0,"a":[null,"\u00e9\'"]}',
+    ),
     "takes text, would write Python": (
         "function<sep>{{ f.name }}\n```json\n{{ f.arguments }}\n```",
         "function<sep>f\n```json\n%s\n```",
@@ -151,19 +156,26 @@ WRITTEN = {
         '[null, "\u00e9\'"]\n</parameter>\n</function>',
     ),
 }
-UNREAD = ("deepseek 3", "takes text, would write Python", "glm 4.5")  # by parse_tool_calls
+UNREAD = (
+    "deepseek 3",
+    "kimi 2",
+    "takes text, would write Python",
+    "glm 4.5",
+)  # by parse_tool_calls
 
 
-def learnt(template, **given):
+def learnt(template, *, place="c.function", **given):
     """The answer that is learnt of a row with one call."""
     turns = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
-        "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + template + "{% endfor %}"
+        f"{{% for c in m.tool_calls or [] %}}{{% set f = {place} %}}{template}{{% endfor %}}"
         "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     chat = Chat(build_byte_tokenizer(chat_template=turns), "</s>")
-    call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", **given}}
+    call = {"name": "f", **given}
+    if place == "c.function":
+        call = {"type": "function", "id": "abcdefghi", "function": call}
     question = {"role": "user", "content": "?"}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     (record,) = to_records(parse_row(RawRow("f:1", {"messages": [question, answer]})), chat)
@@ -198,3 +210,4 @@ def test_arguments_given_as_text_are_written_as_the_object_that_they_are(family)
 def test_values_of_arguments_stay_what_they_are(given, written):
     template, form = QWEN3
     assert learnt(template, arguments=given) == form % written
+    assert learnt(template, arguments=given, place="c") == form % written
