@@ -90,7 +90,7 @@ def call_arguments(call: dict[str, Any]) -> dict[str, Any]:
         ValueError: if they are malformed, or no object.
     """
     function = called_function(call)
-    given, what = function.get("arguments"), f"the arguments of {function['name']!r:.200}"
+    given, what = function.get("arguments"), f"the arguments of {function.get('name')!r:.200}"
     value = {} if given is None else given
     if isinstance(given, str):
         try:

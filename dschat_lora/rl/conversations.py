@@ -23,7 +23,7 @@ from dschat_lora.rl.batch import DecodedTurn, TokenSequence
 from dschat_lora.rl.environment import TurnTokens
 
 # Programs that read thoughts from an answer put them back with white space of their own.
-_THOUGHT_TAG = re.compile(r"\s*(</?think>)\s*")
+_THOUGHT_TAG = re.compile(r"(</?think>)")
 
 
 @dataclass(eq=False)
@@ -182,7 +182,7 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
         said.append(
             [
                 message["role"],
-                _THOUGHT_TAG.sub(r"\1", text.strip()) if is_answer else text,
+                [part.strip() for part in _THOUGHT_TAG.split(text)] if is_answer else text,
                 None if is_answer else message.get("name"),
                 [[call["name"], _numbers_alike(call_arguments(call))] for call in calls],
             ]
