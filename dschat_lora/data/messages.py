@@ -1,7 +1,9 @@
 """Checks of messages: their role, content and tool calls."""
 
+from collections.abc import Callable
 from typing import Any
 
+from dschat_lora.config.files import parse_json
 from dschat_lora.data.readers import RowError
 
 Message = dict[str, Any]
@@ -16,8 +18,9 @@ class EmptyRowError(RowError):
 def check_message(location: str, name: str, message: object) -> None:
     """Refuse what is no message; ``name`` is the field and the number of the message in it.
 
-    ``content`` is text or a list of text parts, and may be absent beside ``tool_calls``. Keys
-    other than these and ``role`` are for the chat template.
+    ``content`` is text or a list of text parts, and may be absent beside ``tool_calls``, whose
+    arguments :func:`call_arguments` must read. Keys other than these and ``role`` are for the chat
+    template.
 
     Raises:
         RowError: with what was found and what a message has.
@@ -39,6 +42,11 @@ def check_message(location: str, name: str, message: object) -> None:
         raise RowError(
             location, f"{name}: 'tool_calls' must be a list of {form}, found {calls!s:.200}"
         )
+    for call in calls or ():
+        try:
+            call_arguments(call)
+        except ValueError as error:
+            raise RowError(location, f"{name}: {error}") from error
     if not (calls and message.get("content") is None):
         _check_content(location, name, message["content"])
         said = content_text(message["content"])
@@ -73,3 +81,37 @@ def called_function(call: dict[str, Any]) -> dict[str, Any]:
     """Name and arguments of a tool call, which may stand in it or in its ``function``."""
     function = call.get("function")
     return function if isinstance(function, dict) else call
+
+
+def call_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a tool call, which may hold them as an object or as its JSON; {} without any.
+
+    Raises:
+        ValueError: if they are malformed, or no object.
+    """
+    function = called_function(call)
+    given, what = function.get("arguments"), f"the arguments of {function.get('name')!r:.200}"
+    value = {} if given is None else given
+    if isinstance(given, str):
+        try:
+            value = parse_json(given) if given.strip() else {}
+        except ValueError as error:
+            raise ValueError(f"{what} are no JSON: {error}; found {given!r:.200}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be an object or its JSON, found {given!r:.200}")
+    return value
+
+
+def with_arguments(message: Message, write: Callable[[dict[str, Any]], Any] = dict) -> Message:
+    """The message with what ``write`` makes of the arguments of each tool call.
+
+    Raises:
+        ValueError: see :func:`call_arguments`.
+    """
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        made = {**called_function(call), "arguments": write(call_arguments(call))}
+        calls.append({**call, "function": made} if called_function(call) is not call else made)
+    return {**message, "tool_calls": calls}

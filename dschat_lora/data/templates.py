@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from dschat_lora.config.files import MOST_TYPED_BYTES, parse_json, read_text
-from dschat_lora.data.messages import Message, content_text
+from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
+from dschat_lora.data.messages import Message, content_text, with_arguments
 
 # A letter for private use: no template knows it, none trims it.
 PROBE = "\ue0ff"
@@ -101,8 +102,7 @@ class TemplateFacts:
     takes_text: bool = True
     takes_parts: bool = False
     takes_no_content: bool = True  # beside tool calls
-    # Form of a call's arguments; None: as they are
-    arguments: Literal["object", "text"] | None = None
+    arguments: Literal["object", "text"] = "object"  # of calls; text where no object is taken
     after_answer: str = ""  # what follows an answer that is the last message
     after_earlier: str = ""  # what follows one that is not
     after_call: str = ""  # what follows the last argument of a call that is the last message
@@ -146,7 +146,7 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
         takes_text,
         takes_parts,
         takes_no_content=any(not has_content for _, has_content in good),
-        arguments=forms.pop() if len(forms) == 1 else None,  # type: ignore[arg-type]
+        arguments="text" if forms == {"text"} else "object",
         after_answer=_behind(rendered(question, answer)),
         after_earlier=_behind(rendered(question, answer, question)),
         after_call=_behind(next((calls[key] for key in sorted(good)), "")),
@@ -154,14 +154,18 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
 
 
 def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:
-    """Messages without empty keys, in the form that the template takes."""
+    """Messages without empty keys, in the form that the template takes.
+
+    Raises:
+        ValueError: if the arguments of a tool call are malformed, or no object.
+    """
     by_parts, made = facts.takes_parts and not facts.takes_text, []
+    write = partial(json.dumps, ensure_ascii=False) if facts.arguments == "text" else dict
     for message in messages:
         fitted = {k: v for k, v in message.items() if v is not None and v != []}
-        if "tool_calls" in fitted:
-            fitted["tool_calls"] = [_fit_call(call, facts) for call in fitted["tool_calls"]]
-            if not facts.takes_no_content:
-                fitted.setdefault("content", "")
+        fitted = with_arguments(fitted, write)
+        if "tool_calls" in fitted and not facts.takes_no_content:
+            fitted.setdefault("content", "")
         content = fitted.get("content")
         if isinstance(content, list) and not facts.takes_parts:
             fitted["content"] = content_text(content)
@@ -169,17 +173,6 @@ def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Mess
             fitted["content"] = [{"type": "text", "text": content}]
         made.append(fitted)
     return made
-
-
-def _fit_call(call: dict[str, Any], facts: TemplateFacts) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _fit_call(call["function"], facts)}
-    arguments = call.get("arguments")
-    if facts.arguments == "object" and isinstance(arguments, str):
-        return {**call, "arguments": parse_json(arguments or "{}")}
-    if facts.arguments == "text" and isinstance(arguments, dict):
-        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return call
 
 
 def _behind(text: str) -> str:

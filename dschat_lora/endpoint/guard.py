@@ -186,11 +186,7 @@ async def read_json(request: Request, *, most: int = MAX_BODY_BYTES) -> Any:
             parse_float=_finite,
             object_pairs_hook=json_object,
         )
-        _check_depth(value)
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise invalid(f"the body has text with {half}, which is half a character") from error
+        check_value(value)
     except UnicodeDecodeError as error:
         raise invalid("the body is no JSON: it is not in UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -205,7 +201,12 @@ def _finite(text: str) -> float:
     return number
 
 
-def _check_depth(value: object) -> None:
+def check_value(value: object) -> None:
+    """Refuse a JSON value that is nested too deeply, or whose texts have half a character.
+
+    Raises:
+        ValueError: saying which.
+    """
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -214,6 +215,10 @@ def _check_depth(value: object) -> None:
             if isinstance(each, dict | list)
             for child in (each.values() if isinstance(each, dict) else each)
         ]
-        if not level:
-            return
-    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    if level:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(f"it has text with {half}, which is half a character") from error

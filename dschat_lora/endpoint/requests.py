@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from dschat_lora.data.messages import Message, check_message
+from dschat_lora.data.messages import Message, check_message, with_arguments
 from dschat_lora.endpoint.grammars import Grammar, request_grammar, response_schema, tool_choice
-from dschat_lora.endpoint.guard import ApiError, invalid
+from dschat_lora.endpoint.guard import ApiError, check_value, invalid
 from dschat_lora.endpoint.turns import Kind
 from dschat_lora.models.loading import Tokenizer
 
@@ -272,10 +272,15 @@ def checked_messages(messages: object, param: str = "messages") -> list[Message]
     if not isinstance(messages, list) or not messages:
         raise invalid(f"{param} must be a list of one message or more", param)
     for number, message in enumerate(messages, start=1):
+        where = f"message {number}"
         try:
-            check_message(param, f"message {number}", message)
+            check_message(param, where, message)
         except ValueError as error:
             raise invalid(str(error), param) from error
+        try:
+            check_value(with_arguments(message))  # arguments that are JSON text too
+        except ValueError as error:
+            raise invalid(f"{param}: {where}: {error}", param) from error
     return messages
 
 

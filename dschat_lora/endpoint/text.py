@@ -9,7 +9,7 @@ from typing import Any
 
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder
-from dschat_lora.data.messages import Message, content_text
+from dschat_lora.data.messages import Message, content_text, with_arguments
 from dschat_lora.models.loading import Tokenizer
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
@@ -48,7 +48,8 @@ def chat_ids(
         typed.append(found[0])
         return f"{mark}{len(typed) - 1};"
 
-    hidden = _mapped(list(messages), pattern, hide)
+    # Arguments that are JSON text may spell one by escapes.
+    hidden = _mapped(list(map(with_arguments, messages)), pattern, hide)
     chat = _with_columns(chat, columns or {}, pattern, hide)
     for message in hidden:
         content = message.get("content")

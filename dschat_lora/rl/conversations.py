@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,11 +10,20 @@ from typing import Any
 
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder
-from dschat_lora.data.messages import Message, called_function, content_text
+from dschat_lora.data.messages import (
+    Message,
+    call_arguments,
+    called_function,
+    content_text,
+    with_arguments,
+)
 from dschat_lora.endpoint.text import chat_ids
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import DecodedTurn, TokenSequence
 from dschat_lora.rl.environment import TurnTokens
+
+# Programs that read thoughts from an answer put them back with white space of their own.
+_THOUGHT_TAG = re.compile(r"(</?think>)")
 
 
 @dataclass(eq=False)
@@ -71,7 +81,9 @@ class PromptTokens:
 
     def holds_special_tokens(self, messages: Sequence[Message]) -> bool:
         """Whether the text of a special token, such as an end of turn, stands in messages."""
-        text = json.dumps(messages, ensure_ascii=False, default=str)
+        # Arguments that are JSON text may spell one by escapes.
+        parsed = list(map(with_arguments, messages))
+        text = json.dumps(parsed, ensure_ascii=False, default=str)
         return any(token in text for token in self._special_tokens)
 
 
@@ -170,19 +182,14 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
         said.append(
             [
                 message["role"],
-                text.strip() if is_answer else text,
+                [part.strip() for part in _THOUGHT_TAG.split(text)] if is_answer else text,
                 None if is_answer else message.get("name"),
-                [[call["name"], _arguments(call.get("arguments"))] for call in calls],
+                [[call["name"], _numbers_alike(call_arguments(call))] for call in calls],
             ]
         )
     return json.dumps([said, columns], sort_keys=True, default=str)
 
 
-def _arguments(value: Any) -> Any:
-    """Arguments of a call, which may be JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value or "{}")
-    except ValueError:
-        return value
+def _numbers_alike(value: Any) -> Any:
+    """A JSON value with 1 and 1.0 alike, as JavaScript writes them."""
+    return json.loads(json.dumps(value), parse_int=float)

@@ -10,6 +10,10 @@ PART = {"type": "text", "text": "a"}
 FORM = '{"type": "text", "text": ...}'
 
 
+def calling(arguments):
+    return {"role": "assistant", "tool_calls": [CALL, {"name": "g", "arguments": arguments}]}
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -55,6 +59,20 @@ def test_messages_of_today_are_taken(message):
             ': \'tool_calls\' must be a list of {"type": "function", "function": '
             '{"name": ..., "arguments": ...}}, found [{\'function\': {}}]',
         ),
+        (
+            calling('{"a": 1'),
+            ": the arguments of 'g' are no JSON: Expecting ',' delimiter: line 1 column 8 (char 7)"
+            "; found '{\"a\": 1'",
+        ),
+        (
+            calling('{"a": 1, "a": 2}'),
+            ": the arguments of 'g' are no JSON: an object has 'a' twice; "
+            'found \'{"a": 1, "a": 2}\'',
+        ),
+        (calling("[1]"), ": the arguments of 'g' must be an object or its JSON, found '[1]'"),
+        (calling("null"), ": the arguments of 'g' must be an object or its JSON, found 'null'"),
+        (calling([1]), ": the arguments of 'g' must be an object or its JSON, found [1]"),
+        (calling(0), ": the arguments of 'g' must be an object or its JSON, found 0"),
     ],
 )
 def test_others_are_named_with_what_they_should_be(message, reason):

@@ -422,6 +422,45 @@ def test_special_tokens_that_a_program_passes_on_stay_text(play, tokenizer):
     assert end.strip("<|>") in tokenizer.decode(response.prompt)
 
 
+def calling(content, arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def test_a_special_token_that_arguments_spell_by_escapes_is_found(tokenizer):
+    to = prompt_tokens(tokenizer)
+    assert to.holds_special_tokens([calling(None, r'{"a": "\u003c|end|>"}')])
+    assert not to.holds_special_tokens([calling(None, r'{"a": "\u003c end|>"}')])
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "is_same"),
+    [
+        ("<think>\nHm.\n</think>\n\nSo:", '{"a": 1.0, "b": ["x  y", {}]}', True),
+        ("<think>\n\nHm.\n\n</think>\n\n\n\nSo:", '{"b":["x  y",{}],"a":1}', True),
+        ("<think>Hm.</think>So:", {"a": 1, "b": ["x  y", {}]}, True),
+        ("<think>Hm.</think>So :", '{"a": 1.0, "b": ["x  y", {}]}', False),
+        ("<think>Hm.</think>So:", '{"a": true, "b": ["x  y", {}]}', False),
+        ("<think>Hm.</think>So:", '{"a": 1.0, "b": ["x y", {}]}', False),
+        ("So:", '{"a": 1.0, "b": ["x  y", {}]}', False),
+    ],
+)
+def test_an_answer_goes_on_from_what_was_drawn_however_a_program_writes_it(
+    content, arguments, is_same
+):
+    turns = "{% for m in messages %}{{ m.content }}"
+    turns += "{{ m.tool_calls | tojson if m.tool_calls }}|{% endfor %}"
+    to = prompt_tokens(build_chat_tokenizer("qwen3", template=turns))
+    own = Conversations((1,))
+    ids = own.prompt_ids(QUESTION, {}, to)
+    conversation = own.continued_by(ids)
+    conversation.add((), DecodedTurn([3, 4], [0.0] * 2, [0.0] * 2, undrawn=False))
+    drawn = calling("<think>\nHm.\n</think>\n\nSo:", '{"a": 1.0, "b": ["x  y", {}]}')
+    own.answered(conversation, QUESTION, {}, drawn)
+    history = [*QUESTION, calling(content, arguments), *QUESTION]
+    assert (own.prompt_ids(history, {}, to)[: len(ids) + 2] == [*ids, 3, 4]) == is_same
+
+
 def test_where_all_episodes_fail_the_error_is_the_first_ones(play):
     def agent(row):
         raise ZeroDivisionError("mine")

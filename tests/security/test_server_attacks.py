@@ -347,6 +347,13 @@ def test_a_body_of_another_kind_is_refused(address, kind):
 
 
 HALF = "\ud83d"
+
+
+def calling(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 HALVES = {
     "content": (CHAT, {"messages": [{"role": "user", "content": HALF}]}),
     "role": (CHAT, {"messages": [{"role": HALF, "content": "a"}]}),
@@ -357,6 +364,7 @@ HALVES = {
     "metadata": (CHAT, {"metadata": {"a": HALF}}),
     "prompt": (TEXT, {"prompt": HALF}),
     "prompts": (TEXT, {"prompt": ["a", HALF]}),
+    "arguments": (CHAT, {"messages": [*HI, calling(json.dumps({"a": HALF}))]}),
     "score": ("/score", {"messages": [*HI, {"role": "assistant", "content": HALF}]}),
     "vote": ("/votes", {"prompt": HI, "chosen": {"model": "a", "content": HALF}}),
     "voted model": ("/votes", {"prompt": HI, "chosen": {"model": HALF, "content": "a"}}),
@@ -425,6 +433,8 @@ MESSAGES = {
     "part without text": [{"role": "user", "content": [{"type": "text"}]}],
     "calls of a number": [{"role": "assistant", "tool_calls": 7}],
     "call without name": [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+    "arguments that are no JSON": [*HI, calling('{"a": ')],
+    "arguments nested for Python's stack": [*HI, calling("[" * 100_000)],
     "empty assistant": [*HI, {"role": "assistant", "content": ""}],
     "too long": [{"role": "user", "content": "a " * 5000}],
     "10,000 turns": HI * 10_000,
@@ -438,10 +448,10 @@ def test_messages_of_no_known_form_are_refused(address, name):
 
 
 def test_tool_arguments_nested_deeply_are_refused_by_their_depth(address):
-    call = {"type": "function", "function": {"name": "f", "arguments": deep(900)}}
-    body = {"model": "a", "messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}
-    status, answer = send(address, "POST", CHAT, json.dumps(body).encode())
-    assert "nested more than 64 deep" in refused(status, answer)
+    for arguments in (deep(900), json.dumps(deep(900)), json.dumps(deep(70))):
+        body = {"model": "a", "messages": [*HI, calling(arguments)]}
+        status, answer = send(address, "POST", CHAT, json.dumps(body).encode())
+        assert "nested more than 64 deep" in refused(status, answer)
 
 
 def test_too_many_prompts_are_refused_before_one_is_tokenised(address, service, monkeypatch):
@@ -544,7 +554,7 @@ def special_of(model):
     return next(iter(model.tokenizer.added_tokens_decoder.values())).content
 
 
-@pytest.mark.parametrize("where", ["parts", "key", "argument", "name"])
+@pytest.mark.parametrize("where", ["parts", "key", "argument", "escaped", "name"])
 def test_special_tokens_hidden_in_other_places_stay_text_too(service, where):
     model = service.models["a"]
     token = special_of(model)
@@ -560,6 +570,8 @@ def test_special_tokens_hidden_in_other_places_stay_text_too(service, where):
             parts = [{"type": "text", "text": text[:half]}, {"type": "text", "text": text[half:]}]
             return [{"role": "user", "content": parts}]
         arguments = {text: 1} if where == "key" else {"a": text} if where == "argument" else {}
+        if where == "escaped":
+            arguments = '{"a": "' + "".join(f"\\u{ord(each):04x}" for each in text) + '"}'
         name = text if where == "name" else "f"
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         return [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}]

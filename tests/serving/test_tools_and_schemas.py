@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai", reason="openai's client is not installed"
 jsonschema = pytest.importorskip("jsonschema")
 
 CHAT = "/v1/chat/completions"
-# The forms of Hermes and Qwen 2.5, in short.
+# The form of Qwen3, in short.
 TEMPLATE = """{%- if tools %}Tools:
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>
@@ -29,7 +29,8 @@ TEMPLATE = """{%- if tools %}Tools:
 {{- message.role }}: {{ message.content or "" }}
 {%- for call in message.tool_calls or [] %}
 <tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{"name": "{{ call.function.name }}", "arguments": {% if call.function.arguments is string %}
+{{- call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}{% endif %}}
 </tool_call>
 {%- endfor %}{{ eos_token if message.role == "assistant" }}
 {% endfor %}
@@ -210,6 +211,31 @@ def test_an_answer_goes_back_as_openai_s_client_dumps_it(client, service, says):
     )
     assert '{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>' in text
     assert text.endswith("tool: 3\nassistant:")
+
+
+def test_a_call_that_is_sent_back_is_read_alike_however_its_arguments_are_written(client):
+    def prompt_of(arguments, name="add"):
+        call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+        called = [
+            *(*HI, {"role": "assistant", "tool_calls": [call]}),
+            {"role": "tool", "tool_call_id": "c", "content": "3"},
+        ]
+        answer = client.chat.completions.create(
+            model="base",
+            messages=called,
+            tools=[ADD, NOW],
+            max_tokens=1,
+            extra_body={"return_token_ids": True},
+        )
+        return answer.choices[0].prompt_token_ids
+
+    expected = prompt_of({"a": 1, "b": 2})
+    assert prompt_of('{"a":1,"b":2}') == prompt_of('{ "a": 1, "b": 2 }') == expected
+    assert prompt_of("", "now") == prompt_of("{}", "now") == prompt_of({}, "now")
+    for malformed in ('{"a": 1', "[1]"):
+        with pytest.raises(openai.BadRequestError, match="message 2: the arguments of 'add'") as e:
+            prompt_of(malformed)
+        assert e.value.param == "messages"
 
 
 @pytest.mark.parametrize("choice", ["required", "add"])
