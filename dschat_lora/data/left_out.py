@@ -114,8 +114,10 @@ def _marked(index: int, message: Message, stand_in: Any) -> Message:
     """The message with short texts in place of its own."""
     made = {key: value for key, value in message.items() if key != WEIGHT}
     if content_text(message.get("content")).strip():
-        thought = f"<think>\n{stand_in(index, 'thoughts')}\n</think>\n\n"
-        made["content"] = (thought if _thought_in(message) else "") + stand_in(index, "content")
+        made["content"] = stand_in(index, "content")
+        if _thought_in(message):
+            thought = stand_in(index, "thoughts")
+            made["content"] = f"<think>\n{thought}\n</think>\n\n{made['content']}"
     thoughts = [key for key in THOUGHTS if isinstance(made.get(key), str) and made[key].strip()]
     if message["role"] == "assistant" and thoughts:  # a template reads one of them
         made |= dict.fromkeys(thoughts, stand_in(index, "thoughts"))
