@@ -6,7 +6,6 @@ from typing import Any
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
-from dschat_lora.data.records import NOT_LEARNT
 from dschat_lora.data.token_files import Tally, quantile
 
 MAX_SHOWN = 5  # bad rows that are quoted in the table
@@ -55,8 +54,8 @@ class DataAudit:
     text_eos_samples: int = 0  # of these, those that end in end-of-sequence
     # The same of "prompt" and "answer": a pair's longer one; all of a text is answer.
     part_quantiles: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    # What the chat template leaves out, and "answers of weight 0", in how many rows.
+    # What the chat template or, by a weight of 0, the loss leaves out of rows, and of how many of
+    # the usable ones of the training sources.
     left_out: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,7 +177,9 @@ class DataAudit:
             )
         if conversations := self._conversations():
             table["answers"] = conversations
-        table |= self._not_learnt()
+        if self.left_out:
+            words = [f"{what} ({rows:,} rows)" for what, rows in self.left_out.items()]
+            table["left out"] = "; ".join(words)
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples[:MAX_SHOWN]]
         return lines + [f"warning      {text}" for text in self.warnings()]
@@ -187,15 +188,6 @@ class DataAudit:
         """Share of the samples that training rows become before the length limit."""
         more = self.answer_samples - self.chat_rows.get("answers", 0)
         return count / max(1, self.train_rows + more)
-
-    def _not_learnt(self) -> dict[str, str]:
-        """Lines about what rows hold beside what is learnt of them."""
-        lost = {what: rows for what, rows in self.left_out.items() if what != NOT_LEARNT}
-        words = ", ".join(f"{what} ({rows:,} rows)" for what, rows in lost.items())
-        unlearnt = self.left_out.get(NOT_LEARNT)
-        return ({"left out": f"by the chat template: {words}"} if lost else {}) | (
-            {"not learnt": f"{NOT_LEARNT} ({unlearnt:,} rows)"} if unlearnt else {}
-        )
 
     def _conversations(self) -> str:
         """How answers are told from what they answer, unless turn by turn alone."""

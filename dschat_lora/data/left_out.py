@@ -56,7 +56,7 @@ def left_out(
             raise ValueError(
                 f"the chat template leaves out the call of {name!r} in message {index + 1}"
             )
-    return tuple(kinds)
+    return tuple(f"{kind}, by the chat template" for kind in kinds)
 
 
 def _unwritten(messages: Sequence[Message], chat: Chat, asks: bool) -> set[Place]:
@@ -101,9 +101,12 @@ def _thought_in(message: Message) -> bool:
 
 def _shape(message: Message) -> tuple[Any, ...]:
     """All by which a template could tell one message from another, but for what they say."""
+    content = message.get("content")
+    if len(message) == 2 and isinstance(content, str) and "</think>" not in content:
+        return message["role"], not content or content.isspace()
     return (
         message["role"],
-        bool(content_text(message.get("content")).strip()),
+        bool(content_text(content).strip()),
         _thought_in(message),
         len(message.get("tool_calls") or ()),
         *sorted(key for key, value in message.items() if value),

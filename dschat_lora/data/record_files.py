@@ -46,7 +46,7 @@ class RowCounts:
     bad: int = 0  # rows that cannot be used
     empty: int = 0  # of these, rows with an empty text
     examples: list[str] = field(default_factory=list)  # of bad rows, with file and line
-    # of training sources: what the chat template leaves out, or is read alone, in how many rows
+    # of training sources: what the chat template or the loss leaves out, in how many rows
     left_out: Counter[str] = field(default_factory=Counter)
 
 

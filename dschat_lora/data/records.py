@@ -22,7 +22,6 @@ from dschat_lora.data.rows import DataKind, ParsedRow, RowType
 from dschat_lora.data.templates import ASSISTANT
 
 MAX_MARGIN = 1e30  # far within float32, which margins are kept in
-NOT_LEARNT = "answers of weight 0"
 # What ends the last answer: an end-of-sequence to be added, a token that the chat template wrote,
 # or, behind what its marks leave unsaid, nothing.
 End = Literal["eos", "template", "none"]
@@ -46,8 +45,7 @@ class TextRecord(NamedTuple):
     method: Method | None = None  # by which the answers of a conversation were found
     label: bool | None = None  # whether the answer is a good one, if the row says so
     mismatched: str | None = None  # an answer to another prompt
-    # Of a row's first record: what the chat template leaves out of the row, and whether answers
-    # are read alone; see ``RowCounts``
+    # Of a row's first record: what the chat template or the loss leaves out of the row
     left_out: tuple[str, ...] = ()
 
     @property
@@ -153,7 +151,7 @@ def _rendered(
     alone = answers if found.method == "answers" else ()
     lost = left_out(messages[: answers[-1] + 1], chat, answers=alone)
     if any(WEIGHT in message for message in messages[len(prompt) :]):
-        lost = (*lost, NOT_LEARNT)
+        lost = (*lost, "answers of weight 0, from the loss")
     records: list[TextRecord] = []
     for spans in found.samples:
         end: End = "none" if found.method == "marks" else "eos"
