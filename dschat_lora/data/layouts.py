@@ -37,7 +37,7 @@ OF_LAYOUTS = frozenset(
     )
 )
 # Columns of messages, to which tools belong.
-_OF_MESSAGES = {"messages", "conversations", "prompt", "chosen", "chosen_messages"}
+_OF_MESSAGES = ("messages", "conversations", "prompt", "chosen", "chosen_messages")
 # Of richer row types, or asked already: beside them lists of token ids are further columns.
 _BEFORE_TOKENS = {"chosen", "rejected", "messages", "prompt"}
 # What a question is about: without it, its answer would be another task's.
@@ -157,7 +157,7 @@ def _unpaired(values: Columns) -> Columns:
 def _with_functions(values: Columns) -> Columns:
     """The row with the ``functions`` of OpenAI's older format, if it has any, as its ``tools``."""
     functions = values.get("functions")
-    if not functions or values.keys().isdisjoint(_OF_MESSAGES):
+    if not functions or not any(isinstance(values.get(name), list) for name in _OF_MESSAGES):
         return values
     if isinstance(functions, str):
         functions = _parsed("functions", functions)

@@ -162,11 +162,9 @@ def probe_template(template: str, render: Callable[[list[Message]], str]) -> Tem
 
     roles: dict[str, str] = {}
     for names in SAME_ROLES:
-        # A template may write any role, and know those that it names.
-        known = [name for name in names if re.search(f"['\"]{name}['\"]", template)]
-        if known and len(known) < len(names):
-            taken = next((name for name in known if writes(name)), None)
-            roles |= {name: taken for name in names if taken is not None and name not in known}
+        # Many write any role, but know those alone that they name.
+        known = [n for n in names if re.search(f"['\"]{n}['\"]", template) and writes(n)]
+        roles |= {name: known[0] for name in names if known and name not in known}
     return TemplateFacts(
         takes_text,
         takes_parts,

@@ -26,8 +26,8 @@ S, U, A, U2, A2 = (
     said("assistant", "a2"),
 )
 SPEAKERS = (
-    "human, user, gpt, chatgpt, bing, bard, assistant, function_call, tool_call, system, developer, "
-    "tool, observation, function, function_response, tool_response"
+    "human, user, gpt, chatgpt, bing, bard, assistant, function_call, tool_call, system, "
+    "developer, tool, observation, function, function_response, tool_response"
 )
 CANONICAL = ("text", "prompt", "completion", "messages", "chosen", "rejected", "label")
 

@@ -143,8 +143,8 @@ def test_tokens_of_an_answer_of_weight_0_have_no_loss():
     assert sample.input_ids.tolist() == ids
     both = [i for i, marked in enumerate(encoded["assistant_masks"]) if marked]
     learnt = sample.supervised.nonzero()[0].tolist()
-    assert tokenizer.decode(ids[learnt[0] : learnt[-1] + 1]) == "Four.<|im_end|>\n"
-    assert tokenizer.decode([ids[i] for i in both if i not in learnt]) == "Five.<|im_end|>\n"
+    assert tokenizer.decode(ids[learnt[0] : learnt[-1] + 1]) == "\nFour.<|im_end|>\n"
+    assert tokenizer.decode([ids[i] for i in both if i not in learnt]) == "\nFive.<|im_end|>\n"
     assert set(learnt) < set(both)
 
 
@@ -292,8 +292,10 @@ def value(text, kind="text"):
         ),
         ([u("q"), a([value(CALLED, "tool_call")], loss_weight=1.0), RESULT, a("b")], NOW),
         # arrow has all keys of all parts
-        ([u([{**value("q"), "text": None}]), a([{"type": "text", "text": "b", "value": None}])],)
-        + ([u("q"), a("b")],),
+        (
+            [u([{**value("q"), "text": None}]), a([{"type": "text", "text": "b", "value": None}])],
+            [u("q"), a("b")],
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5_training"])
@@ -305,6 +307,45 @@ def test_a_call_in_an_older_form_is_learnt_as_one_of_today(row, messages, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("named", "written"),
+    [
+        ((), ["developer", "tool", "observation"]),
+        (("tool", "system"), ["system", "tool", "tool"]),
+        (("observation", "developer"), ["developer", "observation", "observation"]),
+        (("tool", "observation", "developer", "system"), ["developer", "tool", "observation"]),
+        # a template that knows it and refuses it
+        (("tool", "system", "observation!"), ["system", "tool", "tool"]),
+    ],
+)
+def test_a_role_that_a_template_does_not_know_is_the_one_that_it_has_for_it(named, written):
+    """Unless it writes any role, and knows none."""
+    knows = "".join(
+        "{% if m.role == '" + role.strip("!") + "' %}"
+        "{{ raise_exception('no') if '!' in '" + role + "' }}{% endif %}"
+        for role in named
+    )
+    template = (
+        "{% for m in messages %}" + knows + "{{ m.role }}:{{ m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    row = [
+        {"role": "developer", "content": "s"},
+        u("q"),
+        NOW[1],
+        RESULT,
+        {**RESULT, "role": "observation"},
+        a("b"),
+    ]
+    system, *results = written
+    (text,) = shown({"messages": row}, template)
+    before, call_and_results = text.split("user:q;assistant:")
+    assert before == f"{system}:s;"
+    said = "".join(f"{role}:7;" for role in results)
+    assert call_and_results == f"[f;]{said}assistant:[b;]"
+
+
 def test_functions_of_openai_s_older_format_are_tools():
     functions = [TOOLS[0]["function"]]
     expected = shown({"messages": NOW, "tools": TOOLS}, "qwen2_5")
@@ -313,7 +354,8 @@ def test_functions_of_openai_s_older_format_are_tools():
     both = refusal({"messages": NOW, "functions": functions, "tools": TOOLS}, "qwen2_5")
     assert both == "f:1: row has `functions` and `tools`; give one of them"
     assert "must be a list of objects with 'name'" in refusal({"messages": NOW, "functions": ["f"]})
-    assert parse_row(RawRow("f:1", {"text": "t", "functions": ["f"]})).kind == "text"
+    for row in ({"text": "t"}, {"prompt": "p", "chosen": "a", "rejected": "b"}):
+        assert records({**row, "functions": ["f"]}, BY_TURNS)  # of another meaning
 
 
 def test_a_pair_of_llama_factory_is_a_preference():
@@ -360,6 +402,7 @@ PICKY = (
     "{% if m.tool_calls and tools %}{{ m.tool_calls[0].function.name }}{% endif %};{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+SECOND_LEFT_OUT = PICKY.replace("{% if m", "{% if loop.index == 2 %}{% elif m", 1)
 WITH_TOOLS = PICKY.replace("{% for", "{{ tools }}{% for", 1)
 
 
@@ -379,11 +422,7 @@ WITH_TOOLS = PICKY.replace("{% for", "{{ tools }}{% for", 1)
             WITH_TOOLS,
             "the call of 'f' in mess",
         ),
-        (
-            [u("q"), a("a"), u("r"), a("b")],
-            "a:{{ messages[-1].content }};",
-            "message 1, of role 'us",
-        ),
+        ([u("q"), u("q"), a("q")], SECOND_LEFT_OUT, "message 2, of role 'user'"),
     ],
 )
 def test_a_message_that_a_template_leaves_out_is_refused(row, template, reason):
@@ -410,7 +449,7 @@ def test_what_a_template_leaves_out_by_choice_is_counted_and_said():
         "thoughts, by the chat template": 2,
         "answers of weight 0, from the loss": 1,
     }
-    made = {name: 0 for name in DataAudit.__dataclass_fields__ if name not in ("left_out",)}
+    made = dict.fromkeys(DataAudit.__dataclass_fields__, 0)
     made |= {"rows_by_type": {}, "bad_row_examples": (), "length_quantiles": {}, "chat_rows": {}}
     audit = DataAudit(**made | {"left_out": {"tools, by the chat template": 4000, "x": 1}})
     assert "left out     tools, by the chat template (4,000 rows); x (1 rows)" in audit.lines()
