@@ -62,7 +62,7 @@ def left_out(
 def _unwritten(messages: Sequence[Message], chat: Chat, asks: bool) -> set[Place]:
     """Parts of messages that are not in their rendering; tools are part of message -1."""
     shape = tuple(map(_shape, messages))
-    key = (chat.template, repr(chat.variables), bool(chat.tools), asks, shape)
+    key = (repr(chat.variables), bool(chat.tools), asks, shape)
     if key not in chat.unwritten:
         if len(chat.unwritten) >= _MOST_SHAPES:
             chat.unwritten.clear()

@@ -45,8 +45,7 @@ class TextRecord(NamedTuple):
     method: Method | None = None  # by which the answers of a conversation were found
     label: bool | None = None  # whether the answer is a good one, if the row says so
     mismatched: str | None = None  # an answer to another prompt
-    # Of a row's first record: what the chat template or the loss leaves out of the row
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # of the row, by the chat template or from the loss
 
     @property
     def context(self) -> tuple[Span, ...]:
@@ -166,7 +165,7 @@ def _rendered(
                 end=end,
                 method=found.method,
                 goes_on=bool(records),
-                left_out=() if records else lost,
+                left_out=lost,
             )
         )
     return tuple(records)

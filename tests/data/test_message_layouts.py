@@ -6,9 +6,11 @@ import pytest
 from chat_tokenizers import build_chat_tokenizer
 from hand_tokenizers import build_byte_tokenizer
 
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.audit import DataAudit
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.records import to_records
@@ -205,6 +207,23 @@ def test_weights_of_a_pair_s_history_are_no_part_of_its_prompt():
     for row in (pair, {"prompt": [*history, u("q")], **pair}):
         (record,) = records(row, BY_TURNS, kind="pairs")
         assert (record.prompt, record.rejected) == ("u:q1;a:a1;u:q;a:", "b;")
+    pair = {"prompt": history, "chosen": [a("a")], "rejected": [a("b")]}
+    assert records(pair, BY_TURNS, kind="pairs")[0].prompt == "u:q1;a:a1;a:"
+    (record,) = records({"prompt": [*history, u("q")], "completion": [a("a")]}, BY_TURNS)
+    assert record.left_out == ()  # what a prompt says is not learnt in any case
+
+
+def test_answers_side_by_side_are_told_apart_by_their_ends():
+    template = MARKED.replace("a:{% generation %}", "{% generation %}a:")
+    template = template.partition("{% if add")[0]  # no prompt for an answer
+    row = {"messages": [u("q"), a("x"), a("y", weight=0), a("z")]}
+    assert shown(row, template) == ["u:q;[a:x;]a:y;[a:z;]"]
+
+
+def test_what_says_what_is_learnt_does_not_reach_the_template():
+    template = BY_TURNS.replace("a:", "a{{ m.keys() | sort | join('-') }}:", 1)
+    row = {"messages": [u("q", loss=0), a("x", weight=0, name="n"), a("y", train=True)]}
+    assert shown(row, template) == ["u:q;acontent-name-role:x;a[content-role:y;]"]
 
 
 def test_marks_that_cannot_be_told_apart_are_refused():
@@ -278,7 +297,14 @@ def value(text, kind="text"):
             [
                 {"role": "system", "content": [value("s")], "loss_weight": 0.0},
                 {"role": "user", "content": [value("q"), value("r")], "loss_weight": 0.0},
-                a([value("hm", "reasoning"), value("so"), value(CALLED, "tool_call")]),
+                a(
+                    [
+                        value("h", "reasoning"),
+                        value("m", "reasoning"),
+                        value("so"),
+                        value(CALLED, "tool_call"),
+                    ]
+                ),
                 {"role": "tool", "content": [value("7")], "loss_weight": 0.0},
                 a([value("b")], loss_weight=1.0),
             ],
@@ -293,7 +319,7 @@ def value(text, kind="text"):
         ([u("q"), a([value(CALLED, "tool_call")], loss_weight=1.0), RESULT, a("b")], NOW),
         # arrow has all keys of all parts
         (
-            [u([{**value("q"), "text": None}]), a([{"type": "text", "text": "b", "value": None}])],
+            [u([{**value("q"), "text": None}]), a([{"type": "text", "text": "b", "value": ""}])],
             [u("q"), a("b")],
         ),
     ],
@@ -453,6 +479,57 @@ def test_what_a_template_leaves_out_by_choice_is_counted_and_said():
     made |= {"rows_by_type": {}, "bad_row_examples": (), "length_quantiles": {}, "chat_rows": {}}
     audit = DataAudit(**made | {"left_out": {"tools, by the chat template": 4000, "x": 1}})
     assert "left out     tools, by the chat template (4,000 rows); x (1 rows)" in audit.lines()
+
+
+@pytest.mark.parametrize(
+    ("rows", "lost"),
+    [
+        (
+            [{"messages": [u("q"), {**RESULT, "content": c}, a("b")]} for c in ("", "7")],
+            "message 2",
+        ),
+        ([{"messages": [u("q"), a("b", tool_calls=c)]} for c in ([], [call()])], "the call of 'f'"),
+        (
+            [
+                {"messages": [u("q"), a("b", tool_calls=[call()] * n)], "tools": TOOLS}
+                for n in (1, 2)
+            ],
+            "the call of 'f'",
+        ),
+        ([{"messages": [u("q"), a("b")], "tools": tools} for tools in ([], TOOLS)], "tools, "),
+        ([{"messages": [u("q"), a("b", thinking=t)]} for t in ("", "hm")], "thoughts, "),
+        ([{"messages": [u("q"), a(text)]} for text in ("b", "<think>hm</think>b")], "thoughts, "),
+    ],
+)
+def test_a_row_of_another_shape_is_looked_at_anew(rows, lost):
+    template = PICKY.replace("a:{{ m.content }}", "a:{{ m.content.split('</think>')[-1] }}")
+    chat = Chat(build_byte_tokenizer(chat_template=template), "</s>")
+    reader, counts = RowReader(RowOptions(), chat, "samples", skips=True), RowCounts()
+    before = [0, 0]
+    for place, row in enumerate(rows):
+        reader.records(RawRow("f:1", row), counts)
+        before[place] = sum(lost in text for text in [*counts.left_out, *counts.examples])
+    assert before == [0, 1]
+
+
+def test_pairs_and_prompts_are_looked_at_as_well(jsonl, tmp_path):
+    system, thought = {"role": "system", "content": "s"}, a("b", thinking="hm")
+    pair = {"prompt": [u("q")], "chosen": [a("a")], "rejected": [thought]}
+    (record,) = records(pair, PICKY, kind="pairs")
+    assert record.left_out == ("thoughts, by the chat template",)
+    for row in ({"prompt": [system, u("q")]}, {"messages": [system, u("q"), thought]}):
+        (record,) = records(row, PICKY, kind="prompts")
+        assert record.left_out == ("system messages, by the chat template",)
+    (*_, record) = records({"messages": [u("q"), a("a"), u("q"), thought]}, BY_ANSWERS)
+    assert record.left_out == ("thoughts, by the chat template",)
+    train = [{"messages": [system, u(f"q{n}"), a("b")]} for n in range(3)]
+    config = DataConfig(
+        data_path=(str(jsonl(train)),),
+        eval_data_path=(str(jsonl([{"messages": [u("r"), thought]}], "eval.jsonl")),),
+    )
+    tokenizer = build_byte_tokenizer(chat_template=PICKY)
+    audit = prepare(config, tokenizer, phase=1, seed=0, eos_id=2, cache_dir=tmp_path).audit
+    assert audit.left_out == {"system messages, by the chat template": 3}
 
 
 @pytest.mark.parametrize(
