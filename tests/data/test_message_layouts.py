@@ -1,6 +1,8 @@
 """What files say of their messages: which are learnt, calls in older forms, and what is no text."""
 
 import json
+import tarfile
+from io import BytesIO
 
 import pytest
 from chat_tokenizers import build_chat_tokenizer
@@ -15,7 +17,9 @@ from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import RowOptions, parse_row
+from dschat_lora.data.tar_rows import tar_rows
 from dschat_lora.data.tokenize import TokenRule, tokenize
+from dschat_lora.report.sections import data_rows
 
 # The three ways in which answers are found, in templates as short as can be.
 TURN = "{{ m.role[0] }}:{{ m.content }}"
@@ -479,6 +483,7 @@ def test_what_a_template_leaves_out_by_choice_is_counted_and_said():
     made |= {"rows_by_type": {}, "bad_row_examples": (), "length_quantiles": {}, "chat_rows": {}}
     audit = DataAudit(**made | {"left_out": {"tools, by the chat template": 4000, "x": 1}})
     assert "left out     tools, by the chat template (4,000 rows); x (1 rows)" in audit.lines()
+    assert ["4,000 rows", "left out: tools, by the chat template"] in data_rows(audit.to_dict())
 
 
 @pytest.mark.parametrize(
@@ -498,11 +503,19 @@ def test_what_a_template_leaves_out_by_choice_is_counted_and_said():
         ),
         ([{"messages": [u("q"), a("b")], "tools": tools} for tools in ([], TOOLS)], "tools, "),
         ([{"messages": [u("q"), a("b", thinking=t)]} for t in ("", "hm")], "thoughts, "),
+        (
+            [
+                {"messages": [u("q"), a("b", thinking="hm")], "chat_template_kwargs": {"keep": k}}
+                for k in (True, False)
+            ],
+            "thoughts, ",
+        ),
         ([{"messages": [u("q"), a(text)]} for text in ("b", "<think>hm</think>b")], "thoughts, "),
     ],
 )
 def test_a_row_of_another_shape_is_looked_at_anew(rows, lost):
-    template = PICKY.replace("a:{{ m.content }}", "a:{{ m.content.split('</think>')[-1] }}")
+    said = "a:{{ m.thinking if keep }}{{ m.content.split('</think>')[-1] }}"
+    template = PICKY.replace("a:{{ m.content }}", said)
     chat = Chat(build_byte_tokenizer(chat_template=template), "</s>")
     reader, counts = RowReader(RowOptions(), chat, "samples", skips=True), RowCounts()
     before = [0, 0]
@@ -568,6 +581,20 @@ def test_a_row_with_more_than_text_is_refused(row, column, content):
     assert len(records({**row, **marked}, BY_TURNS)) == 1  # a word as any other
     reason = f"f:1: a text has {sign}, and `{column}` is empty; text alone trains"
     assert refusal({**row, **marked, column: []}) == reason
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [("a.jpg", "images"), ("a.0.mp4", "videos"), ("a.WAV", "audios")]
+)
+def test_a_file_of_a_tar_that_is_no_text_is_a_column_that_is_refused(name, column):
+    content = BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for member, text in (("a.txt", b"t"), (name, b"x")):
+            found = tarfile.TarInfo(member)
+            found.size = len(text)
+            archive.addfile(found, BytesIO(text))
+    content.seek(0)
+    assert list(tar_rows(content, most=2**20)) == [({"text": "t", column: [name]}, None)]
 
 
 @pytest.mark.parametrize(
