@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dschat_lora.config.files import parse_json
-from dschat_lora.data.messages import WEIGHT, called_function, medium_of
+from dschat_lora.data.messages import WEIGHT, called_function, is_there, medium_of
 
 Messages = list[dict[str, Any]]
 
@@ -90,7 +90,7 @@ def _standard(where: str, item: dict[str, Any]) -> dict[str, Any]:
         return item
     made = {k: v for k, v in item.items() if k not in ("from", "value", "function_call")}
     made["role"] = _OLDER.get(role, role)
-    call = item.get("function_call")
+    call = item["function_call"] if is_there(item.get("function_call")) else None
     if call is not None and made.get("tool_calls"):
         raise ValueError(f"{where} has 'function_call' and 'tool_calls'; give one of them")
     if call is not None or role in _CALLS:

@@ -80,12 +80,13 @@ def _check_content(location: str, name: str, content: object) -> None:
 
 def medium_of(values: Mapping[str, Any]) -> str | None:
     """The first of ``MEDIA`` that a row, a message or a part has something in."""
-    return next((name for name in MEDIA if _is_there(values.get(name))), None)
+    return next((name for name in MEDIA if is_there(values.get(name))), None)
 
 
-def _is_there(value: Any) -> bool:
+def is_there(value: Any) -> bool:
+    """Whether a value, as a table may have it for what a row lacks, holds anything."""
     if isinstance(value, dict | list):
-        return any(map(_is_there, value.values() if isinstance(value, dict) else value))
+        return any(map(is_there, value.values() if isinstance(value, dict) else value))
     return bool(value) and value == value  # no missing number of pandas
 
 

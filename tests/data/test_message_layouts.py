@@ -256,7 +256,7 @@ def value(text, kind="text"):
                 u("q"),
                 {**a(None), "function_call": {"name": "f", "arguments": '{"x": 1}'}},
                 {"role": "function", "name": "f", "content": "7"},
-                a("b", function_call=None),
+                a("b", function_call={"name": None, "arguments": None}),
             ],
             NOW,
         ),
