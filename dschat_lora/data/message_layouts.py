@@ -59,12 +59,12 @@ def standard_messages(column: str, items: Sequence[Any]) -> list[Any]:
     """
     made: list[Any] = []
     for number, item in enumerate(items, 1):
+        if not isinstance(item, dict) or (item.keys() == _PLAIN and _is_plain(item)):
+            made.append(item)
+            continue
         where = f"`{column}` item {number}"
-        found = item
-        if isinstance(item, dict) and not (item.keys() == _PLAIN and _is_plain(item)):
-            found = _standard(where, item)
-        before = made[-1] if made else None
-        is_call = isinstance(item, dict) and (item.get("from") or item.get("role")) in _CALLS
+        found, before = _standard(where, item), made[-1] if made else None
+        is_call = (item.get("from") or item.get("role")) in _CALLS
         if is_call and isinstance(before, dict) and before.get("role") == "assistant":
             if before.get(WEIGHT) != found.get(WEIGHT):
                 raise ValueError(
