@@ -54,6 +54,9 @@ class DataAudit:
     text_eos_samples: int = 0  # of these, those that end in end-of-sequence
     # The same of "prompt" and "answer": a pair's longer one; all of a text is answer.
     part_quantiles: dict[str, dict[str, int]] = field(default_factory=dict)
+    # What the chat template or, by a weight of 0, the loss leaves out of rows, and of how many of
+    # the usable ones of the training sources.
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -174,6 +177,9 @@ class DataAudit:
             )
         if conversations := self._conversations():
             table["answers"] = conversations
+        if self.left_out:
+            words = [f"{what} ({rows:,} rows)" for what, rows in self.left_out.items()]
+            table["left out"] = "; ".join(words)
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples[:MAX_SHOWN]]
         return lines + [f"warning      {text}" for text in self.warnings()]
@@ -204,6 +210,7 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         bad_rows=rows.counts.bad,
         empty_rows=rows.counts.empty,
         bad_row_examples=tuple(rows.counts.examples),
+        left_out=dict(rows.counts.left_out),
         duplicate_rows=rows.duplicates,
         overlap_rows=rows.overlap,
         shared_prompt_rows=rows.shared_prompts,

@@ -50,6 +50,10 @@ class Chat:
     tools: Sequence[Any] | None = None  # JSON schemas that the messages come with
     # Shared with the copies for rows that bring columns of their own.
     _facts: dict[str, TemplateFacts] = field(default_factory=dict, compare=False, repr=False)
+    # By conversations of a shape, what the template leaves out of them.
+    unwritten: dict[Any, set[tuple[int, str]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _found_tokens: list[AddedTokens] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -127,7 +131,9 @@ class Chat:
         if key not in self._facts:
             if len(self._facts) >= _MOST_FACTS:  # variables may come from clients
                 self._facts.clear()
-            self._facts[key] = probe_template(lambda messages: self._render(messages, False))
+            self._facts[key] = probe_template(
+                self.template, lambda messages: self._render(messages, False)
+            )
         return self._facts[key]
 
     @cached_property

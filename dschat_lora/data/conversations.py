@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dschat_lora.data.chat import Chat, Span, common_prefix
-from dschat_lora.data.messages import Message, called_function, content_text
+from dschat_lora.data.messages import WEIGHT, Message, called_function, content_text
 from dschat_lora.data.templates import PROBE
 
 # How the assistant's text is found: by the template's own marks, turn by turn in one rendering, or
@@ -29,14 +29,14 @@ def supervise(
     A template with ``{% generation %}`` marks says itself what that is. Else a turn is what
     rendering it adds to the rendering of all before it, up to and including its end token; where
     the template then renders earlier turns otherwise, each answer is a sample of its own, as the
-    model sees it when it speaks. Answers before message ``first_target`` are read, not trained on.
-    Each answer is the target of exactly one sample. Without ``by_marks`` marks are passed over, and
-    each answer ends in its end token.
+    model sees it when it speaks. Answers before message ``first_target``, and those with ``WEIGHT``
+    0, are read, not trained on. Each other answer is the target of exactly one sample. Without
+    ``by_marks`` marks are passed over, and each answer ends in its end token.
 
     Raises:
         ValueError: if there is no answer to train on, or the template leaves out what it says.
     """
-    answers = _answers(messages, first_target)
+    answers = learnt_answers(messages, first_target)
     if by_marks and chat.has_marks:
         return ConversationSamples("marks", (_by_marks(messages, answers, chat, first_target),))
     renderings = [_render_around(messages, index, chat) for index in answers]
@@ -52,8 +52,8 @@ def supervise(
 def prompt_spans(
     messages: Sequence[Message], chat: Chat, *, first_target: int = 0
 ) -> tuple[Span, ...]:
-    """All before the last answer, as the model sees it when it speaks."""
-    answers = _answers(messages, first_target)
+    """All before the last answer that is learnt, as the model sees it when it speaks."""
+    answers = learnt_answers(messages, first_target)
     renderings = (_render_around(messages, index, chat) for index in answers)
     spans = None if chat.has_marks else _turn_by_turn(messages, answers, renderings, chat)
     if spans is not None:
@@ -61,11 +61,19 @@ def prompt_spans(
     return (Span(chat.render(messages[: answers[-1]], add_generation_prompt=True), target=False),)
 
 
-def _answers(messages: Sequence[Message], first_target: int) -> list[int]:
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    answers = [index for index in answers if index >= first_target]
-    if not answers:
+def learnt_answers(messages: Sequence[Message], first_target: int) -> list[int]:
+    """Numbers of the answers from ``first_target`` on that are trained on.
+
+    Raises:
+        ValueError: if there is none, or one that answers nothing.
+    """
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [index for index in said if index >= first_target]
+    if not said:
         raise ValueError("no message of role 'assistant' to train on")
+    answers = [index for index in said if messages[index].get(WEIGHT) != 0]
+    if not answers:
+        raise ValueError("every answer has weight 0; the row teaches nothing")
     if answers[0] == 0:
         raise ValueError("the first message is the assistant's; it answers nothing")
     return answers
@@ -148,7 +156,11 @@ def _turn_by_turn(
 def _by_marks(
     messages: Sequence[Message], answers: Sequence[int], chat: Chat, first_target: int
 ) -> tuple[Span, ...]:
+    messages = messages[: answers[-1] + 1]
     text, marks = chat.render_marked(messages)
+    for index in range(first_target, len(messages)):
+        if messages[index].get(WEIGHT) == 0:
+            marks = _without_answer(index, messages, chat, text, marks)
     start = 0
     if first_target:
         prompt = chat.render(messages[:first_target], add_generation_prompt=True)
@@ -169,6 +181,26 @@ def _by_marks(
     for index in answers:
         _check_said(messages, index, said)
     return tuple(spans)
+
+
+def _without_answer(
+    index: int, messages: Sequence[Message], chat: Chat, text: str, marks: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The marks that are not in message ``index``."""
+    following = next(
+        i for i in range(index + 1, len(messages)) if messages[i]["role"] == "assistant"
+    )
+    ends: list[int] = []
+    for answer in (index, following):
+        asked = chat.render(messages[:answer], add_generation_prompt=True)
+        stays = chat.render(messages[:answer], add_generation_prompt=False)
+        ends.append(common_prefix(asked, text))
+        if ends[-1] < common_prefix(asked, stays):
+            raise ValueError(
+                f"message {index + 1} has weight 0, and the chat template renders earlier turns "
+                "differently once later ones follow, so that its marks cannot be told apart"
+            )
+    return [(begin, end) for begin, end in marks if not ends[0] < end <= ends[1]]
 
 
 def _check_said(messages: Sequence[Message], index: int, text: str) -> None:

@@ -4,11 +4,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dschat_lora.config.files import parse_json
+from dschat_lora.data.message_layouts import (
+    EmptyTextError,
+    Messages,
+    conversation_of,
+    flag,
+    message,
+    standard_messages,
+    unweighted,
+)
 from dschat_lora.data.nlg import TOKEN_IDS, is_token_row
 from dschat_lora.data.templates import HUMAN
 
 Columns = dict[str, Any]
-Messages = list[dict[str, Any]]
 
 # Columns that hold what is learnt, those of the richest row type first.
 LEARNT = (
@@ -22,25 +30,18 @@ LEARNT = (
 ASKED = {"prompt", "instruction", "question"}
 # Of these, what is learnt by one name is asked by one name.
 ASKED_BY = {"conversations": "", "output": "instruction", "answer": "question"}
-# ShareGPT's names of the speakers, and the roles of chat templates.
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "function_call"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation"), "tool"),
-}
 OF_LAYOUTS = frozenset(
-    ("chosen", "rejected", "messages", "conversations", "instruction", "question", "message_id")
+    (
+        *("chosen", "rejected", "chosen_messages", "rejected_messages", "messages"),
+        *("conversations", "instruction", "question", "message_id"),
+    )
 )
+# Columns of messages, to which tools belong.
+_OF_MESSAGES = ("messages", "conversations", "prompt", "chosen", "chosen_messages")
 # Of richer row types, or asked already: beside them lists of token ids are further columns.
 _BEFORE_TOKENS = {"chosen", "rejected", "messages", "prompt"}
-LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 # What a question is about: without it, its answer would be another task's.
 BESIDE_A_QUESTION = {"context", "choices", "options"}
-
-
-class EmptyTextError(ValueError):
-    """A text that a layout needs is there but empty."""
 
 
 def rename(values: Columns, names: Mapping[str, str]) -> Columns:
@@ -66,11 +67,6 @@ def rename(values: Columns, names: Mapping[str, str]) -> Columns:
     hidden.update(*LEARNT[: named[0] if named else 0])
     own = {name: value for name, value in values.items() if name not in hidden}
     return own | {name: values[column] for name, column in names.items()}
-
-
-def message(role: str, content: str) -> dict[str, Any]:
-    """A message of a conversation."""
-    return {"role": role, "content": content}
 
 
 def text_of(values: Columns, column: str, *, required: bool = True) -> str:
@@ -104,17 +100,17 @@ def to_canonical(values: Columns) -> tuple[Columns, str]:
     if is_token_row(values) and not values.keys() & _BEFORE_TOKENS:
         rest = {name: value for name, value in values.items() if name != "context"}
         return {**rest, "prompt": values["context"]}, TOKEN_IDS
+    values = _with_functions(values)
+    named = {"chosen_messages": "chosen", "rejected_messages": "rejected"}
+    is_factory = named.keys() <= values.keys() and values.keys().isdisjoint(named.values())
+    if is_factory:
+        values = {named.get(name, name): value for name, value in values.items()}
     if answers := values.keys() & {"chosen", "rejected"}:
-        return _preference(values) if len(answers) == 2 else (values, "")
+        values, layout = _preference(values) if len(answers) == 2 else (values, "")
+        return values, "llama-factory" if is_factory else layout
     values, layout = _conversational(values)
-    has_label = "label" in values and is_good(values["label"]) is not None
+    has_label = "label" in values and flag(values["label"]) is not None
     return (_unpaired(values) if has_label else values), layout
-
-
-def is_good(label: object) -> bool | None:
-    """What a ``label`` says: true or false, 1 or 0, or a text of these; None for any other."""
-    is_scalar = isinstance(label, bool | int | float | str)
-    return LABELS.get(str(label).strip().lower()) if is_scalar else None
 
 
 def _conversational(values: Columns) -> tuple[Columns, str]:
@@ -149,18 +145,37 @@ def _unpaired(values: Columns) -> Columns:
     """A row with a label, its conversation as the prompt and the last answer, which it is about."""
     messages = values.get("messages")
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        return values
+        return _compared(values, ["completion"])
     answers = [at for at, each in enumerate(messages) if each.get("role") == "assistant"]
     if not answers or answers[-1] == 0:
         return values
     rest = {name: value for name, value in values.items() if name != "messages"}
-    return {**rest, "prompt": messages[: answers[-1]], "completion": [messages[answers[-1]]]}
+    own = {"prompt": messages[: answers[-1]], "completion": [messages[answers[-1]]]}
+    return _compared({**rest, **own}, ["completion"])
+
+
+def _with_functions(values: Columns) -> Columns:
+    """The row with the ``functions`` of OpenAI's older format, if it has any, as its ``tools``."""
+    functions = values.get("functions")
+    if not functions or not any(isinstance(values.get(name), list) for name in _OF_MESSAGES):
+        return values
+    if isinstance(functions, str):
+        functions = _parsed("functions", functions)
+    if not isinstance(functions, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions
+    ):
+        raise ValueError("`functions` must be a list of objects with 'name' and 'parameters'")
+    if values.get("tools"):
+        raise ValueError("row has `functions` and `tools`; give one of them")
+    rest = {name: value for name, value in values.items() if name != "functions"}
+    return rest | {"tools": [{"type": "function", "function": each} for each in functions]}
 
 
 def _preference(values: Columns) -> tuple[Columns, str]:
     """Chosen and rejected after a prompt of the same form, or holding it."""
     names = ("chosen", "rejected")
     values, layout = _message_lists(values, ("prompt", *names))
+    values = _compared(values, names)
     begins = all(_begins_with_answer(values[name]) for name in names)
     for column, (read, name) in PROMPTS.items():
         if begins and "prompt" not in values and column in values:
@@ -170,6 +185,15 @@ def _preference(values: Columns) -> tuple[Columns, str]:
     if all(isinstance(values[name], list) for name in names) and not begins:
         return _without_held_prompt(values, names), layout or "ultrafeedback"
     return _in_one_form(values, names), layout
+
+
+def _compared(values: Columns, names: Sequence[str]) -> Columns:
+    """The row, of whose message lists those of these names end in an answer that is compared."""
+    return values | {
+        name: unweighted(name, values[name], is_answer=name in names)
+        for name in ("prompt", *names)
+        if isinstance(values.get(name), list)
+    }
 
 
 def _without_held_prompt(values: Columns, names: Sequence[str]) -> Columns:
@@ -213,28 +237,39 @@ def _begins_with_answer(value: object) -> bool:
 
 
 def _message_lists(values: Columns, names: Sequence[str]) -> tuple[Columns, str]:
-    """The row with ShareGPT's messages in these columns as messages, and a single one as a list."""
+    """The row with messages of any form in these columns as standard ones, a single one as a list.
+
+    Told is the layout of ShareGPT.
+    """
     layout = ""
     for name in names:
         value = values.get(name)
         if isinstance(value, dict) and name in ("chosen", "rejected"):
             value = [value]
-            values = {**values, name: value}
-        first = value[0] if isinstance(value, list) and value else None
-        if isinstance(first, dict) and {"from", "value"} <= first.keys():
+        if not isinstance(value, list):
+            continue
+        if value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys():
             layout = "sharegpt"
-            values = {**values, name: conversation_of(values, name)}
+            value = conversation_of({name: value}, name)
+        else:
+            value = standard_messages(name, value)
+        values = {**values, name: value}
     return values, layout
 
 
 def _with_tools(values: Columns) -> Columns:
     """The row with a text in ``tools`` read as the JSON that it is."""
-    if not isinstance(values.get("tools"), str):
-        return values
+    tools = values.get("tools")
+    return {**values, "tools": _parsed("tools", tools)} if isinstance(tools, str) else values
+
+
+def _parsed(column: str, text: str) -> Any:
     try:
-        return {**values, "tools": parse_json(values["tools"] or "[]")}
+        return parse_json(text or "[]")
     except ValueError as error:
-        raise ValueError(f"`tools` is not valid JSON ({getattr(error, 'msg', error)})") from error
+        raise ValueError(
+            f"`{column}` is not valid JSON ({getattr(error, 'msg', error)})"
+        ) from error
 
 
 def _headed(values: Columns, messages: Messages) -> Messages:
@@ -282,42 +317,3 @@ def _answered(values: Columns, prompt: Messages, column: str) -> Columns:
 def _system(values: Columns) -> Messages:
     text = text_of(values, "system", required=False)
     return [message("system", text)] if text.strip() else []
-
-
-def conversation_of(values: Columns, column: str) -> Messages:
-    """The messages of a ShareGPT column."""
-    items = values[column]
-    if not isinstance(items, list):
-        raise ValueError(f"`{column}` must be a message list, found {type(items).__name__}")
-    if not items:
-        raise EmptyTextError(f"`{column}` is empty")
-    return [_from_sharegpt(f"`{column}` item {n}", item) for n, item in enumerate(items, 1)]
-
-
-def _from_sharegpt(where: str, item: object) -> dict[str, Any]:
-    keys = item.keys() if isinstance(item, dict) else set()
-    if not isinstance(item, dict) or not ({"from", "value"} <= keys or {"role", "content"} <= keys):
-        found = sorted(item) if isinstance(item, dict) else type(item).__name__
-        raise ValueError(f"{where} must have 'from' and 'value', found {found}")
-    speaker = item.get("from") or item.get("role")
-    if not isinstance(speaker, str) or speaker not in ROLES:
-        raise ValueError(f"{where}: {speaker!r} is no speaker; use one of {', '.join(ROLES)}")
-    if item.get("from") is None:
-        return {**item, "role": ROLES[speaker]}
-    content = item.get("value")
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: 'value' must be text, found {type(content).__name__}")
-    if speaker == "function_call":
-        try:
-            value = parse_json(content)
-        except ValueError:
-            value = None
-        calls = value if isinstance(value, list) else [value]
-        if not all(isinstance(c, dict) and {"name", "arguments"} <= c.keys() for c in calls):
-            raise ValueError(f"{where}: a function call must be JSON with 'name' and 'arguments'")
-        written = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
-        written = [{"type": "function", "function": call} for call in written]
-        return {"role": "assistant", "content": None, "tool_calls": written}
-    if ROLES[speaker] == "assistant" and not content.strip():
-        raise EmptyTextError(f"{where}: the answer is empty")
-    return message(ROLES[speaker], content)

@@ -1,14 +1,17 @@
 """Checks of messages: their role, content and tool calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dschat_lora.config.files import parse_json
 from dschat_lora.data.readers import RowError
 
 Message = dict[str, Any]
-# Types of parts that are no text, as chat templates and OpenAI's interface call them.
-_NO_TEXT = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
+WEIGHT = "weight"  # key of an answer that is read, not learnt; its value is 0
+# Columns, and keys of messages and parts, that hold what is not text.
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+# Types of parts that are text, as chat templates and OpenAI's interfaces call them.
+_TEXT = (None, "text", "input_text", "output_text")
 
 
 class EmptyRowError(RowError):
@@ -68,13 +71,30 @@ def _check_content(location: str, name: str, content: object) -> None:
         kind = type(content).__name__
         raise RowError(location, f"{name}: 'content' must be text, found {kind}")
     for number, part in enumerate(content, start=1):
-        if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-            where = f"{name}: part {number} of 'content'"
-            if isinstance(part, dict) and part.get("type") in _NO_TEXT:
-                raise RowError(location, f"{where} is {part['type']!r}; text alone is read")
-            found = repr(part.get("type")) if isinstance(part, dict) else type(part).__name__
+        where = f"{name}: part {number} of 'content'"
+        found, is_text = type(part).__name__, False
+        if isinstance(part, dict):
+            typed = part.get("type")
+            found, is_text = repr(typed), isinstance(part.get("text"), str) and typed in _TEXT
+            medium = medium_of(part) or next((m for m in MEDIA if m in str(typed)), None)
+            if medium is not None:
+                said = typed if medium in str(typed) else medium
+                raise RowError(location, f"{where} is {said!r}; text alone is read")
+        if not is_text:
             form = '{"type": "text", "text": ...}'
             raise RowError(location, f"{where} must be {form}, found {found}")
+
+
+def medium_of(values: Mapping[str, Any]) -> str | None:
+    """The first of ``MEDIA`` that a row, a message or a part has something in."""
+    return next((name for name in MEDIA if is_there(values.get(name))), None)
+
+
+def is_there(value: Any) -> bool:
+    """Whether a value, as a table may have it for what a row lacks, holds anything."""
+    if isinstance(value, dict | list):
+        return any(map(is_there, value.values() if isinstance(value, dict) else value))
+    return bool(value) and value == value  # no missing number of pandas
 
 
 def called_function(call: dict[str, Any]) -> dict[str, Any]:

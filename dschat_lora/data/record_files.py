@@ -46,6 +46,8 @@ class RowCounts:
     bad: int = 0  # rows that cannot be used
     empty: int = 0  # of these, rows with an empty text
     examples: list[str] = field(default_factory=list)  # of bad rows, with file and line
+    # of training sources: what the chat template or the loss leaves out, in how many rows
+    left_out: Counter[str] = field(default_factory=Counter)
 
 
 def row_tasks(sources: Mapping[int, Source], directory: Path) -> Iterator[RowTask]:
@@ -101,6 +103,7 @@ class RowReader:
             rows.append(answers_of(*records) if self.kind == "unpaired" else records)
         if task.option == "eval_data_path":
             counts.by_type.clear()
+            counts.left_out.clear()
         notes = {
             "digests": b"".join(digests),
             "groups": b"".join(groups),
@@ -144,6 +147,7 @@ class RowReader:
                 records = tuple(record._replace(columns=columns) for record in records)
             _require_unicode(row.location, records)
             counts.by_type[row.described] += 1
+            counts.left_out.update(records[0].left_out)
             return records, group
         except RowError as error:
             if not self.skips:
@@ -189,6 +193,7 @@ class RowFiles:
             prompts += len(notes.get(b"prompts", b"")) // 16
             counts = json.loads(notes[b"counts"])
             self.counts.by_type.update(counts["by_type"])
+            self.counts.left_out.update(counts["left_out"])
             self.counts.bad += counts["bad"]
             self.counts.empty += counts["empty"]
             room = MAX_EXAMPLES - len(self.counts.examples)

@@ -7,7 +7,15 @@ from typing import Any, Literal, NamedTuple
 
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.chat import Chat, Span
-from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
+from dschat_lora.data.conversations import (
+    Method,
+    answer_spans,
+    learnt_answers,
+    prompt_spans,
+    supervise,
+)
+from dschat_lora.data.left_out import left_out
+from dschat_lora.data.messages import WEIGHT
 from dschat_lora.data.nlg import TOKEN_IDS, token_texts
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
@@ -37,6 +45,7 @@ class TextRecord(NamedTuple):
     method: Method | None = None  # by which the answers of a conversation were found
     label: bool | None = None  # whether the answer is a good one, if the row says so
     mismatched: str | None = None  # an answer to another prompt
+    left_out: tuple[str, ...] = ()  # of the row, by the chat template or from the loss
 
     @property
     def context(self) -> tuple[Span, ...]:
@@ -128,13 +137,20 @@ def _rendered(
     prompt = row.values["prompt"] if row.kind != "conversation" else []
     if row.kind == "prompt":
         text = chat.render(prompt, add_generation_prompt=True)
-        return (TextRecord(row.location, row.kind, (Span(text, target=False),)),)
+        lost = left_out(prompt, chat, asks=True)
+        return (TextRecord(row.location, row.kind, (Span(text, target=False),), left_out=lost),)
     messages = [*prompt, *row.values["messages" if row.kind == "conversation" else "completion"]]
+    answers = learnt_answers(messages, len(prompt))
     if kind == "prompts":
         spans = prompt_spans(messages, chat, first_target=len(prompt))
-        return (TextRecord(row.location, row.kind, spans),)
+        lost = left_out(messages[: answers[-1]], chat, asks=True)
+        return (TextRecord(row.location, row.kind, spans, left_out=lost),)
     by_marks = kind == "samples"
     found = supervise(messages, chat, first_target=len(prompt), by_marks=by_marks)
+    alone = answers if found.method == "answers" else ()
+    lost = left_out(messages[: answers[-1] + 1], chat, answers=alone)
+    if any(WEIGHT in message for message in messages[len(prompt) :]):
+        lost = (*lost, "answers of weight 0, from the loss")
     records: list[TextRecord] = []
     for spans in found.samples:
         end: End = "none" if found.method == "marks" else "eos"
@@ -149,6 +165,7 @@ def _rendered(
                 end=end,
                 method=found.method,
                 goes_on=bool(records),
+                left_out=lost,
             )
         )
     return tuple(records)
@@ -160,6 +177,7 @@ def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     if isinstance(prompt, str):
         return TextRecord(row.location, row.kind, _pair(prompt, chosen), rejected, margin)
     chat, pair = chat.with_columns(row.values), []
+    lost: dict[str, None] = {}
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         roles = [message["role"] for message in answer]
         if roles != ["assistant"]:
@@ -169,13 +187,17 @@ def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
         if not prompt:
             raise ValueError("the first message is the assistant's; it answers nothing")
         pair.append(answer_spans([*prompt, *answer], len(prompt), chat))
+        lost |= dict.fromkeys(left_out([*prompt, *answer], chat))
     # What a template opens an answer with may depend on it: both follow the shorter prompt.
     shared = min((context.text for context, _ in pair), key=len)
     texts = [context.text[len(shared) :] + answer.text for context, answer in pair]
     if kind == "prompts":
         shared = chat.render(prompt, add_generation_prompt=True)
     end: End = "template" if all(map(chat.is_ended, texts)) else "eos"
-    return TextRecord(row.location, row.kind, _pair(shared, texts[0]), texts[1], margin, end=end)
+    spans = _pair(shared, texts[0])
+    return TextRecord(
+        row.location, row.kind, spans, texts[1], margin, end=end, left_out=tuple(lost)
+    )
 
 
 def split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:

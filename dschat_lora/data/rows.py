@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, split_weight
 from dschat_lora.config.files import TOO_DEEP
-from dschat_lora.data.layouts import EmptyTextError, is_good, rename, to_canonical
-from dschat_lora.data.messages import EmptyRowError, check_message
+from dschat_lora.data.layouts import rename, to_canonical
+from dschat_lora.data.message_layouts import EmptyTextError, flag
+from dschat_lora.data.messages import MEDIA, EmptyRowError, check_message, medium_of
 from dschat_lora.data.nlg import TOKEN_IDS
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.sources import Source, find_source
@@ -185,6 +186,7 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         raise RowError(raw.location, raw.problem)
     try:
         values = rename(raw.values, options.columns) if options.columns else raw.values
+        _check_media(values)
         # Files with rows of several types have null in the columns of the other types.
         values = {name: value for name, value in values.items() if value is not None}
         # A cell of a CSV file that is empty is text.
@@ -213,7 +215,7 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         _check_field(raw.location, name, values[name], text_only=kind == "text")
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
-    if "label" in values and (good := is_good(values["label"])) is not None:
+    if "label" in values and (good := flag(values["label"])) is not None:
         values = {**values, "label": good}
     return ParsedRow(raw.location, kind, values, layout)
 
@@ -221,8 +223,6 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
 def classify(values: dict[str, Any], location: str) -> RowType:
     """The type of a row by its columns, the richest that fits."""
     has = values.keys()
-    if values.get("images"):
-        raise RowError(location, "`images` is not empty; text alone trains, without images")
     if has & {"chosen", "rejected"}:
         if missing := {"chosen", "rejected"} - has:
             raise RowError(location, f"row lacks {sorted(missing)[0]!r}; it has {sorted(has)}")
@@ -284,6 +284,18 @@ def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
     """False for an answer that its label calls bad, where answers are learnt."""
     unpaired = row.kind == "unpaired preference" and kind == "samples"
     return not (unpaired and row.values["label"] is False)
+
+
+def _check_media(values: Mapping[str, Any]) -> None:
+    """Refuse a row that is about more than its text."""
+    columns = [name for name in MEDIA if name in values]
+    if columns and (medium := medium_of(values)) is not None:
+        plural = medium.removesuffix("s") + "s"
+        raise ValueError(f"`{medium}` is not empty; text alone trains, without {plural}")
+    for name in columns:
+        sign = f"<{name.removesuffix('s')}>"
+        if sign in str(values):
+            raise ValueError(f"a text has {sign}, and `{name}` is empty; text alone trains")
 
 
 def _check_field(location: str, name: str, value: object, *, text_only: bool) -> None:

@@ -8,7 +8,12 @@ from typing import IO, Any, cast
 
 from dschat_lora.config.files import TOO_DEEP, json_object
 
-PICTURES = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm"))
+# The column of files that are no text.
+_MEDIA = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm"), "images"),
+    **dict.fromkeys(("mp4", "webm", "mkv", "mov", "avi"), "videos"),
+    **dict.fromkeys(("mp3", "wav", "flac", "ogg", "opus", "m4a"), "audios"),
+}
 
 
 def tar_rows(file: IO[bytes], *, most: int) -> Iterator[tuple[dict[str, Any], str | None] | None]:
@@ -16,8 +21,9 @@ def tar_rows(file: IO[bytes], *, most: int) -> Iterator[tuple[dict[str, Any], st
 
     A sample is the members that stand together and share a key: their path up to the first dot of
     the name. An object in ``.json`` gives the columns that it has, ``.txt`` the column ``text``,
-    another file the column of its extension. Images stand in the column ``images``. Files without
-    a key or an extension, such as those that macOS adds, are none of a sample.
+    another file the column of its extension. Images, videos and sound stand in the columns
+    ``images``, ``videos`` and ``audios``. Files without a key or an extension, such as those that
+    macOS adds, are none of a sample.
 
     Raises:
         tarfile.TarError: if the file is damaged.
@@ -55,8 +61,8 @@ def _parts(member: tarfile.TarInfo) -> tuple[str, str]:
 
 def _add(values: dict[str, Any], member: tarfile.TarInfo, file: IO[bytes]) -> None:
     extension = _parts(member)[1]
-    if extension.rpartition(".")[2] in PICTURES:
-        values.setdefault("images", []).append(member.name)
+    if column := _MEDIA.get(extension.rpartition(".")[2]):
+        values.setdefault(column, []).append(member.name)
     elif extension == "json":
         found = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=json_object)
         if not isinstance(found, dict):

@@ -1,17 +1,21 @@
 """Chat templates: the built-in one, files that the user names, and probing of what one takes."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
-from dschat_lora.data.messages import Message, content_text, with_arguments
+from dschat_lora.data.messages import WEIGHT, Message, content_text, with_arguments
 
 # A letter for private use: no template knows it, none trims it.
 PROBE = "\ue0ff"
+CALL_ID = "call00001"  # of nine characters, as Mistral's templates want it
+# Names of one role in templates and data sets.
+SAME_ROLES = (("system", "developer"), ("tool", "observation", "ipython", "environment"))
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 # What a turn begins with, and whether it ends in end-of-sequence.
@@ -103,12 +107,14 @@ class TemplateFacts:
     takes_parts: bool = False
     takes_no_content: bool = True  # beside tool calls
     arguments: Literal["object", "text"] = "object"  # of calls; text where no object is taken
+    # Of a role that it does not know, the one that it knows for the same
+    roles: Mapping[str, str] = field(default_factory=dict)
     after_answer: str = ""  # what follows an answer that is the last message
     after_earlier: str = ""  # what follows one that is not
     after_call: str = ""  # what follows the last argument of a call that is the last message
 
 
-def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
+def probe_template(template: str, render: Callable[[list[Message]], str]) -> TemplateFacts:
     """What renderings of a letter tell; ``render`` raises ValueError where a template refuses."""
 
     def rendered(*messages: Message) -> str:
@@ -142,11 +148,29 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
         if (at := text.rfind(PROBE)) >= 0 and '\\"' not in text[max(0, at - 2) : at + 3]
     }
     forms = {form for form, _ in good}
+
+    def writes(role: str) -> bool:
+        said = {**question, "role": role, "content": answer["content"]}
+        if role in SAME_ROLES[0]:
+            return PROBE in rendered(said, question)
+        form, has_content = min(good, default=("object", True))
+        given = {"x": "1"} if form == "object" else '{"x": "1"}'
+        call = {"type": "function", "function": {"name": "f", "arguments": given}, "id": CALL_ID}
+        asking = {**(silent if has_content else {}), "role": "assistant", "tool_calls": [call]}
+        result = {**said, "name": "f", "tool_call_id": CALL_ID}
+        return PROBE in rendered(question, asking, result)
+
+    roles: dict[str, str] = {}
+    for names in SAME_ROLES:
+        # Many write any role, but know those alone that they name.
+        known = [n for n in names if re.search(f"['\"]{n}['\"]", template) and writes(n)]
+        roles |= {name: known[0] for name in names if known and name not in known}
     return TemplateFacts(
         takes_text,
         takes_parts,
         takes_no_content=any(not has_content for _, has_content in good),
         arguments="text" if forms == {"text"} else "object",
+        roles=roles,
         after_answer=_behind(rendered(question, answer)),
         after_earlier=_behind(rendered(question, answer, question)),
         after_call=_behind(next((calls[key] for key in sorted(good)), "")),
@@ -154,7 +178,7 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
 
 
 def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:
-    """Messages without empty keys, in the form that the template takes.
+    """Messages without empty keys, of the roles and in the form that the template takes.
 
     Raises:
         ValueError: if the arguments of a tool call are malformed, or no object.
@@ -162,8 +186,9 @@ def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Mess
     by_parts, made = facts.takes_parts and not facts.takes_text, []
     write = partial(json.dumps, ensure_ascii=False) if facts.arguments == "text" else dict
     for message in messages:
-        fitted = {k: v for k, v in message.items() if v is not None and v != []}
+        fitted = {k: v for k, v in message.items() if v is not None and v != [] and k != WEIGHT}
         fitted = with_arguments(fitted, write)
+        fitted["role"] = facts.roles.get(message["role"], message["role"])
         if "tool_calls" in fitted and not facts.takes_no_content:
             fitted.setdefault("content", "")
         content = fitted.get("content")

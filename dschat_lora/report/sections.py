@@ -133,10 +133,13 @@ def data_rows(audit: Mapping[str, Any]) -> Rows:
         "samples that end in end-of-sequence": f"{ended:,.0f}" if ended else "",
         "limit": f"{short(amount(audit.get('max_seq_len')))} tokens",
     }
+    left_out = audit.get("left_out")
+    fates = {reason: audit.get(name) for name, reason in _REASONS.items()} | {
+        f"left out: {what}": rows
+        for what, rows in (left_out if isinstance(left_out, Mapping) else {}).items()
+    }
     return [[name, text] for name, text in counts.items() if text] + [
-        [f"{amount(audit.get(name)):,.0f} rows", reason]
-        for name, reason in _REASONS.items()
-        if amount(audit.get(name))
+        [f"{amount(rows):,.0f} rows", reason] for reason, rows in fates.items() if amount(rows)
     ]
 
 

@@ -25,6 +25,10 @@ S, U, A, U2, A2 = (
     said("user", "u2"),
     said("assistant", "a2"),
 )
+SPEAKERS = (
+    "human, user, gpt, chatgpt, bing, bard, assistant, function_call, tool_call, system, "
+    "developer, tool, observation, function, function_response, tool_response"
+)
 CANONICAL = ("text", "prompt", "completion", "messages", "chosen", "rejected", "label")
 
 
@@ -463,13 +467,11 @@ def test_wrong_names_are_one_line_that_says_what_is_allowed(columns, message):
         ({"conversations": "hi"}, "`conversations` must be a message list, found str"),
         (
             {"conversations": [turn("human", "u"), turn("alien", "a")]},
-            "`conversations` item 2: 'alien' is no speaker; use one of human, user, gpt, chatgpt, "
-            "bing, bard, assistant, function_call, system, tool, observation",
+            f"`conversations` item 2: 'alien' is no speaker; use one of {SPEAKERS}",
         ),
         (
             {"conversations": [turn(["human"], "u")]},
-            "`conversations` item 1: ['human'] is no speaker; use one of human, user, gpt, "
-            "chatgpt, bing, bard, assistant, function_call, system, tool, observation",
+            f"`conversations` item 1: ['human'] is no speaker; use one of {SPEAKERS}",
         ),
         (
             {"conversations": [turn("human", "u"), {"text": "a"}]},

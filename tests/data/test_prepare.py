@@ -597,6 +597,7 @@ def test_the_audit_counts_by_hand(run, jsonl):
             "prompt": {"min": 0, "p50": 3, "p90": 9, "p99": 9, "max": 9},
             "answer": {"min": 2, "p50": 3, "p90": 5, "p99": 5, "max": 5},
         },
+        "left_out": {},
     }
     json.dumps(audit.to_dict())
 
