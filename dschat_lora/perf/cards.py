@@ -81,7 +81,7 @@ class Card:
 
     @property
     def has_varlen(self) -> bool:
-        """Whether sequences of 16 bits are attended to in one call: compute capability 8 or more."""
+        """Whether it attends to sequences of 16 bits in one call: compute capability 8 or more."""
         return self.name not in ("T4", "V100", "MI300X")
 
 
