@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 BLOCK = 64  # samples; twice as many as often as there would be more than MOST blocks
 MOST = 1024
 NOT_COMPARED = (
-    "(its tokens could not be compared: the digest is that of an earlier version, or of other data)"
+    "(was of an earlier version's digest, or of other data: its tokens could not be compared)"
 )
 # A field of samples: its numbers, and where those of each sample begin and the last ones end.
 Field = tuple["NDArray[Any]", "NDArray[np.int64]"]
@@ -67,8 +67,8 @@ class DataDigest:
         unlike = (n for n, (a, b) in enumerate(zip(ours.blocks, theirs.blocks)) if a != b)  # noqa: B905
         first = next(unlike, min(len(ours.blocks), len(theirs.blocks))) * ours.block
         return (
-            f"from samples {first + 1:,} to {first + ours.block:,} on (were {then.samples:,}, now "
-            f"{self.samples:,})"
+            f"(was {then.samples:,} samples, now {self.samples:,}; they differ from samples "
+            f"{first + 1:,} to {first + ours.block:,} on)"
         )
 
 

@@ -213,7 +213,10 @@ def check_identity(
         for name in differences.keys() & _OF_DATA:
             say_once(f"  note         accepted as it is: {differences.pop(name)}")
     if differences:
-        hint = "; --accept_changed_data goes on" if differences.keys() <= _OF_DATA else ""
+        is_data = any(isinstance(now[name], DataIdentity) for name in differences)
+        hint = (
+            "; --accept_changed_data goes on" if is_data and differences.keys() <= _OF_DATA else ""
+        )
         raise ValueError(
             f"--resume_from_checkpoint {checkpoint}: the run was another one; what differs: "
             f"{'; '.join(differences.values())}{hint}"
