@@ -513,8 +513,11 @@ def test_data_that_changed_are_refused_with_the_place_or_accepted_by_an_option(e
         check_identity(checkpoint, found)
     check_identity(checkpoint, found, accepts_changed_data=True)
     assert f"  note         accepted as it is: {words}\n" in capsys.readouterr().out
+    found |= {"tokenizer": "other"}
+    with pytest.raises(ValueError, match=r"65 to 128 on\)$"):
+        check_identity(checkpoint, {**found, "eval_data": "dd", "rows": 41})
     with pytest.raises(ValueError, match="another one") as error:
-        check_identity(checkpoint, found | {"tokenizer": "other"}, accepts_changed_data=True)
+        check_identity(checkpoint, found, accepts_changed_data=True)
     assert str(error.value).endswith("what differs: the tokenizer (was bb, now other)")
 
 
