@@ -48,8 +48,8 @@ FLOORS = [
             "algos config",
             "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
             "tokenizers torch transformers",
-            "arrow_rows json_stream layouts message_layouts messages nlg readers rows sources "
-            "tar_rows templates tool_calls",
+            "arrow_rows digests json_stream layouts message_layouts messages nlg readers rows "
+            "sources tar_rows templates tool_calls",
         ),
         "engine": Room(
             "algos config",

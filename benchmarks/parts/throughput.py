@@ -26,6 +26,7 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.shape import describe
@@ -176,6 +177,9 @@ def _estimate(case: Case, dtype: torch.dtype) -> int:
         gradient_checkpointing=case.recomputing,
         zero_stage=0,
         world_size=1,
+        mask_bytes=Backbone(case.way.model).mask_bytes(
+            device(), length=length, recomputes=case.recomputing
+        ),
     ).total
 
 

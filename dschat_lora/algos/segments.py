@@ -175,19 +175,17 @@ def block_causal_mask(
         (B, 1, T, T) of ``dtype``: 0 where query (row) attends to key (column), else the most
         negative finite number. Padding attends to padding, so that no row is empty.
     """
-    length = segment_ids.shape[1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
-    visible = same & causal
+    places = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    hidden = segment_ids[:, :, None] != segment_ids[:, None, :]
+    hidden |= places[:, None] < places
     if branch_ids is not None:
         key = branch_ids[:, None, :]
-        visible &= (key == 0) | (key == branch_ids[:, :, None])
-    if window is not None and position_ids is not None:
-        visible &= position_ids[:, :, None] - position_ids[:, None, :] < window
-    elif window is not None:
-        visible &= causal.triu(1 - window)
-    mask = torch.zeros(same.shape, dtype=dtype, device=segment_ids.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+        hidden |= (key != 0) & (key != branch_ids[:, :, None])
+    if window is not None:
+        at = places[None] if position_ids is None else position_ids
+        hidden |= at[:, :, None] >= at[:, None, :] + window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=segment_ids.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

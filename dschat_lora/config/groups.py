@@ -464,6 +464,11 @@ class RunConfig:
         help="go on from a checkpoint: latest (the newest sound one of --output_dir), auto (the "
         "same, or a fresh start where there is none), or a path",
     )
+    accept_changed_data: bool = option(
+        False,
+        help="with --resume_from_checkpoint: go on where the data are not those of the checkpoint, "
+        "or cannot be compared with them",
+    )
     save_interval: int = option(500, help="optimizer steps between checkpoints; 0: by time only")
     save_minutes: float = option(10.0, help="a checkpoint at least this often; 0: by steps only")
     save_total_limit: int = option(3, help="newest checkpoints that are kept; 0: all")

@@ -16,8 +16,8 @@ LENGTHS = tuple(2**power for power in range(6, 18))  # of the histogram, in toke
 class DataAudit:
     """Counts of one prepared data set. Shares follow from them; ``train`` means this step's part.
 
-    Rows are counted once, however often ``--data_weights`` uses them; samples and tokens are
-    counted as often as they are used in an epoch.
+    Rows are those of the files, each counted once, whatever ``--data_weights`` is and however many
+    samples it becomes; samples and tokens are counted as often as they are used in an epoch.
     """
 
     rows_by_type: dict[str, int]  # usable rows of the training sources, all steps' parts
@@ -30,13 +30,14 @@ class DataAudit:
     overlap_removed: bool  # whether these are kept out of training
     train_rows: int  # rows of this step before the length limit
     eval_rows: int
-    dropped_rows: int  # training rows that are too long
+    dropped_rows: int  # training rows of which nothing is left, as they are too long
     truncated_rows: int
     eval_dropped_rows: int
     identical_rows: int  # training pairs left out because nothing tells their answers apart
     eval_identical_rows: int
     doubled_bos_rows: int  # rows that brought a second beginning-of-sequence (kept once)
-    length_quantiles: dict[str, int]  # tokens of training rows before any was cut
+    # tokens of training rows before any was cut: of the longest sample where a row is several
+    length_quantiles: dict[str, int]
     longer_rows: dict[str, int]  # number of training rows of more than so many tokens
     train_samples: int
     eval_samples: int
@@ -57,6 +58,9 @@ class DataAudit:
     # What the chat template or, by a weight of 0, the loss leaves out of rows, and of how many of
     # the usable ones of the training sources.
     left_out: dict[str, int] = field(default_factory=dict)
+    # rows of several samples, of which some are too long and left out
+    partly_dropped_rows: int = 0
+    eval_partly_dropped_rows: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -71,6 +75,11 @@ class DataAudit:
     def eos_share(self) -> float:
         """Share of the training samples that teach the model to stop."""
         return self.eos_samples / max(1, self.train_samples)
+
+    @property
+    def _overlong_rows(self) -> int:
+        """Training rows that are not whole, but for those in pieces."""
+        return self.dropped_rows + self.partly_dropped_rows + self.truncated_rows
 
     @property
     def _ended_answers(self) -> float:
@@ -128,13 +137,13 @@ class DataAudit:
 
     def warnings(self) -> tuple[str, ...]:
         """What is unlikely to be meant but does not stop the run."""
-        cut = self.dropped_rows + self.truncated_rows
+        cut = self._overlong_rows
         option = "max_prompt_seq_len" if self.kind == "prompts" else "max_seq_len"
         doubts = {
             f"only {self._ended_answers:.0%} of the samples end in end-of-sequence; answers may "
             "not stop": self._ended_answers < 0.5,
             f"{cut} of {self.train_rows} training rows are longer than --{option} "
-            f"{self.max_seq_len}": self._share_of_samples(cut) > 0.1,
+            f"{self.max_seq_len}": cut > 0.1 * self.train_rows,
             f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation "
             "will look too good": self.overlap_rows > 0 and not self.overlap_removed,
             f"the prompts of {self.shared_prompt_rows} of {self.eval_rows} held-out pairs are in "
@@ -151,7 +160,11 @@ class DataAudit:
         types = ", ".join(f"{count:,} {kind}" for kind, count in self.rows_by_type.items())
         quantiles = ", ".join(f"{name} {n:,}" for name, n in self.length_quantiles.items())
         fate = "kept out of training" if self.overlap_removed else "still trained on"
-        too_long = self._share_of_samples(self.dropped_rows + self.truncated_rows)
+        too_long = self._overlong_rows / max(1, self.train_rows)
+        part, eval_part = (
+            f"{count:,} in part, " if count else ""
+            for count in (self.partly_dropped_rows, self.eval_partly_dropped_rows)
+        )
         supervised = self.supervised_tokens / max(1, self.tokens)
         pieces = f"and {self.split_rows:,} cut into pieces " if self.split_rows else ""
         table = {
@@ -162,8 +175,8 @@ class DataAudit:
             f"{self.tokens:,} tokens",
             "eval": f"{self.eval_rows:,} rows, {self.eval_samples:,} samples",
             "length": f"{quantiles} tokens",
-            "too long": f"{self.dropped_rows:,} dropped, {self.truncated_rows:,} truncated "
-            f"{pieces}({too_long:.1%} of the rows); eval {self.eval_dropped_rows:,} "
+            "too long": f"{self.dropped_rows:,} dropped, {part}{self.truncated_rows:,} truncated "
+            f"{pieces}({too_long:.1%} of the rows); eval {eval_part}{self.eval_dropped_rows:,} "
             "dropped",
             "supervised": f"{self.supervised_tokens:,} tokens ({supervised:.1%})",
             "ends in EOS": f"{self.eos_samples:,} samples ({self.eos_share:.1%})",
@@ -184,11 +197,6 @@ class DataAudit:
         lines += [f"bad row      {example}" for example in self.bad_row_examples[:MAX_SHOWN]]
         return lines + [f"warning      {text}" for text in self.warnings()]
 
-    def _share_of_samples(self, count: int) -> float:
-        """Share of the samples that training rows become before the length limit."""
-        more = self.answer_samples - self.chat_rows.get("answers", 0)
-        return count / max(1, self.train_rows + more)
-
     def _conversations(self) -> str:
         """How answers are told from what they answer, unless turn by turn alone."""
         rows, several = self.chat_rows, self.answer_samples
@@ -204,7 +212,6 @@ class DataAudit:
 
 def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> DataAudit:
     """The audit of what was read and what was written."""
-    by_answers = rows.kind == "unpaired"  # of which a row may have two
     return DataAudit(
         rows_by_type=dict(rows.counts.by_type),
         bad_rows=rows.counts.bad,
@@ -215,11 +222,13 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         overlap_rows=rows.overlap,
         shared_prompt_rows=rows.shared_prompts,
         overlap_removed=not config.eval_data_path,
-        train_rows=train.lengths.total() if by_answers else train.rows,
+        train_rows=train.rows,
         chat_rows=dict(train.chat_rows),
         answer_samples=train.answer_samples,
-        eval_rows=held_out.lengths.total() if by_answers else held_out.rows,
+        eval_rows=held_out.rows,
         dropped_rows=train.dropped,
+        partly_dropped_rows=train.partly_dropped,
+        eval_partly_dropped_rows=held_out.partly_dropped,
         truncated_rows=train.truncated,
         eval_dropped_rows=held_out.dropped,
         identical_rows=train.identical,

@@ -19,6 +19,7 @@ from dschat_lora.data.audit import DataAudit, make_audit
 from dschat_lora.data.cache import code_digest, file_digest, load_or_build
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import Collected, collect
+from dschat_lora.data.digests import DataDigest
 from dschat_lora.data.encoder import Tokenizer, describe_tokenizer, make_encoder
 from dschat_lora.data.readers import count_rows, iter_rows, load_hub
 from dschat_lora.data.record_files import RecordTokenizer, RowCounts, RowReader, token_tasks
@@ -108,7 +109,9 @@ def prepare(
     build = partial(_build, config, sources, tokenizer, progress=progress, **run)
     content, from_cache = load_or_build(cache_dir / key, build)
     train, held_out = (
-        TokenSet.read(cache_dir / key / f"{name}.arrow", kind, content["digests"][name])
+        TokenSet.read(
+            cache_dir / key / f"{name}.arrow", kind, DataDigest.of(content["digests"][name])
+        )
         for name in ("train", "eval")
     )
     names = source_names(sources)
@@ -211,7 +214,8 @@ def _build(
     count = sum(int(np.count_nonzero(times)) for times in sets.values())
     with progress("writing samples", lambda: count) as bar:
         for name in sets:
-            digests[name] = write_set(directory / f"{name}.arrow", chosen(name, bar), kind)
+            written = write_set(directory / f"{name}.arrow", chosen(name, bar), kind)
+            digests[name] = written.to_dict()
     shutil.rmtree(parts)
     return {
         "audit": make_audit(config, found, *tallies.values()).to_dict(),

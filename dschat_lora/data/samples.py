@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.files import naming
+from dschat_lora.data.digests import BlockHasher, DataDigest, DataIdentity, Field
 from dschat_lora.data.rows import DataKind
 
 Tokens = NDArray[np.int32]
@@ -296,17 +297,19 @@ class TokenSet:
     """``token_set[i]`` is sample or pair ``i``, its arrays views of the columns."""
 
     def __init__(
-        self, chunks: list[Columns], kind: DataKind = "samples", *, digest: str | None = None
+        self, chunks: list[Columns], kind: DataKind = "samples", *, known: DataDigest | None = None
     ) -> None:
-        """With the ``digest`` that :func:`write_set` returned, if it is known."""
+        """With the digest that :func:`write_set` returned, if it is ``known``."""
         sizes = [len(chunk["input_ids"].offsets) - 1 for chunk in chunks]
-        self._chunks, self._class, self._digest = chunks, CLASSES[kind], digest
+        self._chunks, self._class, self._known = chunks, CLASSES[kind], known
         self._starts = np.cumsum([0, *sizes])
 
     @classmethod
-    def read(cls, path: Path, kind: DataKind = "samples", digest: str | None = None) -> "TokenSet":
+    def read(
+        cls, path: Path, kind: DataKind = "samples", known: DataDigest | None = None
+    ) -> "TokenSet":
         """The samples of an Arrow file, which is memory-mapped."""
-        return cls(read_table(path)[0], kind, digest=digest)
+        return cls(read_table(path)[0], kind, known=known)
 
     @classmethod
     def of(cls, samples: Sequence[AnySample]) -> "TokenSet":
@@ -346,31 +349,58 @@ class TokenSet:
             yield chunk[name].offsets, chunk[name].values
 
     @cached_property
-    def digest(self) -> str:
-        """32 hex digits of every field of every sample in order, however they are in chunks."""
-        if self._digest is not None:
-            return self._digest
-        found = _Digest()
+    def blocks(self) -> DataDigest:
+        """Of what every sample is, in order, however they are stored."""
+        if self._known is not None:
+            return self._known
+        found = BlockHasher()
         for chunk in self._chunks:
-            found.update(chunk)
-        return found.hexdigest()
+            found.update(_fields(chunk))
+        return found.digest()
 
+    @property
+    def digest(self) -> str:
+        """32 hex digits of :attr:`blocks`."""
+        return self.blocks.text
 
-class _Digest:
-    """Hash of every field of samples, whatever the chunks that they come in."""
+    @property
+    def identity(self) -> DataIdentity:
+        """What a checkpoint knows these samples by."""
+        return DataIdentity(self.blocks, self.stored_digest)
 
-    def __init__(self) -> None:
-        self._parts: dict[str, Any] = {}
-
-    def update(self, chunk: Columns) -> None:
-        lengths = np.diff(chunk["input_ids"].offsets)
-        for name, values in {"": lengths, **{n: c.values for n, c in chunk.items()}}.items():
-            part = self._parts.setdefault(name, hashlib.blake2b(digest_size=16))
-            part.update(np.ascontiguousarray(values).data)
-
-    def hexdigest(self) -> str:
-        whole = b"".join(part.digest() for part in self._parts.values())
+    def stored_digest(self) -> str:
+        """32 hex digits of the columns as they are stored: what checkpoints of 0.3.0 may hold."""
+        parts: dict[str, Any] = {}
+        for chunk in self._chunks:
+            lengths = np.diff(chunk["input_ids"].offsets)
+            for name, values in {"": lengths, **{n: c.values for n, c in chunk.items()}}.items():
+                part = parts.setdefault(name, hashlib.blake2b(digest_size=16))
+                part.update(np.ascontiguousarray(values).data)
+        whole = b"".join(part.digest() for part in parts.values())
         return hashlib.blake2b(whole, digest_size=16).hexdigest()
+
+
+def _fields(chunk: Columns) -> dict[str, Field]:
+    """What the samples of a chunk are: numbers, and lists with their lengths, by name.
+
+    Which tokens are supervised is a byte for each, whatever the runs that say so.
+    """
+    tokens = chunk["input_ids"].offsets
+    each = np.arange(len(tokens))
+    fields: dict[str, Field] = {}
+    for name, column in chunk.items():
+        if not column.offsets.size:
+            fields[name] = column.values, each
+        elif name == "runs":
+            of_sample = np.arange(len(column.values)) - np.repeat(
+                column.offsets[:-1], np.diff(column.offsets)
+            )
+            flags = np.repeat(of_sample.astype(np.uint8) % 2, column.values)
+            fields["supervised"] = flags, tokens
+        else:
+            fields[name] = column.values, column.offsets
+            fields[f"{name} lengths"] = np.diff(column.offsets), each
+    return fields
 
 
 def write_samples(
@@ -389,9 +419,9 @@ def write_samples(
     write_table(path, batches, types, notes)
 
 
-def write_set(path: Path, batches: Iterable[Columns], kind: DataKind) -> str:
-    """Write samples in columns to an Arrow file, and return :attr:`TokenSet.digest` of them."""
-    digest = _Digest()
+def write_set(path: Path, batches: Iterable[Columns], kind: DataKind) -> DataDigest:
+    """Write samples in columns to an Arrow file, and return :attr:`TokenSet.blocks` of them."""
+    hasher = BlockHasher()
 
     def joined() -> Iterator[Columns]:
         rest = iter(batches)
@@ -401,11 +431,11 @@ def write_set(path: Path, batches: Iterable[Columns], kind: DataKind) -> str:
                 waiting += more
                 size += len(more[0]["input_ids"].values)
             columns = {name: Column.joined([each[name] for each in waiting]) for name in waiting[0]}
-            digest.update(columns)
+            hasher.update(_fields(columns))
             yield columns
 
     write_table(path, joined(), COLUMNS[kind])
-    return digest.hexdigest()
+    return hasher.digest()
 
 
 def write_table(

@@ -74,22 +74,26 @@ class TokenWriter:
 
 @dataclass
 class Tally:
-    """Counts of the samples that were chosen for one token set, and of their rows."""
+    """Counts of the rows that were chosen for one token set, and of their samples."""
 
     rows: int = 0
-    # Of every record, before any was cut: how many there are of a length, of the whole and of
-    # its parts.
+    # How many rows are of a length, of the whole and of its parts, before any was cut: that of the
+    # longest sample, where a row is several.
     lengths: Counter[int] = field(default_factory=Counter)
     prompts: Counter[int] = field(default_factory=Counter)
     answers: Counter[int] = field(default_factory=Counter)
     # rows of messages by how their answers are found
     chat_rows: Counter[str] = field(default_factory=Counter)
     answer_samples: int = 0  # of rows that become one for each answer
+    # Rows of which nothing is left: too long, or pairs of equal answers.
     dropped: int = 0
     identical: int = 0
+    # Rows of which something is.
+    partly_dropped: int = 0
     truncated: int = 0
     split: int = 0
     doubled_bos: int = 0
+    # Samples, each as often as it is used.
     samples: int = 0
     tokens: int = 0
     supervised: int = 0
@@ -115,19 +119,7 @@ class Tally:
                 self.chat_rows[method] += 1
                 self.answer_samples += size * (method == "answers")
         own, n = counted[uses > 0], uses[uses > 0]
-        parts = {
-            "lengths": own["length"],
-            "prompts": own["prompt"],
-            "answers": own["length"] - own["prompt"],
-        }
-        for name, sizes in parts.items():
-            values, numbers = np.unique(sizes, return_counts=True)
-            found = dict(zip(values.tolist(), numbers.tolist(), strict=True))
-            getattr(self, name).update(found)
-        for name in ("truncated", "doubled_bos", "identical"):
-            setattr(self, name, getattr(self, name) + int(np.count_nonzero(own[name])))
-        self.dropped += int(np.count_nonzero((own["samples"] == 0) & ~own["identical"]))
-        self.split += int(np.count_nonzero(own["samples"] > 1))
+        self._count_rows(own, records[(times > 0) & (records > 0)])
         for name in ("samples", "tokens", "supervised", "eos"):
             setattr(self, name, getattr(self, name) + int((n * own[name]).sum()))
         self.texts += int((n * own["samples"] * own["is_text"]).sum())
@@ -142,6 +134,39 @@ class Tally:
             chosen.append({name: column.take(rows) for name, column in columns.items()})
             first += size
         return chosen
+
+    def _count_rows(self, counted: NDArray[np.void], records: Indices) -> None:
+        """Count rows by what became of their ``records``, which are one or more of each."""
+        if not len(records):
+            return
+        starts = np.cumsum(records) - records
+        parts = {
+            "lengths": counted["length"],
+            "prompts": counted["prompt"],
+            "answers": counted["length"] - counted["prompt"],
+        }
+        for name, sizes in parts.items():
+            longest = np.maximum.reduceat(sizes, starts)
+            values, numbers = np.unique(longest, return_counts=True)
+            found = dict(zip(values.tolist(), numbers.tolist(), strict=True))
+            getattr(self, name).update(found)
+        lost = (counted["samples"] == 0) & ~counted["identical"]
+        lost, left, truncated, split, doubled = (
+            np.logical_or.reduceat(each, starts)
+            for each in (
+                *(lost, counted["samples"] > 0, counted["truncated"]),
+                *(counted["samples"] > 1, counted["doubled_bos"]),
+            )
+        )
+        for name, rows in {
+            "dropped": lost & ~left,
+            "identical": ~lost & ~left,
+            "partly_dropped": lost & left,
+            "truncated": truncated & ~lost,
+            "split": split,
+            "doubled_bos": doubled,
+        }.items():
+            setattr(self, name, getattr(self, name) + int(np.count_nonzero(rows)))
 
 
 def quantile(counts: Mapping[int, int], share: float) -> int:

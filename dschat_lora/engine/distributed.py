@@ -186,28 +186,38 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-_planned_processes: int | None = None
+_planned: tuple[int, bool] | None = None  # processes, and whether their GPUs have varlen attention
 
 
 @contextmanager
-def planned_processes(count: int) -> Iterator[None]:
-    """Inside the block, which only computes with shapes, there seem to be so many GPUs."""
-    global _planned_processes
-    before, _planned_processes = _planned_processes, count
+def planned_processes(count: int, *, has_varlen: bool = True) -> Iterator[None]:
+    """Inside the block, which only computes with shapes, there seem to be so many GPUs.
+
+    ``has_varlen`` says whether they attend to sequences of 16 bits one by one in one call.
+    """
+    global _planned
+    before, _planned = _planned, (count, has_varlen)
     try:
         yield
     finally:
-        _planned_processes = before
+        _planned = before
 
 
 def world_size() -> int:
     """Number of processes."""
-    return dist.get_world_size() if dist.is_initialized() else _planned_processes or 1
+    return (
+        dist.get_world_size() if dist.is_initialized() else 1 if _planned is None else _planned[0]
+    )
 
 
 def device_type() -> str:
     """The kind of device of a run, or of one that is planned: ``cuda`` or ``cpu``."""
-    return device().type if _planned_processes is None else "cuda"
+    return device().type if _planned is None else "cuda"
+
+
+def planned_varlen() -> bool | None:
+    """Whether a GPU that is planned has varlen attention; None: a run's own device counts."""
+    return None if _planned is None else _planned[1]
 
 
 def device() -> torch.device:

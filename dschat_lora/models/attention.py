@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_lora.algos.segments import Spans
+from dschat_lora.engine.distributed import planned_varlen
 
 _MODULE = "torch.nn.attention.varlen"
 # Beyond, the backward pass needs more shared memory than some of the GPUs have.
@@ -119,11 +120,14 @@ def fits(head_size: int) -> bool:
     return head_size % 8 == 0 and head_size <= MAX_HEAD_SIZE
 
 
-def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether sequences of this type are computed in one call on ``device``."""
+def has_varlen(device: torch.device | None, dtype: torch.dtype) -> bool:
+    """Whether sequences of this type are computed in one call on ``device``; None: as planned."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if device is None:
+        return bool(planned_varlen()) and kernel() is not None
     return (
         device.type == "cuda"
-        and dtype in (torch.float16, torch.bfloat16)
         and torch.version.hip is None
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -151,17 +151,20 @@ class Backbone:
         """Whether ranks can divide the tokens of a row: nothing but attention mixes them."""
         return self.by_spans and not (self.own_mask or self._recurrent)
 
-    def skips_padding(self, device: torch.device) -> bool:
+    def skips_padding(self, device: torch.device | None, *, sharded: bool = False) -> bool:
         """Whether real tokens alone are computed on ``device``, each among its sequence.
 
-        A GPU without a kernel for that takes less time for a dense mask than for many calls.
+        None is a GPU that is planned for. One without a kernel for that takes less time for a dense
+        mask than for many calls. Weights are ``sharded``, or will be, at ZeRO 3.
         """
         if not self.by_spans or self.own_mask:
             return False
         # Layers gather their weights when called, of which ranks have unlike numbers.
-        if self._recurrent and any(hasattr(p, "ds_id") for p in self.model.parameters()):
+        if self._recurrent and (
+            sharded or any(hasattr(p, "ds_id") for p in self.model.parameters())
+        ):
             return False
-        if device.type == "cpu":
+        if device is not None and device.type == "cpu":
             return True
         # Whether the kernel has the options that layers of this architecture use.
         config = self.model.config
@@ -170,6 +173,39 @@ class Backbone:
         options = ("attention_dropout", "attn_pdrop", "attn_logit_softcapping")
         used = any(getattr(config, name, None) for name in options)
         return has_varlen(device, self.model.dtype) and fits(size) and not used
+
+    @property
+    def _takes_masks(self) -> bool:
+        """Whether rows that are computed with their padding come with masks of ours."""
+        return not self.own_mask and self._windows is not None and self._attends
+
+    @property
+    def _is_flex(self) -> bool:
+        return bool(self.model.config._attn_implementation == "flex_attention")
+
+    def mask_bytes(
+        self, device: torch.device | None, *, length: int, recomputes: bool, sharded: bool = False
+    ) -> int:
+        """Bytes of masks for each (query, key) pair of a row, at the peak of a training step.
+
+        Rows are of ``length`` positions; ``device`` and ``sharded`` are as for
+        :meth:`skips_padding`. Of masks that layers make for themselves the backward pass keeps all,
+        or where it ``recomputes`` blocks one, beside the booleans that it is made of.
+        """
+        width, windows = self.model.dtype.itemsize, self._windows
+        if not self.skips_padding(device, sharded=sharded):
+            if self._takes_masks:
+                return 0 if self._is_flex else width * len(windows or ())
+        elif device is None or device.type != "cpu":
+            return 0  # the kernel knows windows
+        # Layers that do not see all that precedes make their own.
+        kinds = getattr(self.model.config, "layer_types", None)
+        kinds = kinds or list(windows or ()) * self.model.config.num_hidden_layers
+        if windows is None:
+            own = [kind for kind in kinds if kind not in {"full_attention", *WITHOUT_MASK}]
+        else:
+            own = [kind for kind in kinds if (windows.get(kind) or length) < length]
+        return (width + 1 if recomputes else width * len(own)) if own else 0
 
     def inputs(
         self,
@@ -190,9 +226,10 @@ class Backbone:
         self, position_ids: Tensor, segment_ids: Tensor, branch_ids: Tensor | None
     ) -> Mask | dict[str, Mask]:
         """What the model takes as ``attention_mask``: one mask, or one for each kind of layer."""
-        if self.own_mask or self._windows is None or not self._attends:
+        if not self._takes_masks:
             return (segment_ids > 0).long()
-        if self.model.config._attn_implementation == "flex_attention":
+        assert self._windows is not None
+        if self._is_flex:
             make: Callable[..., Mask] = partial(flex_mask, segment_ids, position_ids)
         else:
             positions = None if branch_ids is None else position_ids

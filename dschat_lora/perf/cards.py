@@ -79,6 +79,11 @@ class Card:
         """What an estimate may take: without the context, and room for temporaries."""
         return int(USABLE * (self.memory_bytes - CONTEXT_BYTES))
 
+    @property
+    def has_varlen(self) -> bool:
+        """Whether it attends to sequences of 16 bits in one call: compute capability 8 or more."""
+        return self.name not in ("T4", "V100", "MI300X")
+
 
 def find_card(given: str) -> Card:
     """The card of a name such as ``RTX 4090`` or ``h100``, or of a size such as ``24GB``.

@@ -67,7 +67,7 @@ def estimate_memory(
     chunk_logits: int = MAX_CHUNK_LOGITS,
     logit_bytes: int | None = None,
     context_parallel_size: int = 1,
-    has_mask: bool = True,
+    mask_bytes: int = 0,
     has_temporaries: bool = True,
 ) -> MemoryEstimate:
     """Bytes per device of training ``model``, which may be on the meta device.
@@ -82,8 +82,8 @@ def estimate_memory(
     ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements. ``chunk_logits`` is the
     most logits that the loss forms at a time, and ``logit_bytes`` what it takes for each where it
     is not cross-entropy, and forms them whole on every rank. Of ``context_parallel_size`` processes
-    each has its share of the positions. Rows whose sequences are attended to one by one have no
-    mask. Without ``has_temporaries`` those of the backward pass are left out.
+    each has its share of the positions. Masks take ``mask_bytes`` for each (query, key) pair of a
+    row. Without ``has_temporaries`` those of the backward pass are left out.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
@@ -101,14 +101,13 @@ def estimate_memory(
     if offload:
         optimizer = 0
     positions = -(-rows * length // context_parallel_size)
-    activations = activation_bytes(
+    activations = rows * length**2 * mask_bytes + positions * activation_bytes(
         model,
         shape,
         length=length,
         compute_dtype=compute_dtype,
         gradient_checkpointing=gradient_checkpointing,
         offload_activations=offload_activations,
-        has_mask=has_mask,
     )
     chunk, head = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
     loss = chunk + head
@@ -119,14 +118,14 @@ def estimate_memory(
     update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
     weights = parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1)
     gradients = parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1)
-    going = activations * positions + loss + temporaries
+    going = activations + loss + temporaries
     if narrow and not accumulates:
         gradients, going = max(0, gradients - going), max(0, going - gradients)
     return MemoryEstimate(
         weights=0 if offload and zero_stage >= 3 else weights,
         gradients=gradients,
         optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
-        activations=activations * positions,
+        activations=activations,
         loss=loss,
         temporaries=temporaries,
         update=max(0, update - going),
@@ -187,9 +186,8 @@ def activation_bytes(
     compute_dtype: torch.dtype,
     gradient_checkpointing: bool,
     offload_activations: bool = False,
-    has_mask: bool = True,
 ) -> int:
-    """Bytes per position kept between the forward and the backward pass, without the loss.
+    """Bytes per position kept between the forward and the backward pass, without loss and masks.
 
     ``model``, which ``shape`` describes, names norm and activation in its configuration. Unfused
     attention keeps ``length`` numbers per query and head. With ``gradient_checkpointing`` it is
@@ -213,8 +211,7 @@ def activation_bytes(
         round(kept.by_attention(block) + kept.by_layers(block.mlp)) + block.norm_width * per_feature
         for block in shape.blocks
     ]
-    mask = length * width * has_mask  # one (B, 1, T, T) for all blocks
-    outside = shape.hidden_size * per_feature + mask
+    outside = shape.hidden_size * per_feature
     outside += round(sum(kept.inputs([x], x.in_features) for x in shape.outside))
     if gradient_checkpointing:
         inputs = min(len(inside), INPUTS_ON_DEVICE) if offload_activations else len(inside)

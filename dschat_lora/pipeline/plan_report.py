@@ -49,7 +49,7 @@ def show_plans(
     """
     recipe = read_recipe(what, num_gpus=processes) if options is None else None
     count = processes or 1 if recipe is None else recipe.launcher.processes or 1
-    with planning(count) as home:
+    with planning(count, card) as home:
         if recipe is not None:
             plans = list(plan_file(recipe, home, card=card))
         else:
@@ -69,7 +69,7 @@ def described_plan(
     stage: str, options: Mapping[str, Any], *, card: Card | None, processes: int
 ) -> tuple[dict[str, Any], str]:
     """The plan of a stage by its options as JSON, and in words."""
-    with planning(processes) as home:
+    with planning(processes, card) as home:
         planned = plan_stage(stage, options, home, card=card, processes=processes)
         return to_dict(planned), "\n".join(lines(planned))
 

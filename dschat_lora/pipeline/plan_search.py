@@ -151,14 +151,15 @@ def plan_file(recipe: Recipe, home: Path, *, card: Card | None = None) -> Iterat
 
 
 @contextmanager
-def planning(processes: int = 1) -> Iterator[Path]:
+def planning(processes: int = 1, card: Card | None = None) -> Iterator[Path]:
     """Inside the block, which gets a directory for placeholders, so many processes are planned.
 
-    transformers does not say there what is unusual about shapes without weights.
+    Without a ``card`` their GPUs are of compute capability 8 or more. transformers does not say
+    there what is unusual about shapes without weights.
     """
     with (
         only_errors(),
-        planned_processes(processes),
+        planned_processes(processes, has_varlen=card is None or card.has_varlen),
         tempfile.TemporaryDirectory() as temporary,
     ):
         yield Path(temporary).resolve()

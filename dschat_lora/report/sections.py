@@ -50,6 +50,7 @@ _REASONS = {
     "bad_rows": "not usable: the reasons are below",
     "empty_rows": "of these, with an empty text",
     "dropped_rows": "dropped: longer than the limit",
+    "partly_dropped_rows": "lost samples that are longer than the limit",
     "truncated_rows": "cut at the limit",
     "split_rows": "cut into several samples",
     "identical_rows": "pairs of equal answers, left out",
@@ -58,6 +59,7 @@ _REASONS = {
     "shared_prompt_rows": "held-out pairs whose prompt is in training pairs",
     "doubled_bos_rows": "brought a second beginning-of-sequence, kept once",
     "eval_dropped_rows": "held-out rows dropped: longer than the limit",
+    "eval_partly_dropped_rows": "held-out rows that lost samples longer than the limit",
     "eval_identical_rows": "held-out pairs of equal answers, left out",
 }
 

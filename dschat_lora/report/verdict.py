@@ -173,7 +173,8 @@ def _of_training(run: RunData) -> list[str]:
 def _of_data(run: RunData) -> list[str]:
     audit = run.audit
     rows, found = amount(audit.get("train_rows")), []
-    cut = amount(audit.get("dropped_rows")) + amount(audit.get("truncated_rows"))
+    names = ("dropped_rows", "partly_dropped_rows", "truncated_rows")
+    cut = sum(amount(audit.get(name)) for name in names)
     if rows and cut > 0.1 * rows:
         found.append(
             f"{cut:,.0f} of {rows:,.0f} training rows were dropped or cut at "

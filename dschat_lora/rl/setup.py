@@ -661,7 +661,7 @@ def _identity(
         critic = f"{base_fingerprint(scorer.model)} {adapter_fingerprint(scorer.model)}"
     found = state_identity(roles.actor, tokenizer, prompts, settings["actor"]) | {
         "critic": critic,
-        "text": None if text is None else text.train.digest,
+        "text": None if text is None else text.train.identity,
         "rows": len(prompts.train),
     }
     if teacher is not None:
@@ -671,5 +671,5 @@ def _identity(
         model = roles.reference.model
         found["teacher"] = f"{base_fingerprint(model)} {adapter_fingerprint(model)}"
     if answers is not None:
-        found["answers"] = answers.train.digest
+        found["answers"] = answers.train.identity
     return found

@@ -26,6 +26,7 @@ from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.staging import staged_directory
+from dschat_lora.data.digests import DataIdentity
 from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_rank_zero, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import RunLog, jsonable
@@ -109,7 +110,12 @@ class Checkpointer:
         if not config.checkpoint:
             return
         checkpoint = Path(config.checkpoint)
-        on_rank_zero(lambda: check_identity(checkpoint, self._identity, num_steps=num_steps))
+        accepts = self._options.accept_changed_data
+        on_rank_zero(
+            lambda: check_identity(
+                checkpoint, self._identity, num_steps=num_steps, accepts_changed_data=accepts
+            )
+        )
         state = json.loads(
             broadcast_string(json.dumps(read_state(checkpoint)) if rank() == 0 else "")
         )
@@ -276,7 +282,10 @@ def state_to_keep(
     state: dict[str, Any] = jsonable(
         {
             "step": step,
-            "identity": identity,
+            "identity": {
+                name: value.digest.to_dict() if isinstance(value, DataIdentity) else value
+                for name, value in identity.items()
+            },
             "options": options_to_keep(config),
             "config": flatten(config),
             "log": log.position,

@@ -53,6 +53,7 @@ class Findings:
             "supervised_tokens": audit.supervised_tokens,
             "bad": audit.bad_rows,
             "too_long": audit.dropped_rows,
+            "too_long_in_part": audit.partly_dropped_rows,
             "truncated": audit.truncated_rows,
             "split": audit.split_rows,
             "duplicates": audit.duplicate_rows,

@@ -22,6 +22,7 @@ from dschat_lora.engine.distributed import (
     device,
     device_type,
     max_over_ranks,
+    planned_varlen,
     rank,
 )
 from dschat_lora.models.backbone import Backbone
@@ -57,7 +58,6 @@ class TrainedModel:
     offloads: bool = False  # the inputs of its blocks, where they are recomputed
     logit_bytes: int | None = None  # of a loss over whole distributions; None: cross-entropy
     processes: int = 1  # that divide the tokens of a row
-    has_mask: bool = True  # of the attention of a row; without, each sequence is by itself
 
     def estimate(
         self,
@@ -74,6 +74,14 @@ class TrainedModel:
         """
         rows, length = self._grid(rows, length)
         small = device_type() == "cpu" and self.logit_bytes is None
+        masks = 0  # where processes attend to sequences one by one
+        if self.processes == 1:
+            masks = Backbone(self.model).mask_bytes(
+                device() if planned_varlen() is None else None,
+                length=length,
+                recomputes=gradient_checkpointing,
+                sharded=zero_stage == 3,
+            )
         return estimate_memory(
             self.model,
             rows=rows,
@@ -88,7 +96,7 @@ class TrainedModel:
             chunk_logits=MAX_CHUNK_LOGITS_CPU if small else MAX_CHUNK_LOGITS,
             logit_bytes=self.logit_bytes,
             context_parallel_size=self.processes,
-            has_mask=self.has_mask,
+            mask_bytes=masks,
             has_temporaries=device_type() == "cpu",  # a GPU's share beyond USABLE is for these
             **self.settings.gathering(zero_stage),
         )
@@ -307,10 +315,6 @@ def trained_model(
         sequences=config.max_row_tokens // config.data.max_seq_len,
         offloads=offloads_inputs(config),
         processes=config.parallel.context_parallel_size,
-        has_mask=not (
-            config.parallel.context_parallel_size > 1
-            or (device_type() == "cpu" and Backbone(adapted.model).skips_padding(device()))
-        ),
     )
 
 

@@ -32,6 +32,7 @@ from dschat_lora.config.options import (
     typed_options,
     value_text,
 )
+from dschat_lora.data.digests import DataIdentity
 from dschat_lora.engine.ds_config import fields_that_write
 from dschat_lora.models.option_checks import check_processes
 from dschat_lora.report.directory import check_idle, newest_directory
@@ -68,13 +69,15 @@ class OutputOptions(Protocol):
     def overwrite_output_dir(self) -> bool: ...
     @property
     def resume_from_checkpoint(self) -> str | None: ...
+    @property
+    def accept_changed_data(self) -> bool: ...
 
 
 ConfigT = TypeVar("ConfigT", bound="Resumable")
 
 # Options of one process, not of the run: never taken from a checkpoint.
 _OF_THE_PROCESS = (
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "accept_changed_data"),
     *("dry_run", "verbose", "deepspeed"),
 )
 # What runs code of the user's choice, or writes outside the run: a checkpoint, which may be
@@ -116,8 +119,12 @@ _IDENTITY = {
     "responses": "the responses of an iteration",
     "critic": "the reward model",
     "text": "the pretraining text",
+    "answers": "the answers of the data",
+    "teacher": "the teacher",
     "streams": "how random numbers are drawn",
 }
+# What --accept_changed_data lets differ.
+_OF_DATA = {"train_data", "eval_data", "text", "answers", "rows"}
 
 
 def settle(config: ConfigT, *, stage: str) -> ConfigT:
@@ -133,6 +140,8 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     """
     wanted = config.run.resume_from_checkpoint
     if wanted is None:
+        if config.run.accept_changed_data:
+            raise ValueError("--accept_changed_data is of a run with --resume_from_checkpoint")
         return replace(config, checkpoint="")
     run, choice = _find_checkpoint(wanted, config.run.output_dir, stage)
     for reason in choice.rejected.values():
@@ -166,11 +175,19 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     return resolved
 
 
-def check_identity(checkpoint: Path, now: Mapping[str, Any], *, num_steps: int = 0) -> None:
+def check_identity(
+    checkpoint: Path,
+    now: Mapping[str, Any],
+    *,
+    num_steps: int = 0,
+    accepts_changed_data: bool = False,
+) -> None:
     """Refuse to give the state of one run to another, or to one that would have ended before.
 
+    Where it ``accepts_changed_data``, what differs of these is said, and no reason to refuse.
+
     Raises:
-        ValueError: listing everything that differs.
+        ValueError: listing everything that differs, or could not be compared.
     """
     state = read_state(checkpoint)
     then = state["identity"]
@@ -183,15 +200,26 @@ def check_identity(checkpoint: Path, now: Mapping[str, Any], *, num_steps: int =
     if then.get("dtype") != now.get("dtype"):
         # The weights are then of another type too, which says nothing of the model.
         then, now = {**then, "model": None}, {**now, "model": None}
-    differences = [
-        f"{text} (was {then.get(name)}, now {now.get(name)})"
-        for name, text in _IDENTITY.items()
-        if then.get(name) != now.get(name)
-    ]
+    differences = {}
+    for name in _IDENTITY:
+        before, value = then.get(name), now.get(name)
+        if isinstance(value, DataIdentity):
+            words = value.difference(before)
+        else:
+            words = None if before == value else f"(was {before}, now {value})"
+        if words is not None:
+            differences[name] = f"{_IDENTITY[name]} {words}"
+    if accepts_changed_data:
+        for name in differences.keys() & _OF_DATA:
+            say_once(f"  note         accepted as it is: {differences.pop(name)}")
     if differences:
+        is_data = any(isinstance(now[name], DataIdentity) for name in differences)
+        hint = (
+            "; --accept_changed_data goes on" if is_data and differences.keys() <= _OF_DATA else ""
+        )
         raise ValueError(
             f"--resume_from_checkpoint {checkpoint}: the run was another one; what differs: "
-            + "; ".join(differences)
+            f"{'; '.join(differences.values())}{hint}"
         )
 
 

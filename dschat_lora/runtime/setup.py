@@ -232,8 +232,8 @@ def state_identity(
     return {
         "model": base_fingerprint(adapted.model),
         "tokenizer": tokenizer_digest(tokenizer),
-        "train_data": data.train.digest,
-        "eval_data": data.eval.digest,
+        "train_data": data.train.identity,
+        "eval_data": data.eval.identity,
         "dtype": settings.dtype,
         "adapter": adapted.lora.described(),
         "start": adapter_fingerprint(adapted.model),

@@ -31,7 +31,7 @@ STEP1_FLAGS = """
     fused_kernels
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
     modules_to_save enable_lora only_optimize_lora
-    resume_from_checkpoint save_interval save_minutes save_total_limit
+    resume_from_checkpoint accept_changed_data save_interval save_minutes save_total_limit
     data_path data_weights data_split_name columns unpaired_rows sft_only_data_path
     eval_data_path eval_ratio data_split data_output_path max_seq_len overlong bad_rows
     train_on_prompt packing preprocessing_num_workers chat_template_kwargs

@@ -1,10 +1,16 @@
+import re
 from collections import Counter
 
 import numpy as np
 import pytest
 
+from data.chat_tokenizers import build_chat_tokenizer
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.audit import DataAudit
+from dschat_lora.data.prepare import prepare, preview
 from dschat_lora.data.token_files import quantile
+from dschat_lora.report.markup import histogram
+from dschat_lora.report.sections import length_rows
 
 SOUND = {
     "rows_by_type": {"preference": 90, "text": 20},
@@ -120,3 +126,74 @@ def test_quantiles_of_counts_are_those_of_the_numbers(size):
         expected = np.quantile(numbers, share, method="inverted_cdf")
         assert quantile(Counter(numbers.tolist()), share) == expected
     assert quantile({}, 0.5) == 0
+
+
+def turns(*answers):
+    """A conversation with these answers."""
+    texts = [text for answer in answers for text in ("ask", answer)]
+    roles = ("user", "assistant") * len(answers)
+    found = zip(roles, texts, strict=True)
+    return {"messages": [{"role": role, "content": text} for role, text in found]}
+
+
+BAD = {"prompt": "no answer"}
+LONG = "x" * 400
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+# kind, rows, options, and by hand: training rows, samples, rows that are dropped, dropped
+# in part, truncated, split and of equal answers
+CASES = {
+    "an answer each": ("samples", [turns("b", "c")], {}, (1, 2, 0, 0, 0, 0, 0)),
+    "answers too long": (
+        *("samples", [turns("b"), turns("b", "c", LONG), turns(LONG), BAD], {}),
+        (3, 3, 1, 1, 0, 0, 0),
+    ),
+    "answers cut": (
+        *("samples", [turns("b", "c", LONG), turns("b")], {"overlong": "truncate"}),
+        (2, 4, 0, 0, 1, 0, 0),
+    ),
+    "used twice": (
+        *("samples", [turns("b", "c", LONG)] * 2, {"data_weights": (2.0,)}),
+        (2, 8, 0, 2, 0, 0, 0),
+    ),
+    "pieces": ("samples", [{"text": LONG}, {"text": "b"}], {}, (2, 6, 0, 0, 0, 1, 0)),
+    "pairs": (
+        *("pairs", [PAIR, PAIR | {"rejected": "b"}, PAIR | {"chosen": LONG}], {}),
+        (3, 1, 1, 0, 0, 0, 1),
+    ),
+    "answers of pairs": (
+        *("unpaired", [PAIR, {**PAIR, "prompt": "d", "chosen": LONG}], {}),
+        (2, 3, 0, 1, 0, 0, 0),
+    ),
+    "prompts": ("prompts", [{"prompt": "a"}, {"prompt": LONG}], {}, (2, 1, 1, 0, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_counted_once_whatever_becomes_of_them(tmp_path, jsonl, case):
+    kind, rows, options, expected = CASES[case]
+    config = DataConfig(
+        data_path=(str(jsonl(rows)),),
+        **{"max_seq_len": 100, "eval_ratio": 0.0, "bad_rows": "skip"} | options,
+    )
+    tokenizer = build_chat_tokenizer("qwen3")
+    eos = {"eos_id": tokenizer.eos_token_id, "kind": kind}
+    audit = prepare(config, tokenizer, phase=1, seed=0, cache_dir=tmp_path, **eos).audit
+    fates = ("dropped", "partly_dropped", "truncated", "split", "identical")
+    found = (getattr(audit, f"{name}_rows") for name in fates)
+    assert (audit.train_rows, audit.train_samples, *found) == expected
+    assert audit.train_rows + audit.bad_rows == len(rows)
+    used = {sample.row for sample in preview(config, tokenizer, **eos)}
+    assert len(used) == audit.train_rows - audit.dropped_rows - audit.identical_rows
+    # Each row is of one length.
+    by_length = histogram(audit.longer_rows, audit.train_rows)
+    numbers = [int(re.search(r"([-\d,]+) rows", line)[1]) for line in by_length]
+    assert (sum(numbers), min(numbers) >= 0) == (audit.train_rows, True)
+    words, table = length_rows(audit.to_dict())
+    assert words.startswith("Tokens of training rows")
+    assert [row[2] for row in table] == [f"{n} rows" for n in numbers if n]
+    (line,) = (each for each in audit.lines() if each.startswith("too long"))
+    dropped, partly, truncated = expected[2:5]
+    in_part = f"{partly} in part, " if partly else ""
+    assert line.startswith(f"too long     {dropped} dropped, {in_part}{truncated} truncated ")
+    share = (dropped + partly + truncated) / audit.train_rows
+    assert f"({share:.1%} of the rows)" in line

@@ -67,6 +67,7 @@ def train(
     base_bits=16,
     rows=16,
     length=512,
+    sample=512,
     packed=False,
     dtype="bf16",
     card="h200",
@@ -89,7 +90,7 @@ def train(
         base_bits=base_bits,
         rows=rows * accumulation,
         row_length=length,
-        max_sample=min(length, 512),
+        max_sample=min(length, sample),
     )
     samples = shapes.mixed_rows(size) if packed else shapes.full_rows(size)
     batches = shapes.micro_batches(samples, rows * length)
@@ -130,6 +131,9 @@ def train(
             offload=offload,
             offload_activations=offload_activations,
             accumulates=len(batches) > 1,
+            mask_bytes=Backbone(model).mask_bytes(
+                CUDA, length=longest, recomputes=recompute, sharded=zero_stage == 3
+            ),
         )
         return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
 

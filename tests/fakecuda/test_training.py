@@ -92,7 +92,10 @@ def check_plan(directory, shape, peak, **options):
     assert not plan.fits
 
 
+LONG = {"rows": 1, "length": 16384, "sample": 16384, "recompute": True}
 MORE = [
+    ("llama-3-8b", LONG),
+    ("llama-3-8b", {**LONG, "dtype": "fp32"}),  # under a mask
     ("llama-3-8b", {"rows": 4, "base_bits": 4}),
     ("llama-3-8b", {"rows": 4}),
     ("opt-6.7b", {"base_bits": 4, "recompute": True}),

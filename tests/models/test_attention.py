@@ -6,6 +6,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
+from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models import backbone as backbone_module
 from dschat_lora.models.attention import attend_by_spans
 from dschat_lora.models.backbone import Backbone
@@ -128,4 +129,11 @@ def test_padding_is_computed_under_the_models_own_mask_and_where_no_kernel_skips
     assert not backbone.skips_padding(CPU)
     assert not Backbone(tiny_model("opt")).skips_padding(torch.device("cuda"))
     assert not Backbone(tiny_model("opt", "eager")).skips_padding(CPU)
-    assert Backbone(tiny_model("opt").bfloat16()).skips_padding(CPU)
+    narrow = Backbone(tiny_model("opt").bfloat16())
+    assert narrow.skips_padding(CPU)
+    # On a GPU that is planned for, the kernel takes 16 bits and heads of a multiple of 8.
+    with planned_processes(1):
+        assert not Backbone(tiny_model("opt")).skips_padding(None)
+        assert narrow.skips_padding(None)
+        narrow.model.config.head_dim = 12
+        assert not narrow.skips_padding(None)

@@ -6,10 +6,12 @@ import torch
 from perf_models import FAMILIES, QUERY_VALUE, VOCAB, add_lora, checkpoint, llama, opt, project_lora
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from dschat_lora.algos.logprobs import MAX_CHUNK_LOGITS_CPU
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.samples import SequenceSample
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.perf.memory import activation_bytes, estimate_memory, offloaded_bytes
 from dschat_lora.perf.shape import describe
@@ -59,6 +61,7 @@ def estimate(model, **changes):
         "gradient_checkpointing": False,
         "zero_stage": 0,
         "world_size": 1,
+        "mask_bytes": model.dtype.itemsize,
     }
     return estimate_memory(model, **(settings | changes))
 
@@ -114,6 +117,18 @@ class LiveTensors(TorchDispatchMode):
         self.now -= self.sizes.pop(storage, 0)
 
 
+def peak_of_step(model, length, *, by_spans=True):
+    """The most bytes at a time of a forward and a backward pass over one row."""
+    network = CausalLMLoss(model).train()
+    network.backbone.by_spans = by_spans
+    ids = np.random.default_rng(0).integers(3, VOCAB, length).astype(np.int32)
+    batch = SampleCollator(0)([[SequenceSample.of(ids, ids)]])
+    fields = ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids", "spans")
+    with LiveTensors() as live:
+        network(**{name: getattr(batch, name) for name in fields}).backward()
+    return live.most
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("variant", ["LoRA everywhere", "LoRA on q and v"])
 @pytest.mark.parametrize("family", ["llama", "opt"])
@@ -124,23 +139,18 @@ def test_the_backward_pass_of_a_wide_mlp_is_the_peak_of_a_step(family, variant, 
     model = build(family, variant, torch.float32, attn="sdpa", **wide)
     if recomputes:
         checkpoint(model)
-    ids = np.random.default_rng(0).integers(3, VOCAB, length).astype(np.int32)
-    batch = SampleCollator(0)([[SequenceSample.of(ids, ids)]])
-    network, live = CausalLMLoss(model).train(), LiveTensors()
-    fields = ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids", "spans")
-    with live:
-        network(**{name: getattr(batch, name) for name in fields}).backward()
+    most = peak_of_step(model, length)
     found = estimate(
         model,
         rows=1,
         length=length,
         gradient_checkpointing=recomputes,
         chunk_logits=MAX_CHUNK_LOGITS_CPU,
-        has_mask=False,
+        mask_bytes=0,
     )
     assert found.temporaries > 0.05 * found.activations
     # Gradients of parameters come as activations go.
-    assert found.activations + found.loss + found.temporaries == pytest.approx(live.most, rel=0.08)
+    assert found.activations + found.loss + found.temporaries == pytest.approx(most, rel=0.08)
 
 
 def test_inputs_on_the_host_leave_two_on_the_device():
@@ -169,21 +179,61 @@ def test_activations_grow_with_positions_alone_when_attention_is_fused():
     short, long = (
         activation_bytes(llama(attn="sdpa"), shape, length=n, **settings) for n in (100, 200)
     )
-    assert long - short == 100 * 2  # one more row of the mask
-    bare = [
-        activation_bytes(llama(attn="sdpa"), shape, length=n, has_mask=False, **settings)
-        for n in (100, 200)
-    ]
-    assert bare == [short - 100 * 2] * 2
+    assert long == short
+
+
+def windowed(kinds, dtype):
+    """A model of a width of 16 with a window of 64 in the layers of that kind."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=len(kinds),
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=64,
+        layer_types=[f"{kind}_attention" for kind in kinds],
+        attn_implementation="sdpa",
+    )
+    return Gemma3ForCausalLM(config).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype", "by_spans", "recomputes", "length", "expected"),
+    [
+        (["full"] * 2, torch.float32, True, False, 1024, 0),
+        (["full"] * 2, torch.float32, False, False, 1024, 4),  # one for all layers
+        (["sliding", "full"], torch.bfloat16, False, True, 1024, 2 * 2),  # one for each kind
+        (["sliding", "full", "sliding"], torch.float32, True, False, 1024, 2 * 4),  # one a layer
+        (["sliding"] * 3, torch.bfloat16, True, True, 2048, 2 + 1),
+    ],
+)
+def test_masks_take_what_is_counted_for_each_pair_of_positions(
+    kinds, dtype, by_spans, recomputes, length, expected
+):
+    def built():
+        model = windowed(kinds, dtype)
+        return checkpoint(model) if recomputes else model
+
+    short, long = (peak_of_step(built(), n, by_spans=by_spans) for n in (length // 2, length))
+    backbone = Backbone(built())
+    backbone.by_spans = by_spans
+    found = backbone.mask_bytes(torch.device("cpu"), length=length, recomputes=recomputes)
+    assert found == expected
+    assert (long - 2 * short) / (length**2 - 2 * (length // 2) ** 2) == pytest.approx(
+        expected, abs=0.1
+    )
 
 
 def test_processes_that_divide_rows_keep_a_share_of_the_positions():
     model = build("llama", "LoRA everywhere", torch.float32, attn="sdpa")
-    whole, part = (estimate(model, context_parallel_size=n, has_mask=False) for n in (1, 4))
+    whole, part = (estimate(model, context_parallel_size=n, mask_bytes=0) for n in (1, 4))
     assert part.activations == whole.activations // 4
     assert (part.weights, part.optimizer) == (whole.weights, whole.optimizer)
-    assert estimate(model, rows=1, length=5, context_parallel_size=4).activations == (
-        estimate(model, rows=1, length=5).activations // 5 * 2
+    row = {"rows": 1, "length": 5, "mask_bytes": 0}
+    assert estimate(model, **row, context_parallel_size=4).activations == (
+        estimate(model, **row).activations // 5 * 2
     )
 
 

@@ -412,6 +412,27 @@ def test_inputs_on_the_host_are_planned_as_on_a_gpu(tiny, home):
     assert kept - moved == inputs * rows * 128 * HIDDEN * 2
 
 
+def test_a_mask_is_planned_where_no_kernel_attends_to_sequences_one_by_one(tiny, home):
+    """A number of 16 bits for each of T x T pairs; 24.4 GiB and 11.5 for it are 35.9."""
+    length = 78_475
+    options = {"lora_dim": 32, "base_bits": 4, "max_seq_len": length, "offload_activations": True}
+    options |= {"gradient_checkpointing": True, "per_device_train_batch_size": 1}
+    llama = {"model_name_or_path": "Llama-3.1-8B"}
+    long = plan_stage("sft", llama | options, home / "llama", card=None).plan
+    assert long.memory.peak / 2**30 == pytest.approx(24.4, abs=0.1)
+    rewarded = {"actor_model_name_or_path": tiny, "reward_function": ("builtin:regex=a",)}
+    ppo = plan_stage("rlhf", rewarded | {"per_device_training_batch_size": 3}, home, card=None).plan
+    of_pair = plan_stage("dpo", {"model_name_or_path": tiny, "max_seq_len": 32}, home, card=None)
+
+    def phase(plan):
+        return replace(plan, known={}).phases[TRAINING]
+
+    for plan, rows, row in ((long, 1, length), (ppo, 2 * 3, 512), (of_pair.plan, 16, 2 * 32)):
+        without = phase(plan)
+        with planning(1, find_card("T4")):
+            assert phase(plan) - without == rows * row**2 * 2
+
+
 def test_nothing_that_fits_is_exit_code_1(tiny, capsys):
     code, text = run(capsys, f"sft --model_name_or_path {tiny} --for 0.1GB")
     assert code == 1

@@ -12,6 +12,8 @@ from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.history import read_state, step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import flatten
+from dschat_lora.data.digests import NOT_COMPARED
+from dschat_lora.data.samples import SequenceSample, TokenSet
 from dschat_lora.runtime.resume import (
     check_identity,
     goes_on_in_place,
@@ -492,6 +494,38 @@ def test_every_difference_of_identity_is_listed(earlier):
     assert message.startswith(f"--resume_from_checkpoint {checkpoint}: ")
     assert message.count("; ") == 1 + 7
     assert message.count("now None") == 8
+
+
+def test_data_that_changed_are_refused_with_the_place_or_accepted_by_an_option(earlier, capsys):
+    samples = [SequenceSample.of([n, n], [-100, n]) for n in range(70)]
+    before, now = (TokenSet.of(each).identity for each in (samples, samples[:69]))
+    checkpoint = earlier()
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["identity"] |= {"train_data": before.digest.to_dict(), "rows": 41}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    found = IDENTITY | {"train_data": before, "eval_data": before, "rows": 41}
+    words = f"the evaluation data {NOT_COMPARED}"
+    with pytest.raises(ValueError, match="another one") as error:
+        check_identity(checkpoint, found)
+    assert str(error.value).endswith(f"differs: {words}; --accept_changed_data goes on")
+    found |= {"train_data": now, "rows": 40}
+    with pytest.raises(ValueError, match=r"now 69; they differ from samples 65 to 128 on\); "):
+        check_identity(checkpoint, found)
+    check_identity(checkpoint, found, accepts_changed_data=True)
+    assert f"  note         accepted as it is: {words}\n" in capsys.readouterr().out
+    found |= {"tokenizer": "other"}
+    with pytest.raises(ValueError, match=r"65 to 128 on\)$"):
+        check_identity(checkpoint, {**found, "eval_data": "dd", "rows": 41})
+    with pytest.raises(ValueError, match="another one") as error:
+        check_identity(checkpoint, found, accepts_changed_data=True)
+    assert str(error.value).endswith("what differs: the tokenizer (was bb, now other)")
+
+
+def test_changed_data_are_accepted_of_a_checkpoint_alone(earlier):
+    with pytest.raises(ValueError, match="--accept_changed_data is of a run with --resume_from"):
+        resolved("--accept_changed_data")
+    earlier()
+    assert "accept_changed_data" not in options_to_keep(resumed("out", "--accept_changed_data"))
 
 
 def test_weights_of_another_type_are_no_other_model(earlier):

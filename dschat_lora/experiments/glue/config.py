@@ -90,7 +90,8 @@ _FREE = frozenset(
         *("eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
         *("logging_steps", "gradient_checkpointing", "dataloader_num_workers", "logging_dir"),
         *("use_deterministic_algorithms", "distributed_timeout", "output_dir", "seeds"),
-        *("overwrite_output_dir", "resume_from_checkpoint", "dry_run", "model_name_or_path"),
+        *("overwrite_output_dir", "resume_from_checkpoint", "accept_changed_data", "dry_run"),
+        "model_name_or_path",
     )
 )
 _AT_LEAST_ONE = (
@@ -245,6 +246,11 @@ class GlueConfig:
         help="go on from a checkpoint: latest (the newest sound one of --output_dir), auto (the "
         "same, or a fresh start where there is none), a checkpoint-N, or a run's directory; "
         "options not typed are those of its run",
+    )
+    accept_changed_data: bool = option(
+        False,
+        help="with --resume_from_checkpoint: go on where the data are not those of the checkpoint, "
+        "or cannot be compared with them",
     )
     distributed_timeout: float = option(
         120.0,

@@ -93,7 +93,10 @@ def _train_and_measure(run: OpenRun[GlueConfig], settings: TrainingArguments) ->
         trainer.before_best = lambda: keep_last(trainer, config)
         if config.checkpoint:
             checkpoint = Path(config.checkpoint)
-            on_rank_zero(lambda: check_identity(checkpoint, trainer.identity))
+            accepts = config.accept_changed_data
+            on_rank_zero(
+                lambda: check_identity(checkpoint, trainer.identity, accepts_changed_data=accepts)
+            )
             check_pickles(checkpoint)
         with run.interrupts.deferred():
             done = trainer.train(resume_from_checkpoint=config.checkpoint or None)
