@@ -190,7 +190,8 @@ class Service:
         try:
             rows = await asyncio.to_thread(self.votes.append, body)
         except OSError as error:
-            raise ApiError(507, f"the vote is not saved: {error.strerror}") from error
+            reason = error.strerror or error
+            raise ApiError(507, f"the vote is not saved: {reason}") from error
         return JSONResponse({"rows": rows}, status_code=201)
 
 

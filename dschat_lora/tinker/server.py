@@ -1,7 +1,6 @@
 """``dschat-lora tinker``: the Tinker API over HTTP, until Ctrl-C."""
 
 import asyncio
-import fcntl
 import hmac
 import json
 import os
@@ -22,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from dschat_lora.config.staging import alone
 from dschat_lora.endpoint.answers import BusyError
 from dschat_lora.endpoint.guard import HANDLERS, ApiError, invalid, read_json
 from dschat_lora.endpoint.http_server import HttpServer
@@ -501,20 +501,6 @@ def make_app(service: TinkerService, *, host: str, token: str | None) -> Starlet
     )
 
 
-def _claim(directory: Path) -> None:
-    """Keep other servers out of a directory for as long as this process lives."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(
-            f"another server is at work in {directory}; stop it, or choose another --state_dir"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-
-
 def run_server(
     config: TinkerConfig, sources: Mapping[str, ModelSource], listening: socket.socket | None
 ) -> None:
@@ -549,7 +535,8 @@ def run_server(
             )
         )
     else:
-        _serve(config, bases, sources, directory, listening)
+        with alone(directory, "server", option="state_dir"):
+            _serve(config, bases, sources, directory, listening)
     shutdown()
 
 
@@ -560,7 +547,6 @@ def _serve(
     directory: Path,
     listening: socket.socket,
 ) -> None:
-    _claim(directory)
     service = TinkerService(
         bases,
         Store(directory),

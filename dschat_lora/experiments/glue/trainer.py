@@ -107,7 +107,9 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
         Raises:
             ValueError: if a trained weight is not finite.
+            OSError: if the directory is not there any more.
         """
+        on_rank_zero(lambda: check_place(self.directory / "checkpoint"))
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 step = self.state.global_step
