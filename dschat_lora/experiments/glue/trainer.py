@@ -19,6 +19,8 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, Train
 
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.tensors import writing
+from dschat_lora.config.staging import check_place
+from dschat_lora.engine.distributed import on_rank_zero
 from dschat_lora.experiments.glue.callback import MetricsCallback
 from dschat_lora.experiments.glue.config import GlueConfig, GlueTask, Measure
 from dschat_lora.experiments.glue.data import Example
