@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from dschat_lora.checkpoint.adapter_config import is_adapter_directory
+from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
 from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers, UnsupportedError
 from dschat_lora.endpoint.guard import ApiError, invalid, read_json
 from dschat_lora.endpoint.http_server import HttpServer
@@ -94,13 +96,11 @@ class Service:
                 "lora_name and lora_path are wanted", "lora_path" if name else "lora_name"
             )
 
-        if not Path(path).is_dir():
-            raise invalid(f"lora_path {path!r:.200} is no directory here", "lora_path")
-
         def open_alone() -> None:
             with self.loading:
                 if name in self.models:
                     raise invalid(f"the model {name!r:.80} has already been loaded", "lora_name")
+                _check_adapter(path)
                 model = open_adapter(name, path, list(self.models.values()), self.config)
                 self.decoder.add(model.batch)
                 self.models[name] = self.adapters[name] = model
@@ -216,6 +216,24 @@ def make_app(service: Service) -> Starlette:
             routes.append(Route(path, handler, methods=["POST"]))
     config, public = service.config, frozenset((HEALTH, *PAGE))
     return guarded_app(routes, host=config.host, token=config.token, public=public)
+
+
+def _check_adapter(path: str) -> None:
+    """Refuse what is no adapter, and do not tell the client what lies there instead.
+
+    Raises:
+        ApiError: if it is none, or cannot be read.
+    """
+    what, home = "no adapter that can be read here", Path(path)
+    homes = (home, home / "adapter", home / "actor" / "adapter")
+    try:
+        if any(map(is_adapter_directory, homes)) or is_checkpoint(home) or checkpoints_of(home):
+            return
+        if (home / "config.json").is_file():
+            what = "a whole model, and no adapter"
+    except (OSError, ValueError):  # a name that is too long, one that may not be read
+        pass
+    raise invalid(f"lora_path {path!r:.200} is {what}", "lora_path")
 
 
 async def _page_file(request: Request, name: str) -> Response:
