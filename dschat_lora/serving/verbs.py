@@ -98,7 +98,9 @@ def votes_path(config: ServeConfig) -> Path:
         ValueError: if it cannot be made, or is a link out of the directory of a run.
     """
     if config.votes is not None:
-        path = Path(os.path.realpath(Path(config.votes).expanduser()))  # a link of one's own
+        path = Path(config.votes).expanduser()
+        if path.is_symlink():  # the user's own
+            path = Path(os.path.realpath(path))
     else:
         first = Path(config.models[0]).expanduser()
         path = (first if first.is_dir() else Path()) / "votes.jsonl"
