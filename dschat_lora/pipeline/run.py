@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import command_line, fail, value_text
-from dschat_lora.config.staging import alone, write_whole
+from dschat_lora.config.staging import alone, check_within, write_whole
 from dschat_lora.pipeline.launch import Relay, launch_command, launcher_command, typed_command
 from dschat_lora.pipeline.recipe import Recipe, check_stages, read_recipe
 from dschat_lora.report.directory import leftovers, read_object
@@ -96,6 +96,7 @@ def run_pipeline(
         steps = make_state(recipe, PipelineRecord(recipe.directory), redo_from=redo_from)
         check_stages(recipe, done=[stage for stage, how in steps.items() if how == "skip"])
         for stage, how in steps.items():
+            check_within(recipe.directory / stage, recipe.directory)
             log_once(f"stage {stage}: {_WORDS[how]}")
         if dry_run:
             for stage, how in steps.items():

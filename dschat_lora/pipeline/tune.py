@@ -23,7 +23,7 @@ import torch
 
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, fail, flatten, value_text
-from dschat_lora.config.staging import alone, open_in_place
+from dschat_lora.config.staging import alone, check_place, open_in_place
 from dschat_lora.config.verbs import TuneConfig
 from dschat_lora.engine.children import (
     end_with_parent,
@@ -270,6 +270,7 @@ class RunningTrial:
                 command = launch_command(
                     self.search.stage, self.launcher, argv, program=launcher_command()
                 )
+            check_place(home / "metrics.jsonl")
             home.parent.mkdir(parents=True, exist_ok=True)
             _wait_until_idle(home)
             with open_in_place(home.with_suffix(".log"), "ab") as log:
