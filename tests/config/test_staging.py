@@ -161,8 +161,10 @@ def test_a_parent_that_leads_out_of_an_occupied_directory_is_refused(out):
     (out / "actor").symlink_to("../other")
     (out / "inner").mkdir()
     (out / "link").symlink_to("inner")
+    (out / "inner" / "log").symlink_to("../log")
     with occupied(out):
         write_whole(out / "link" / "a.json", "x")
+        open_in_place(out / "inner" / "log", "w").close()
         for write in (partial(write_whole, text="x"), partial(open_in_place, mode="a")):
             with pytest.raises(OSError, match="actor is a link to"):
                 write(out / "actor" / "a.json")
