@@ -277,7 +277,10 @@ REFUSED = {
         "response_format: ",
     ),
     "endless": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+        {
+            "stream": True,  # refused before it begins
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        },
         "response_format: no token follows the grammar",
     ),
     "wide": (
