@@ -74,7 +74,7 @@ FLOORS = [
         ),
     },
     {
-        "endpoint": Room("config data models report", "h11 starlette", "sockets"),
+        "endpoint": Room("config data models report", "h11 starlette uvicorn", "sockets"),
         "generation": Room("algos lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
@@ -87,7 +87,7 @@ FLOORS = [
             "algos checkpoint config data endpoint engine generation lora models perf report"
             " runtime",
             "gymnasium jsonschema lm_eval math_verify mcp numpy openai openenv reasoning_gym"
-            " starlette torch uvicorn verifiers",
+            " starlette torch verifiers",
             "algorithms builtin_rewards config coroutines environment_adapters external_rewards"
             " inputs role_config rollout_servers validation verifiers_environment",
         ),
@@ -116,12 +116,12 @@ FLOORS = [
         "serving": Room(
             "algos checkpoint config data endpoint engine generation lora models report runtime"
             " supervised",
-            "h11 llguidance starlette torch uvicorn",
+            "llguidance starlette torch",
             "config verbs",
         ),
         "tinker": Room(
             "algos checkpoint config data endpoint engine generation lora models report runtime",
-            "numpy safetensors starlette tinker torch uvicorn",
+            "numpy safetensors starlette tinker torch",
             "config verbs",
         ),
     },

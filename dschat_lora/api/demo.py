@@ -9,6 +9,7 @@ from typing import Any
 from dschat_lora.api import stages
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, fail
+from dschat_lora.config.staging import check_within
 from dschat_lora.pipeline.judge import Judgement, accuracy_by_flaw, evaluate_by_rule
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
@@ -60,6 +61,8 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
         fail(f"--output_dir {output_dir} holds an earlier demo; choose another directory")
     directory = RunDirectory.claim(output_dir, name="demo").path
     homes = {name: directory / name for name in NAMES}
+    for home in homes.values():
+        check_within(home, directory)
     seconds = {}
     for name, options in stage_options(homes).items():
         start, options = time.monotonic(), options | {"seed": seed}

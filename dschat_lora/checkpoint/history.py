@@ -6,7 +6,6 @@ Those of the stages are ``RUN/checkpoints/step-00000100``, those of transformers
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from dschat_lora.checkpoint.manifest import DamagedError, verify
 from dschat_lora.config.files import read_json
+from dschat_lora.config.staging import remove
 
 CHECKPOINTS = "checkpoints"
 #: beside the tensors of a checkpoint: everything that is none
@@ -100,9 +100,9 @@ def rotate(run: Path, *, keep: int, newest: int, best: int | None = None) -> Non
     for path in others[max(0, keep - len(kept)) :] if keep else []:
         if not path.is_symlink():
             doomed = path.with_name(f".{path.name}.deleted")
-            _remove(doomed)
+            remove(doomed)
             path.rename(doomed)
-            _remove(doomed)
+            remove(doomed)
 
 
 def quarantine_checkpoints(run: Path, *, after: int, rejected: Iterable[Path] = ()) -> list[Path]:
@@ -164,12 +164,4 @@ def _clear(path: Path, home: Path | None) -> None:
     if home is not None and os.path.lexists(path) and not os.path.lexists(home):
         path.rename(home)
     else:
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Delete a directory, file or link, if it is there; a link's target stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        remove(path)

@@ -154,7 +154,8 @@ def _is_at(lock: int, path: Path) -> bool:
 def _put_in_place(temporary: Path, directory: Path) -> None:
     """Move a finished directory to its name unless a sound one is there already."""
     # Another user may have made the file, who alone may write to it.
-    lock = os.open(directory.parent / ".lock", os.O_RDONLY | os.O_CREAT, 0o666)
+    flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # whatever lies there
+    lock = os.open(directory.parent / ".lock", flags, 0o666)
     try:
         # Without the lock, a process that found an unsound directory could move away the
         # sound one by which another has just replaced it.

@@ -131,6 +131,8 @@ class RequestAnswers:
             self._cached[index] = max(self._cached[index], piece.cached)
             if piece.error is not None:
                 self.leave()
+                if piece.param is not None:
+                    raise invalid(piece.error, piece.param)
                 status, code = (503, "stopped") if piece.stopped else (500, None)
                 raise ApiError(status, piece.error, code=code)
             self._open -= piece.is_last

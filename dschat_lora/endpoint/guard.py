@@ -6,7 +6,7 @@ import json
 import math
 import re
 import traceback
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,8 @@ from dschat_lora.report.terminal import note
 
 MAX_BODY_BYTES = 2**20
 MAX_DEPTH = 64
-BODY_SECONDS = 30
+# A body must come in BODY_SECONDS, and one more for each BODY_RATE bytes of it that came.
+BODY_SECONDS, BODY_RATE = 30, 2**18
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([0-9a-z._-]+))(?::[0-9]{1,5})?")
 
@@ -78,12 +79,19 @@ class Guard:
             let in, as the token protects.
         token: that requests must carry, None for no such rule.
         public: paths without secrets, for which no token is asked.
+        most: bytes that the body of a request to a path may have.
     """
 
     def __init__(
-        self, app: ASGIApp, *, host: str, token: str | None, public: Container[str]
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        token: str | None,
+        public: Container[str],
+        most: Callable[[str], int],
     ) -> None:
-        self._app, self._token, self._public = app, token, public
+        self._app, self._token, self._public, self._most = app, token, public, most
         self._is_local = host in LOCAL_HOSTS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +114,7 @@ class Guard:
 
         try:
             self._check(Headers(scope=scope), scope["path"])
-            await self._app(scope, receive, watched)
+            await self._app(scope, _bounded(receive, self._most(scope["path"])), watched)
         except ApiError as error:
             await JSONResponse(error.body, error.status)(scope, receive, watched)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
@@ -135,6 +143,30 @@ class Guard:
                 raise ApiError(401, message, code="invalid_api_key")
 
 
+def _bounded(receive: Receive, most: int) -> Receive:
+    """``receive``, whose body is refused where it is too large or does not come in time."""
+    size, whole, start = 0, False, math.nan
+
+    async def bounded() -> Message:
+        nonlocal size, whole, start
+        if whole:
+            return await receive()
+        now = asyncio.get_running_loop().time()
+        start = now if math.isnan(start) else start
+        seconds = BODY_SECONDS + size / BODY_RATE
+        try:
+            message = await asyncio.wait_for(receive(), start + seconds - now)
+        except asyncio.TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {seconds:.0f} seconds") from error
+        size += len(message.get("body", b""))
+        whole = not message.get("more_body", False)
+        if size > most:
+            raise ApiError(413, f"the body is larger than {most:,} bytes")
+        return message
+
+    return bounded
+
+
 async def _refuse(request: Request, error: ApiError) -> Response:
     headers = {"Retry-After": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.body, error.status, headers=headers)
@@ -157,28 +189,16 @@ HANDLERS: Mapping[Any, Any] = {
 }
 
 
-async def read_json(request: Request, *, most: int = MAX_BODY_BYTES) -> Any:
+async def read_json(request: Request) -> Any:
     """The JSON that a request holds: finite numbers, texts of whole characters, each name once.
 
     Raises:
-        ApiError: if it is none, is too large, or does not come in time.
+        ApiError: if it is none.
     """
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type must be application/json, found {kind!r:.80}")
-    body = bytearray()
-
-    async def receive() -> None:
-        nonlocal body
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > most:
-                raise ApiError(413, f"the body is larger than {most:,} bytes")
-
-    try:
-        await asyncio.wait_for(receive(), BODY_SECONDS)
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {BODY_SECONDS} seconds") from error
+    body = await request.body()
     try:
         value = json.loads(
             body.decode(),

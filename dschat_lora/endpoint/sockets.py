@@ -3,18 +3,9 @@
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
-
-# Of uvicorn's configuration: HTTP alone, and nothing written but what goes wrong.
-QUIET: Mapping[str, Any] = {
-    "ws": "none",
-    "lifespan": "off",  # whose end by a second Ctrl-C uvicorn logs with a traceback
-    "log_level": "warning",
-    "access_log": False,
-    "server_header": False,
-}
+from typing import Protocol
 
 
 def listen(host: str, port: int) -> socket.socket:

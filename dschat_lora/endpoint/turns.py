@@ -31,6 +31,7 @@ class Piece:
     finish: Finish | None = None
     error: str | None = None  # why there will be no more
     stopped: bool = False  # whether that is the decoder's end
+    param: str | None = None  # the field of the request whose fault it is
     ids: tuple[int, ...] = ()  # tokens since the last piece, the end token included
     logprobs: tuple[float, ...] = ()  # of ``ids``, in nats, where they were asked for
     # Of each of ``ids`` the most probable tokens in its place and their log-probabilities.

@@ -3,6 +3,7 @@
 Imports no model library, so that a wrong path is reported at once.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +169,7 @@ def _gguf_base(name: str) -> str | None:
     Raises:
         ValueError: if it cannot be read.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # of a file that may be anybody's: ~nobody is no error
     repository = name.rpartition(":")[0]
     if not name.endswith(GGUF) or not (path.is_file() or _HUB_NAME.fullmatch(repository)):
         return None

@@ -4,19 +4,16 @@
 do again.
 """
 
-import fcntl
 import json
-import os
 import shlex
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import command_line, fail, value_text
-from dschat_lora.config.staging import write_whole
+from dschat_lora.config.staging import alone, check_within, write_whole
 from dschat_lora.pipeline.launch import Relay, launch_command, launcher_command, typed_command
 from dschat_lora.pipeline.recipe import Recipe, check_stages, read_recipe
 from dschat_lora.report.directory import leftovers, read_object
@@ -99,6 +96,7 @@ def run_pipeline(
         steps = make_state(recipe, PipelineRecord(recipe.directory), redo_from=redo_from)
         check_stages(recipe, done=[stage for stage, how in steps.items() if how == "skip"])
         for stage, how in steps.items():
+            check_within(recipe.directory / stage, recipe.directory)
             log_once(f"stage {stage}: {_WORDS[how]}")
         if dry_run:
             for stage, how in steps.items():
@@ -156,33 +154,6 @@ def _options(recipe: Recipe, stage: str, how: How) -> dict[str, Any]:
 
 def _typed(recipe: Recipe, stage: str, how: How) -> str:
     return shlex.join(typed_command(stage, recipe.launcher, _options(recipe, stage, how)))
-
-
-@contextmanager
-def alone(directory: Path, what: str = "pipeline") -> Iterator[None]:
-    """Make the directory and, inside the block, keep what else takes such locks out of it.
-
-    ``what`` is what works there, for the message.
-
-    Raises:
-        ValueError: if one is there.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            # Ends with this process, however it ends: child processes do not inherit it.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another {what} is at work in {directory}; wait for it, stop it, or choose "
-                "another --output_dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def make_state(

@@ -23,6 +23,7 @@ import torch
 
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, fail, flatten, value_text
+from dschat_lora.config.staging import alone, check_place, open_in_place
 from dschat_lora.config.verbs import TuneConfig
 from dschat_lora.engine.children import (
     end_with_parent,
@@ -41,7 +42,6 @@ from dschat_lora.pipeline.launch import (
     signal_ranks,
     typed_command,
 )
-from dschat_lora.pipeline.run import alone
 from dschat_lora.pipeline.stages import STAGES, check_stage
 from dschat_lora.report.directory import check_idle, leftovers
 from dschat_lora.report.html import render_report, write_report
@@ -270,9 +270,10 @@ class RunningTrial:
                 command = launch_command(
                     self.search.stage, self.launcher, argv, program=launcher_command()
                 )
+            check_place(home / "metrics.jsonl")
             home.parent.mkdir(parents=True, exist_ok=True)
             _wait_until_idle(home)
-            with home.with_suffix(".log").open("ab") as log:
+            with open_in_place(home.with_suffix(".log"), "ab") as log:
                 process = subprocess.Popen(
                     command,
                     env=environment,

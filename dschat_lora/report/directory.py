@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dschat_lora.config.files import read_json
+from dschat_lora.config.staging import open_in_place
 
 # of steps 1 and 2, and of step 3
 _FINISHED = ("adapter", "model", "actor", "critic", "actor_ema", "bottleneck_adapter.safetensors")
@@ -62,8 +63,9 @@ def open_alone(path: Path) -> TextIO:
 
     Raises:
         ValueError: if another process has it.
+        OSError: as :func:`~dschat_lora.config.staging.open_in_place`.
     """
-    file = path.open("a+", encoding="utf-8")
+    file: TextIO = open_in_place(path, "a+")
     try:
         # Not inherited by workers, which may outlive a killed run.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

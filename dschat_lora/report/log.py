@@ -221,8 +221,12 @@ def _check_in_place(file: TextIO) -> None:
 
     Another run may begin there, unlocked; and what was saved so far is not with what follows.
     """
-    if not os.path.exists(file.name):
-        words = "it was moved or deleted while the run was writing to it"
+    try:
+        same = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except (FileNotFoundError, NotADirectoryError):
+        same = False
+    if not same:
+        words = "it was moved, deleted or replaced while the run was writing to it"
         raise FileNotFoundError(errno.ENOENT, words, file.name)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora import __version__
-from dschat_lora.config.files import named
+from dschat_lora.config.staging import write_whole
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.log import jsonable
 
@@ -47,15 +47,11 @@ class RunRecord:
         """Add or replace top-level fields; if the disk refuses, the file stays as it was."""
         self._content |= fields
         if self._active and self.is_open:
-            staged = self._path.with_suffix(".json.partial")
             text = _lists_on_a_line(json.dumps(jsonable(self._content), indent=2)) + "\n"
             try:
-                staged.write_text(text, encoding="utf-8")
-                staged.replace(self._path)
+                write_whole(self._path, text)
             except OSError as error:
-                self.failure = self.failure or named(error, self._path)
-                with suppress(OSError):
-                    staged.unlink(missing_ok=True)
+                self.failure = self.failure or error
 
     def check(self) -> None:
         """Raise the OSError with which the disk refused an update, if it did."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.files import named, parse_json, read_bytes
+from dschat_lora.config.staging import open_in_place
 from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.terminal import log_once
 
@@ -41,7 +42,7 @@ class RolloutLog:
         lines = (json_text.dumps(jsonable(row), ensure_ascii=False) + "\n" for row in rows)
         member = gzip.compress("".join(lines).encode(), mtime=0)
         try:
-            with self._path.open("r+b" if self._size else "wb", buffering=0) as file:
+            with open_in_place(self._path, "r+b" if self._size else "wb", buffering=0) as file:
                 file.seek(self._size)
                 file.write(member)
                 file.truncate()
@@ -76,7 +77,8 @@ class RolloutLog:
             self._log.say(f"  note         {FILE} had lost responses: those that are left stay")
         self._size = len(content)
         if content or self._path.is_file():
-            self._path.write_bytes(content)
+            with open_in_place(self._path, "wb") as file:
+                file.write(content)
 
 
 def read_rollouts(directory: Path) -> list[dict[str, Any]]:

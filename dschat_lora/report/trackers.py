@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from dschat_lora.config.staging import write_whole
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import note
 
@@ -125,7 +126,7 @@ class RunTracker:
                 f"--report_to {self.name} cannot begin a run: {' '.join(str(error).split())}"
                 + ("; WANDB_MODE=offline keeps it on the disk" if self.name == "wandb" else "")
             ) from error
-        path.write_text(json.dumps({**known, self.name: own}) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({**known, self.name: own}) + "\n")
         if identity is None:
             _replay(self, lines, first=0)
 

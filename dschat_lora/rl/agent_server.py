@@ -3,17 +3,15 @@
 import threading
 from functools import partial
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers
-from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
+from dschat_lora.endpoint.guard import ApiError, invalid, read_json
+from dschat_lora.endpoint.http_server import HttpServer, make_app
 from dschat_lora.endpoint.requests import parsed_request
-from dschat_lora.endpoint.sockets import QUIET, address_of, listen
+from dschat_lora.endpoint.sockets import address_of, listen
 from dschat_lora.rl.agent_programs import CALL_NUMBER, MODEL_NAME, reward_and_metrics
 from dschat_lora.rl.agents import OVER, AgentModel, Agents, Episode
 
@@ -34,14 +32,9 @@ class AgentServer:
         self.max_new_tokens = agents.max_new_tokens
         listening = listen(HOST, 0)
         self.address = address_of(listening)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self._app(),
-                http="h11",
-                backlog=4096,
-                timeout_keep_alive=3600,  # a program may think in between
-                **QUIET,
-            )
+        # A program may think in between.
+        self._server = HttpServer(
+            make_app(self._routes(), host=HOST, token=None), backlog=4096, timeout_keep_alive=3600
         )
         serve = partial(self._server.run, sockets=[listening])
         self._thread = threading.Thread(target=serve, name="agents", daemon=True)
@@ -52,16 +45,14 @@ class AgentServer:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(5)
 
-    def _app(self) -> Starlette:
+    def _routes(self) -> list[Route]:
         base = "/{episode}/v1"
-        routes = [
+        return [
             Route(f"{base}/chat/completions", partial(self._answer, kind="chat"), methods=["POST"]),
             Route(f"{base}/completions", partial(self._answer, kind="text"), methods=["POST"]),
             Route(f"{base}/models", self._models),
             Route("/{episode}/reward", self._reward, methods=["POST"]),
         ]
-        guard = Middleware(Guard, host=HOST, token=None, public=())
-        return Starlette(routes=routes, middleware=[guard], exception_handlers=HANDLERS)
 
     def _episode(self, request: Request) -> Episode:
         episode = self._agents.episodes.get(request.path_params["episode"])

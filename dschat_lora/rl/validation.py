@@ -106,7 +106,9 @@ def with_environment_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConf
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = (json.dumps({"prompt": episode_prompt(n), "episode": n}) for n in range(count))
         staged = path.with_name(f"{path.name}.{os.getpid()}")
-        staged.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+        staged.unlink(missing_ok=True)  # it may be a link
+        with staged.open("x", encoding="utf-8") as file:
+            file.writelines(f"{row}\n" for row in rows)
         staged.replace(path)
     return replace(config, data=replace(config.data, data_path=(str(path),)))
 

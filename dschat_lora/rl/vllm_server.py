@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.staging import check_place, open_in_place
 from dschat_lora.engine.children import end_with_parent, environment_of_no_launch, visible_gpu
 from dschat_lora.engine.distributed import device, gather_texts, local_rank, rank
 from dschat_lora.engine.rendezvous import is_one_host, usable_port
@@ -142,8 +143,9 @@ class ServerProcess:
     ) -> None:
         assert server.log is not None
         self._server = server
+        check_place(server.log)
         server.log.parent.mkdir(exist_ok=True)
-        with server.log.open("wb") as log:
+        with open_in_place(server.log, "wb") as log:
             self._process = subprocess.Popen(
                 command,
                 env=environment,

@@ -25,7 +25,7 @@ from dschat_lora.checkpoint.tensors import TensorFiles, save_tensors
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.config.staging import staged_directory
+from dschat_lora.config.staging import check_place, staged_directory
 from dschat_lora.data.digests import DataIdentity
 from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_rank_zero, rank
 from dschat_lora.engine.state import EngineState
@@ -245,7 +245,13 @@ class Checkpointer:
             return ""
         self._saver.drain()
         path = self._saver.committed or self._resumed_from
-        return f"The last good checkpoint is {path}" if path else "There is no checkpoint yet"
+        if path is None:
+            return "There is no checkpoint yet"
+        try:
+            check_place(path)
+        except OSError:
+            return f"The last checkpoint, {path.name}, went with it"
+        return f"The last good checkpoint is {path}"
 
     def _patience(self, step: int) -> float:
         """Seconds to wait for the disk: few enough not to matter at the default interval."""

@@ -15,9 +15,9 @@ from dschat_lora.checkpoint.history import (
     quarantine,
     quarantine_checkpoints,
 )
+from dschat_lora.config.staging import check_within
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.directory import check_idle, default_directory, is_unfinished, leftovers
-from dschat_lora.report.trackers import TRACKERS_FILE
 from dschat_lora.runtime.resume import OutputOptions, goes_on_in_place, is_first_rank
 
 if TYPE_CHECKING:
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 # Without its run.json nobody would know the directory for that of a run; whoever locks
 # metrics.jsonl empties it.
 _KEPT = frozenset({"metrics.jsonl", "run.json"})
+# What is written in its place; what is replaced as a whole, such as adapter/, may be a link.
+_WRITTEN_IN = (
+    *(*sorted(_KEPT), CHECKPOINTS, "tensorboard", "wandb", "trackers.json", "rollouts.jsonl.gz"),
+    *("actor", "critic", "actor_ema", "lora", "vllm", "last"),
+    *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
+)
 
 
 @dataclass(frozen=True)
@@ -105,18 +111,13 @@ class RunDirectory:
 
 
 def check_links(directory: Path) -> None:
-    """Refuse to write through a link out of the directory, which may be somebody else's.
+    """Refuse to write through a link out of the directory, or to a pipe: it may be a stranger's.
 
     Raises:
         ValueError: naming the link and where it leads.
     """
-    for name in (*_KEPT, "tensorboard", "wandb", TRACKERS_FILE, CHECKPOINTS):
-        path = directory / name
-        if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
-            raise ValueError(
-                f"{path} is a link to {path.resolve()}; a run writes to its own directory alone: "
-                "remove the link, or make --output_dir itself a link"
-            )
+    for path in (*(directory / name for name in _WRITTEN_IN), *directory.glob("checkpoint-*")):
+        check_within(path, directory)
 
 
 def _first_free(name: str) -> Path:
@@ -141,6 +142,7 @@ def check_output_dir(config: "Resumable", _: object) -> None:
     check_can_be_made(path)
     if not run.overwrite_output_dir:  # that makes room first
         check_room(path, 2**20)  # log, record and report of the smallest run
+    check_links(path)
     check_idle(path)
     earlier = leftovers(path)
     if not earlier or goes_on_in_place(config):

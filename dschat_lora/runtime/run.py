@@ -16,6 +16,7 @@ from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import build_config, command_line, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.config.staging import occupied
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.distributed import (
     broadcast_string,
@@ -77,6 +78,7 @@ class Ending:
 
     run: OpenRun[object] | None = None
     directory: RunDirectory | None = None  # of rank 0
+    closing: ExitStack = field(default_factory=ExitStack)
 
 
 @contextmanager
@@ -153,7 +155,12 @@ def claim_together(
             return RunDirectory.restart(given, name=name)
         return RunDirectory.claim(given, name=name)
 
-    ending.directory = claimed = on_rank_zero(claim)
+    def occupy() -> RunDirectory:
+        found = claim()
+        ending.closing.enter_context(occupied(found.path))
+        return found
+
+    ending.directory = claimed = on_rank_zero(occupy)
     return Path(broadcast_string("" if claimed is None else str(claimed.path)))
 
 
@@ -219,6 +226,11 @@ def recorded_ending() -> Iterator[Ending]:
     after an error that could wait for ranks that are gone.
     """
     ending = Ending()
+    with ending.closing:
+        yield from _recorded(ending)
+
+
+def _recorded(ending: Ending) -> Iterator[Ending]:
     try:
         yield ending
     except BaseException as error:

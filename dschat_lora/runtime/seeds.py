@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dschat_lora.config.options import command_line, flatten
-from dschat_lora.config.staging import write_whole
+from dschat_lora.config.staging import check_within, write_whole
 from dschat_lora.report.directory import default_directory, read_object
 from dschat_lora.report.terminal import log_once, table
 
@@ -83,6 +83,7 @@ def run_seeds(
 
     Raises:
         SystemExit: with the exit code of the first run that fails.
+        ValueError: if the directory of a run is a link out of the common one.
     """
     flat = flatten(config)
     given = {option: flat[option] for option in config.given - _OF_A_RUN}
@@ -93,6 +94,7 @@ def run_seeds(
     runs = []
     for seed in seeds:
         own = home / f"seed-{seed}"
+        check_within(own, home)
         log_once(f"seed {seed}: {own}")
         options = command_line({**given, "seed": seed, "output_dir": str(own)})
         code = run([*prefix, *options])

@@ -15,7 +15,7 @@ from dschat_lora.checkpoint.adapter_config import (
     verify_adapter,
 )
 from dschat_lora.checkpoint.history import is_checkpoint
-from dschat_lora.config.staging import staged_file
+from dschat_lora.config.staging import check_within, staged_file
 from dschat_lora.config.verbs import ExportConfig, PushConfig
 from dschat_lora.report.terminal import log_once, note, to_json
 
@@ -50,12 +50,18 @@ def push_directory(config: PushConfig) -> None:
     """Upload an adapter or model to the hub, or say what would be, where the network is not used.
 
     Raises:
-        ValueError: if there is nothing to upload, or the hub refuses the name or the token.
+        ValueError: if there is nothing to upload, a link leads out of the directory, or the hub
+            refuses the name or the token.
         OSError: if the hub cannot be reached.
     """
     from huggingface_hub import constants  # the conversion needs none of it
 
     directory = saved_directory(config.path, first="adapter")
+    for path in directory.rglob("*"):
+        try:
+            check_within(path, directory)
+        except ValueError as error:
+            raise ValueError(f"--path {config.path}: {error}") from error
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     plan: dict[str, Any] = {
         "directory": str(directory),

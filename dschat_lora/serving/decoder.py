@@ -117,9 +117,12 @@ class RunningAnswer:
             self._new_ids, self._new_logprobs = [], []
         return finish is not None
 
-    def fail(self, reason: str, *, stopped: bool = False) -> None:
-        """End it with an error."""
-        self._emit(Piece("", self._count, error=reason, stopped=stopped))
+    def fail(self, reason: object, *, stopped: bool = False) -> None:
+        """End it with an error, which is its request's where its grammar cannot be followed."""
+        grammar = self.options.grammar
+        param = grammar.field if grammar and isinstance(reason, GrammarError) else None
+        words = str(reason) if param is None else f"{param}: {reason}"
+        self._emit(Piece("", self._count, error=words, stopped=stopped, param=param))
 
 
 class AnswerDecoder:
@@ -363,7 +366,7 @@ def _go_on(rows: SlotRows, running: Sequence[RunningAnswer]) -> list[bool]:
 
 def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:
     """Choose the next token of each answer by (B, V) logits; returns which ended with it."""
-    failed = dict[int, str]()
+    failed = dict[int, object]()
     allowed = _allowed(answers, logits, failed)
     tokens = sample_each(
         allowed,
@@ -378,7 +381,7 @@ def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:
         try:
             ended.append(row in failed or answer.push(token, logprobs.get(row)))
         except GrammarError as error:
-            failed[row] = str(error)
+            failed[row] = error
             ended.append(True)
         if row in failed:
             answer.fail(failed[row])
@@ -386,7 +389,7 @@ def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:
 
 
 def _allowed(
-    answers: Sequence[RunningAnswer], logits: torch.Tensor, failed: dict[int, str]
+    answers: Sequence[RunningAnswer], logits: torch.Tensor, failed: dict[int, object]
 ) -> torch.Tensor:
     """(B, V) logits, -inf where a grammar excludes a token.
 
@@ -400,7 +403,7 @@ def _allowed(
         try:
             masks[row] = grammar.allowed(logits.shape[1])
         except GrammarError as error:
-            failed[row] = str(error)
+            failed[row] = error
     return logits.masked_fill(~to_device(masks, logits.device), -torch.inf)
 
 

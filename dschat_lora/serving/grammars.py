@@ -108,8 +108,13 @@ class Grammars:
         matcher = LLMatcher(self._vocabulary, grammar.text, log_level=0)
         if matcher.is_error():
             raise UnsupportedError(f"{field}: {_in_line(matcher)}", field)
+        try:
+            GrammarState(matcher.deep_copy()).allowed(self._size)
+        except GrammarError as error:  # such as {"$ref": "#"}
+            raise UnsupportedError(f"{field}: {error}", field) from error
         return matcher
 
 
 def _in_line(matcher: "LLMatcher") -> str:
-    return f"{' '.join(matcher.get_error().split()):.300}"
+    said, _, _ = matcher.get_error().partition("<state>")  # what follows is for its developers
+    return f"{' '.join(said.split()):.300}"

@@ -12,23 +12,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import uvicorn
-from h11 import IDLE
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dschat_lora.checkpoint.adapter_config import is_adapter_directory
+from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint
 from dschat_lora.endpoint.answers import AnswerResponse, Kind, RequestAnswers, UnsupportedError
-from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
+from dschat_lora.endpoint.guard import ApiError, invalid, read_json
+from dschat_lora.endpoint.http_server import HttpServer
+from dschat_lora.endpoint.http_server import make_app as guarded_app
 from dschat_lora.endpoint.requests import (
     Fields,
     checked_messages,
     parsed_request,
 )
-from dschat_lora.endpoint.sockets import QUIET, address_of, run_until_signal
+from dschat_lora.endpoint.sockets import address_of, run_until_signal
 from dschat_lora.report.terminal import log_once
 from dschat_lora.serving.config import ServeConfig
 from dschat_lora.serving.decoder import AnswerDecoder
@@ -37,8 +37,6 @@ from dschat_lora.serving.votes import VoteFile
 
 # Seconds that running answers have after Ctrl-C.
 PATIENCE = 5.0
-# Seconds in which the head of a request must come, and a client must take what it is sent.
-CLIENT_SECONDS = 30.0
 HEALTH = "/healthz"
 PAGE = {
     "/": "index.html",
@@ -98,13 +96,11 @@ class Service:
                 "lora_name and lora_path are wanted", "lora_path" if name else "lora_name"
             )
 
-        if not Path(path).is_dir():
-            raise invalid(f"lora_path {path!r:.200} is no directory here", "lora_path")
-
         def open_alone() -> None:
             with self.loading:
                 if name in self.models:
                     raise invalid(f"the model {name!r:.80} has already been loaded", "lora_name")
+                _check_adapter(path)
                 model = open_adapter(name, path, list(self.models.values()), self.config)
                 self.decoder.add(model.batch)
                 self.models[name] = self.adapters[name] = model
@@ -194,7 +190,8 @@ class Service:
         try:
             rows = await asyncio.to_thread(self.votes.append, body)
         except OSError as error:
-            raise ApiError(507, f"the vote is not saved: {error.strerror}") from error
+            reason = error.strerror or error
+            raise ApiError(507, f"the vote is not saved: {reason}") from error
         return JSONResponse({"rows": rows}, status_code=201)
 
 
@@ -217,70 +214,37 @@ def make_app(service: Service) -> Starlette:
             ("/v1/unload_lora_adapter", service.unload_adapter),
         ):
             routes.append(Route(path, handler, methods=["POST"]))
-    guard = Middleware(
-        Guard,
-        host=service.config.host,
-        token=service.config.token,
-        public=frozenset((HEALTH, *PAGE)),
-    )
-    app = Starlette(routes=routes, middleware=[guard], exception_handlers=HANDLERS)
-    app.router.redirect_slashes = False  # no addresses made of a request's Host
-    return app
+    config, public = service.config, frozenset((HEALTH, *PAGE))
+    return guarded_app(routes, host=config.host, token=config.token, public=public)
+
+
+def _check_adapter(path: str) -> None:
+    """Refuse what is no adapter, and do not tell the client what lies there instead.
+
+    Raises:
+        ApiError: if it is none, or cannot be read.
+    """
+    what, home = "no adapter that can be read here", Path(path)
+    homes = (home, home / "adapter", home / "actor" / "adapter")
+    try:
+        if any(map(is_adapter_directory, homes)) or is_checkpoint(home) or checkpoints_of(home):
+            return
+        if (home / "config.json").is_file():
+            what = "a whole model, and no adapter"
+    except (OSError, ValueError):  # a name that is too long, one that may not be read
+        pass
+    raise invalid(f"lora_path {path!r:.200} is {what}", "lora_path")
 
 
 async def _page_file(request: Request, name: str) -> Response:
     return FileResponse(Path(__file__).with_name("page") / name, headers=_PAGE_HEADERS)
 
 
-class HttpConnection(H11Protocol):
-    """Closes the connection of a client that neither says what it wants nor reads an answer."""
-
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect(True)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        # Idle: a request's head has not come whole. Between two requests uvicorn has its own timer,
-        # which what comes of a body that nobody reads would stop.
-        answered = self.cycle is not None and self.cycle.response_complete
-        if not self.flow.write_paused:
-            self._expect(self.conn.their_state is IDLE or answered)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._expect(True)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._expect(False)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._expect(False)
-        super().connection_lost(exc)
-
-    def _expect(self, something: bool) -> None:
-        """Give the client its time, from the first call on, or stop counting."""
-        if something and self._timer is None:
-            self._timer = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
-        elif not something and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-class Server(uvicorn.Server):
+class Server(HttpServer):
     """Ends running answers before it waits for their connections, and itself with the decoder."""
 
     def __init__(self, service: Service) -> None:
-        super().__init__(
-            uvicorn.Config(
-                make_app(service),
-                http=HttpConnection,
-                **QUIET,
-            )
-        )
+        super().__init__(make_app(service))
         self._decoder = service.decoder
 
     def fail(self) -> None:

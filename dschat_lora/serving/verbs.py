@@ -1,11 +1,13 @@
 """The command lines of ``dschat-lora chat`` and ``dschat-lora serve``."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from dschat_lora.config.options import parse_config
+from dschat_lora.config.staging import check_within
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.endpoint.sockets import listen
 from dschat_lora.runtime.checks import find_of_kind, settled_base_bits
@@ -93,13 +95,16 @@ def votes_path(config: ServeConfig) -> Path:
     """The file of ``--votes``.
 
     Raises:
-        ValueError: if it cannot be made.
+        ValueError: if it cannot be made, or is a link out of the directory of a run.
     """
     if config.votes is not None:
         path = Path(config.votes).expanduser()
+        if path.is_symlink():  # the user's own
+            path = Path(os.path.realpath(path))
     else:
         first = Path(config.models[0]).expanduser()
         path = (first if first.is_dir() else Path()) / "votes.jsonl"
+    check_within(path, path.parent)
     if path.is_dir():
         raise ValueError(f"--votes {path} is a directory; give a file")
     check_can_be_made(path.parent, option="votes")

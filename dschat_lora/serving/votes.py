@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.config.staging import open_in_place
 from dschat_lora.endpoint.guard import invalid
 from dschat_lora.endpoint.requests import Fields, checked_messages
 
@@ -29,7 +30,7 @@ class VoteFile:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab+", buffering=0) as file:
+            with open_in_place(self.path, "ab+", buffering=0) as file:
                 size = file.tell()
                 if size:  # a line that a crash left unfinished stays a line of its own
                     file.seek(-1, os.SEEK_END)

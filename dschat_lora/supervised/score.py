@@ -1,7 +1,6 @@
 """Scores of given answers by a reward model, one line for each row of data."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 from dschat_lora.config.files import naming
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import ScoreConfig
+from dschat_lora.config.staging import staged_file
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Span, make_chat
 from dschat_lora.data.encoder import make_encoder
@@ -195,12 +195,5 @@ def output_file(path: str | None) -> Iterator[TextIO]:
             sys.stdout.flush()
         return
     final = Path(path).expanduser()
-    staged = final.with_name(f".{final.name}.{os.getpid()}")
-    try:
-        with naming(final):
-            final.parent.mkdir(parents=True, exist_ok=True)
-            with staged.open("w", encoding="utf-8") as file:
-                yield file
-            staged.replace(final)
-    finally:
-        staged.unlink(missing_ok=True)
+    with staged_file(final) as staged, staged.open("w", encoding="utf-8") as file:
+        yield file

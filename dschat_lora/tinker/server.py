@@ -1,7 +1,6 @@
 """``dschat-lora tinker``: the Tinker API over HTTP, until Ctrl-C."""
 
 import asyncio
-import fcntl
 import hmac
 import json
 import os
@@ -17,16 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from dschat_lora.config.staging import alone
 from dschat_lora.endpoint.answers import BusyError
-from dschat_lora.endpoint.guard import HANDLERS, ApiError, Guard, invalid, read_json
-from dschat_lora.endpoint.sockets import QUIET, address_of, run_until_signal
+from dschat_lora.endpoint.guard import HANDLERS, ApiError, invalid, read_json
+from dschat_lora.endpoint.http_server import HttpServer
+from dschat_lora.endpoint.http_server import make_app as guarded_app
+from dschat_lora.endpoint.sockets import address_of, run_until_signal
 from dschat_lora.engine.failure_detection import on_loss
 from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.models.source import ModelSource
@@ -46,7 +46,7 @@ from dschat_lora.tinker.store import KINDS, Store, Weights, now, size_of
 from dschat_lora.tinker.worker import Worker
 
 API = "/api/v1"
-HEALTH = f"{API}/healthz"
+HEALTH, MESSAGES = f"{API}/healthz", f"{API}/forward_backward"
 # Seconds for which a result is waited for, before the client is told to ask again.
 POLL_SECONDS = 20.0
 MAX_MESSAGE_BYTES = 2**28
@@ -167,7 +167,7 @@ class Routes:
 
     async def forward_backward(self, request: Request) -> Response:
         """A loss of examples, and its gradient."""
-        body = await _read(request, MAX_MESSAGE_BYTES)
+        body = await request.body()
         found = await asyncio.to_thread(parse_message, body)
         return await self._accepted(found.model_id, found.seq_id, "forward_backward", body)
 
@@ -393,19 +393,10 @@ def _page(request: Request, items: list[Any], limit: int) -> tuple[list[Any], di
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    found = await read_json(request, most=MAX_BODY_BYTES)
+    found = await read_json(request)
     if not isinstance(found, dict):
         raise invalid(f"the body must be an object, got {found!r:.80}")
     return found
-
-
-async def _read(request: Request, most: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
-            raise ApiError(413, f"the body is larger than {most:,} bytes")
-    return bytes(body)
 
 
 def _check_version(fields: JsonFields) -> None:
@@ -425,7 +416,7 @@ async def _config(request: Request) -> Response:
 
 async def _constant(request: Request) -> Response:
     """What has the same answer each time; what is sent is thrown away."""
-    await _read(request, MAX_BODY_BYTES)
+    await request.body()
     answers: dict[str, dict[str, Any]] = {
         "healthz": {"status": "ok"},
         "telemetry": {"status": "accepted"},
@@ -500,27 +491,14 @@ def make_app(service: TinkerService, *, host: str, token: str | None) -> Starlet
         ApiError: _refuse_request,
         **dict.fromkeys((ValueError, NotFoundError, BusyError), _refuse),
     }
-    app = Starlette(
-        routes=[Route(f"{API}{path}", answer, methods=how) for path, answer, how in table],
-        middleware=[Middleware(Guard, host=host, token=token, public=links)],
-        exception_handlers=handlers,
+    return guarded_app(
+        [Route(f"{API}{path}", answer, methods=how) for path, answer, how in table],
+        host=host,
+        token=token,
+        public=links,
+        handlers=handlers,
+        most=lambda path: MAX_MESSAGE_BYTES if path == MESSAGES else MAX_BODY_BYTES,
     )
-    app.router.redirect_slashes = False  # no addresses made of a request's Host
-    return app
-
-
-def _claim(directory: Path) -> None:
-    """Keep other servers out of a directory for as long as this process lives."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(
-            f"another server is at work in {directory}; stop it, or choose another --state_dir"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
 
 
 def run_server(
@@ -557,7 +535,8 @@ def run_server(
             )
         )
     else:
-        _serve(config, bases, sources, directory, listening)
+        with alone(directory, "server", option="state_dir"):
+            _serve(config, bases, sources, directory, listening)
     shutdown()
 
 
@@ -568,7 +547,6 @@ def _serve(
     directory: Path,
     listening: socket.socket,
 ) -> None:
-    _claim(directory)
     service = TinkerService(
         bases,
         Store(directory),
@@ -589,13 +567,8 @@ def _serve(
         if service.runs:
             log_once(f"{directory}: {len(service.runs)} runs go on, {waiting} requests wait")
 
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(service, host=config.host, token=config.token),
-            timeout_graceful_shutdown=2,
-            **QUIET,
-        )
-    )
+    app = make_app(service, host=config.host, token=config.token)
+    server = HttpServer(app, timeout_graceful_shutdown=2)
     service.start(on_failure=lambda: setattr(server, "should_exit", True))
     try:
         run_until_signal(server, listening, say)

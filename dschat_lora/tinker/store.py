@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dschat_lora.checkpoint.tensors import save_weights
-from dschat_lora.config.staging import staged_file, write_whole
+from dschat_lora.config.staging import check_place, open_in_place, staged_file, write_whole
 from dschat_lora.tinker.adapters import CHECKPOINT_FILE
 
 SCHEME = "tinker://"
@@ -206,7 +206,7 @@ class RunStore:
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """A line of ``metrics.jsonl``, which ``dschat-lora report`` reads."""
-        with (self.directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        with open_in_place(self.directory / "metrics.jsonl", "a") as file:
             file.write(json.dumps({**line, "time": time.time()}) + "\n")
 
 
@@ -245,7 +245,9 @@ class Store:
 
 def _replace(path: Path, body: bytes) -> None:
     """Write a file that appears whole; it outlives the process at once, the machine soon after."""
+    check_place(path)
     staging = path.with_name(f".{path.name}.tmp")
+    staging.unlink(missing_ok=True)  # it may be a link
     staging.write_bytes(body)
     staging.replace(path)
 

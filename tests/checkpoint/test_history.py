@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.checkpoint import history
 from dschat_lora.checkpoint.history import (
     Choice,
     checkpoints_of,
@@ -161,7 +160,7 @@ def test_killed_rotation_leaves_no_part_of_a_checkpoint_under_its_name(tmp_path,
         raise OSError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(history.shutil, "rmtree", die_halfway)
+        patched.setattr(shutil, "rmtree", die_halfway)
         with pytest.raises(OSError, match="killed"):
             rotate(tmp_path, keep=1, newest=30)
     assert names(tmp_path) == [".step-00000020.deleted", "step-00000010", "step-00000030"]

@@ -118,6 +118,7 @@ def test_empty_name_is_not_the_current_directory(tmp_path, monkeypatch):
             "base of the adapter .* is missing.*nowhere",
         ),
         ({"base_model_name_or_path": "./base"}, "base of the adapter .* is missing.*./base"),
+        ({"base_model_name_or_path": "~nobody_here/x"}, "base of the adapter .* missing.*~nobody"),
         ({"r": 0}, "r and lora_alpha must be > 0"),
         ({"r": "4"}, "r must be int"),
         ({"use_dora": True}, "use_dora True is not supported"),

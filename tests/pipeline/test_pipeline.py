@@ -460,6 +460,9 @@ def test_second_pipeline_is_kept_out(run):
         code, said, commands = run()
     assert (code, commands) == (2, [])
     assert "another pipeline is at work in out" in said
+    Path("out/sft").symlink_to("/etc")
+    assert "out/sft is a link to /etc" in run()[1]
+    Path("out/sft").unlink()
     assert run()[0] == 0
 
 

@@ -15,6 +15,7 @@ import torch
 from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.config.staging import occupied
 from dschat_lora.engine import distributed
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
@@ -520,6 +521,12 @@ def test_fresh_run_has_nothing_to_restore(stubbed):
     assert checkpointer.last_good() == "There is no checkpoint yet"
     checkpointer.save(1)
     assert checkpointer.last_good() == "The last good checkpoint is step-1"
+    Path("home").mkdir()
+    with occupied(Path("home")):
+        checkpointer._saver.committed = Path("home/checkpoints/step-1")
+        Path("home").rename("moved")
+        Path("moved/checkpoints/step-1").mkdir(parents=True)
+        assert checkpointer.last_good() == "The last checkpoint, step-1, went with it"
 
 
 def test_state_of_several_shards_is_read_back(earlier, monkeypatch):

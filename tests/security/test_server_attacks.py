@@ -858,44 +858,6 @@ def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch
 # ---------------------------------------------------------------------------- slow and many clients
 
 
-def test_a_head_that_does_not_come_ends_its_connection(served, monkeypatch):
-    monkeypatch.setattr("dschat_lora.serving.server.CLIENT_SECONDS", 0.3)
-    url = urlsplit(served)
-    with ThreadPoolExecutor(5) as pool:
-
-        def trickle(start):
-            begun = time.monotonic()
-            with socket.create_connection((url.hostname, url.port), timeout=10) as connection:
-                try:
-                    connection.sendall(start)
-                    while time.monotonic() < begun + 8:
-                        time.sleep(0.05)
-                        connection.sendall(b"X: 1\r\n" if start else b"")
-                        connection.setblocking(False)
-                        try:
-                            if connection.recv(10_000) == b"":
-                                break
-                        except BlockingIOError:
-                            pass
-                        connection.setblocking(True)
-                except OSError:
-                    pass
-            return time.monotonic() - begun
-
-        unread = GET + b"Content-Length: 10000000\r\n\r\n"  # a body that nobody waits for
-        seconds = list(pool.map(trickle, [b"", GET, b"GET /v1", POST, unread]))
-    assert max(seconds) < 5
-    still_answers(served)
-
-
-def test_a_body_that_does_not_come_is_given_up(address, monkeypatch):
-    monkeypatch.setattr("dschat_lora.endpoint.guard.BODY_SECONDS", 0.3)
-    url = urlsplit(address)
-    with socket.create_connection((url.hostname, url.port), timeout=10) as connection:
-        connection.sendall(POST + b"Content-Length: 50\r\n\r\n{")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
-
-
 def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
     from dschat_lora.endpoint import sockets as places
     from dschat_lora.serving.decoder import AnswerDecoder
@@ -908,7 +870,7 @@ def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
         return listening
 
     monkeypatch.setattr(places, "listen", listen_with_little_room)
-    monkeypatch.setattr("dschat_lora.serving.server.CLIENT_SECONDS", 0.3)
+    monkeypatch.setattr("dschat_lora.endpoint.http_server.CLIENT_SECONDS", 0.3)
     model = endless(service.models["base"])
     decoder = AnswerDecoder([model.batch], max_batch_size=16, max_queue=0)
     body = {"model": "endless", "prompt": "Hi", "stream": True, "n": 16, "max_tokens": 400}

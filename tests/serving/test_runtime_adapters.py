@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -71,9 +72,29 @@ def test_adapters_come_and_go_and_each_answers_as_in_peft(address, runs):
     assert send(address, "GET", "/v1/models/base")[1]["max_model_len"] == 512
 
 
-def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs):
+def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs, monkeypatch):
+    from dschat_lora.serving import server
+
+    def is_adapter_directory(path, known=server.is_adapter_directory):
+        if "hidden" in Path(path).parts:  # root may read all
+            raise PermissionError(13, "Permission denied", str(path))
+        return known(path)
+
+    monkeypatch.setattr(server, "is_adapter_directory", is_adapter_directory)
+    hidden = runs[0].parent / "hidden"
     refused = {
-        "nowhere": (load(address, "z", runs[0] / "nowhere"), 400, "lora_path"),
+        **{
+            kind: (load(address, "z", path), 400, "is no adapter that can be read here")
+            for kind, path in {
+                "nowhere": runs[0] / "nowhere",
+                "a long name": "x" * 5000,
+                "a long path": "/a" * 3000,
+                "no name": "a\x00b",
+                "somebody's": runs[0].parent,
+                "a file": runs[0] / "run.json",
+                "hidden": hidden,
+            }.items()
+        },
         "a whole model": (load(address, "z", BUNDLED_MODEL), 400, "is a whole model"),
         "no path": (load(address, "z", ""), 400, "lora_name and lora_path are wanted"),
         "the base": (load(address, "base", runs[0] / "adapter"), 400, "already been loaded"),

@@ -24,12 +24,13 @@ from dschat_lora.models.source import find_model
 from helpers.spread import ALL
 
 tinker = pytest.importorskip("tinker", reason="the extra [tinker] is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="the extra [tinker] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [tinker] is not installed")
 
 from tinker import types  # noqa: E402
 from tinker.lib import internal_client_holder  # noqa: E402
 from tinker.proto import tinker_public_pb2 as messages  # noqa: E402
 
+from dschat_lora.endpoint.http_server import HttpServer  # noqa: E402
 from dschat_lora.tinker import service as service_module  # noqa: E402
 from dschat_lora.tinker.adapters import open_base  # noqa: E402
 from dschat_lora.tinker.server import make_app  # noqa: E402
@@ -61,10 +62,7 @@ def base():
 def running(app):
     """The address at which an application is served by a thread."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(
-            app, ws="none", lifespan="off", log_level="error", timeout_graceful_shutdown=1
-        )
-        server = uvicorn.Server(config)
+        server = HttpServer(app, timeout_graceful_shutdown=1)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

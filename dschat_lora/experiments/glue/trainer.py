@@ -19,6 +19,8 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, Train
 
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.tensors import writing
+from dschat_lora.config.staging import check_place
+from dschat_lora.engine.distributed import on_rank_zero
 from dschat_lora.experiments.glue.callback import MetricsCallback
 from dschat_lora.experiments.glue.config import GlueConfig, GlueTask, Measure
 from dschat_lora.experiments.glue.data import Example
@@ -107,7 +109,9 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
         Raises:
             ValueError: if a trained weight is not finite.
+            OSError: if the directory is not there any more.
         """
+        on_rank_zero(lambda: check_place(self.directory / "checkpoint"))
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 step = self.state.global_step

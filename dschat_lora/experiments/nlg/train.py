@@ -8,6 +8,7 @@ import torch
 from dschat_lora.checkpoint.gpt2_checkpoint import read_gpt2_checkpoint
 from dschat_lora.checkpoint.lora_only import write_lora_only
 from dschat_lora.checkpoint.tensors import writing
+from dschat_lora.config.staging import staged_directory
 from dschat_lora.engine.distributed import on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.experiments.nlg.config import NlgConfig
@@ -98,9 +99,9 @@ def _write_base(config: NlgConfig, weights: Path, directory: Path) -> None:
             "merge them first, or decode them"
         )
     model = gpt2_with_weights(name, config.model, checkpoint, dtype=torch.float32)
-    with writing(directory):
-        model.save_pretrained(directory)
-        load_tokenizer(name, config.model).save_pretrained(directory)
+    with staged_directory(directory) as staging, writing(directory):
+        model.save_pretrained(staging)
+        load_tokenizer(name, config.model).save_pretrained(staging)
 
 
 def save_factors(setup: SupervisedSetup, path: Path) -> None:
