@@ -1,13 +1,16 @@
 """Chat templates: the built-in one, files that the user names, and probing of what one takes."""
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_json, read_text
 from dschat_lora.data.messages import Message, content_text
+from dschat_lora.data.thoughts import EmptyThought, find_empty_thought
 
 # A letter for private use: no template knows it, none trims it.
 PROBE = "\ue0ff"
@@ -103,17 +106,26 @@ class TemplateFacts:
     takes_no_content: bool = True  # beside tool calls
     # Form of a call's arguments; None: as they are
     arguments: Literal["object", "text"] | None = None
-    after_answer: str = ""  # what follows an answer that is the last message
+    header: str = ""  # of the next answer, where it ends every text, whether asked for or not
+    after_answer: str = ""  # what follows an answer that is the last message, without that header
     after_earlier: str = ""  # what follows one that is not
     after_call: str = ""  # what follows the last argument of a call that is the last message
+    after_earlier_call: str = ""  # what follows that of one whose result is the next message
+    empty_thought: EmptyThought = EmptyThought()
 
 
-def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
-    """What renderings of a letter tell; ``render`` raises ValueError where a template refuses."""
+def probe_template(
+    render: Callable[[list[Message], bool], str], special: Collection[str]
+) -> TemplateFacts:
+    """What renderings of a letter tell.
 
-    def rendered(*messages: Message) -> str:
+    ``render`` gives the text of messages, up to the assistant's turn if the flag says so, and
+    raises ValueError where a template refuses them. ``special`` are the special tokens.
+    """
+
+    def rendered(*messages: Message, ask: bool = False) -> str:
         try:
-            return render(list(messages))
+            return render(list(messages), ask)
         except ValueError:
             return ""
 
@@ -129,12 +141,13 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
         {"role": role, "content": [{"type": "text", "text": text}] if by_parts else text}
         for role, text in (("user", "?"), ("assistant", PROBE), ("assistant", ""))
     )
-    calls, values = {}, {"x": PROBE}
+    calls, called, values = {}, {}, {"x": PROBE}
     for form, given in (("object", values), ("text", json.dumps(values, ensure_ascii=False))):
         call = {"type": "function", "function": {"name": "f", "arguments": given}}
         for content in ({}, silent):
             said = {**content, "role": "assistant", "tool_calls": [call]}
             calls[form, bool(content)] = rendered(question, said)
+            called[form, bool(content)] = said
     # Not where arguments were written as a text in quotes, their own ones escaped.
     good = {
         key
@@ -142,15 +155,50 @@ def probe_template(render: Callable[[list[Message]], str]) -> TemplateFacts:
         if (at := text.rfind(PROBE)) >= 0 and '\\"' not in text[max(0, at - 2) : at + 3]
     }
     forms = {form for form, _ in good}
+    last, earlier = (_behind(rendered(question, answer, *more)) for more in ((), (question,)))
+    header = _unasked_header(
+        last, earlier, rendered(question), rendered(question, ask=True), special
+    )
+    call = min(good, default=None)
+    result = {**question, "role": "tool", "name": "f", "tool_call_id": "c"}
     return TemplateFacts(
         takes_text,
         takes_parts,
         takes_no_content=any(not has_content for _, has_content in good),
         arguments=forms.pop() if len(forms) == 1 else None,  # type: ignore[arg-type]
-        after_answer=_behind(rendered(question, answer)),
-        after_earlier=_behind(rendered(question, answer, question)),
-        after_call=_behind(next((calls[key] for key in sorted(good)), "")),
+        header=header,
+        after_answer=last.removesuffix(header),
+        after_earlier=earlier,
+        after_call=_behind(calls[call]).removesuffix(header) if call else "",
+        after_earlier_call=_behind(rendered(question, called[call], result)) if call else "",
+        empty_thought=find_empty_thought(
+            lambda keys: rendered(question, {**answer, **keys}), "?", PROBE
+        ),
     )
+
+
+def _unasked_header(
+    last: str, earlier: str, unasked: str, asked: str, special: Collection[str]
+) -> str:
+    """The header of the next answer, which a template writes behind an answer that is the last one.
+
+    ``last`` and ``earlier`` follow an answer that is the last message, and one that is not;
+    ``unasked`` and ``asked`` are the text of a question, the latter up to its answer.
+    """
+    if asked != unasked or earlier.startswith(last):
+        return ""
+    longest_first = sorted(special, key=len, reverse=True)
+    tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    # All headers may begin with one token, as the first does.
+    start, begins = 0, set[str]()
+    while token := tokens.match(asked, start):
+        start = token.end()
+        begins.add(token[0])
+    shared = commonprefix([last, earlier])
+    ends = [token.end() for token in tokens.finditer(shared) if token[0] not in begins]
+    behind = last[ends[-1] if ends else 0 :]
+    header = commonprefix([behind[::-1], asked[::-1]])[::-1]
+    return header if header.strip() else ""
 
 
 def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:

@@ -81,7 +81,7 @@ def test_nothing_follows_an_end_token_of_the_template_but_end_of_sequence_a_plai
     assert learnt == "a<|im_end|>"
     assert read.endswith("a<|im_end|>")
     # A template whose answers have no end: as before.
-    assert tokens(row, "glm4moe")[0][1] == "\n<think></think>\na<|endoftext|>"
+    assert tokens(row, "glm4moe")[0][1] == "\na<|endoftext|>"
     plain = {"prompt": "q", "completion": "a<|im_end|>"}
     assert tokens(plain, "qwen2_5") == [("qa<|im_end|><|endoftext|>", "a<|im_end|><|endoftext|>")]
 
@@ -233,7 +233,7 @@ def test_columns_that_no_template_can_use_are_refused(row, message):
         ("glm4moe_training", ("<|user|>", "<|observation|>")),
         ("deepseekv3", ()),
         ("llava_next", ()),
-        ("glm4moe", ()),
+        ("glm4moe", ("<|user|>", "<|observation|>")),
     ],
 )
 def test_end_tokens_are_those_that_a_template_ends_answers_and_calls_with(name, ends):
