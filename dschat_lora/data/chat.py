@@ -17,6 +17,7 @@ from dschat_lora.data.templates import (
     BUILT_IN_TEMPLATE,
     PROBE,
     TemplateFacts,
+    common_prefix,
     fit_messages,
     probe_template,
     render_built_in,
@@ -228,18 +229,6 @@ class Chat:
             raise ValueError(
                 f"the tokenizer's chat template refuses the messages: {error}"
             ) from error
-
-
-def common_prefix(left: str, right: str) -> int:
-    """Number of leading characters that are equal."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left.startswith(right[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def make_chat(

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_lora.data.chat import Chat, Span, common_prefix
+from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.messages import Message, called_function, content_text
-from dschat_lora.data.templates import PROBE
+from dschat_lora.data.templates import PROBE, common_prefix
 
 # How the assistant's text is found: by the template's own marks, turn by turn in one rendering, or
 # answer by answer, each in a rendering of its own.
@@ -28,10 +28,10 @@ def supervise(
 
     A template with ``{% generation %}`` marks says itself what that is. Else a turn is what
     rendering it adds to the rendering of all before it, up to and including its end token, or the
-    marker of the next role where that alone ends it; where the template then renders earlier turns otherwise, each answer is a sample of its own, as the
-    model sees it when it speaks. Answers before message ``first_target`` are read, not trained on.
-    Each answer is the target of exactly one sample. Without ``by_marks`` marks are passed over, and
-    each answer ends in its end token.
+    marker of the next role where that alone ends it; where the template then renders earlier turns
+    otherwise, each answer is a sample of its own, as the model sees it when it speaks. Answers
+    before message ``first_target`` are read, not trained on. Each answer is the target of exactly
+    one sample. Without ``by_marks`` marks are passed over, and each answer ends in its end token.
 
     Raises:
         ValueError: if there is no answer to train on, or the template leaves out what it says.

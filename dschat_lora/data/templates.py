@@ -4,13 +4,12 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_json, read_text
 from dschat_lora.data.messages import Message, content_text
-from dschat_lora.data.thoughts import EmptyThought, find_empty_thought
+from dschat_lora.data.thoughts import NO_THOUGHT, EmptyThought, find_empty_thought
 
 # A letter for private use: no template knows it, none trims it.
 PROBE = "\ue0ff"
@@ -111,7 +110,7 @@ class TemplateFacts:
     after_earlier: str = ""  # what follows one that is not
     after_call: str = ""  # what follows the last argument of a call that is the last message
     after_earlier_call: str = ""  # what follows that of one whose result is the next message
-    empty_thought: EmptyThought = EmptyThought()
+    empty_thought: EmptyThought = NO_THOUGHT
 
 
 def probe_template(
@@ -141,17 +140,17 @@ def probe_template(
         {"role": role, "content": [{"type": "text", "text": text}] if by_parts else text}
         for role, text in (("user", "?"), ("assistant", PROBE), ("assistant", ""))
     )
-    calls, called, values = {}, {}, {"x": PROBE}
+    calls, values = dict[tuple[str, bool], Message](), {"x": PROBE}
     for form, given in (("object", values), ("text", json.dumps(values, ensure_ascii=False))):
         call = {"type": "function", "function": {"name": "f", "arguments": given}}
         for content in ({}, silent):
             said = {**content, "role": "assistant", "tool_calls": [call]}
-            calls[form, bool(content)] = rendered(question, said)
-            called[form, bool(content)] = said
+            calls[form, bool(content)] = said
+    texts = {key: rendered(question, said) for key, said in calls.items()}
     # Not where arguments were written as a text in quotes, their own ones escaped.
     good = {
         key
-        for key, text in calls.items()
+        for key, text in texts.items()
         if (at := text.rfind(PROBE)) >= 0 and '\\"' not in text[max(0, at - 2) : at + 3]
     }
     forms = {form for form, _ in good}
@@ -159,7 +158,7 @@ def probe_template(
     header = _unasked_header(
         last, earlier, rendered(question), rendered(question, ask=True), special
     )
-    call = min(good, default=None)
+    first = min(good, default=("", False))
     result = {**question, "role": "tool", "name": "f", "tool_call_id": "c"}
     return TemplateFacts(
         takes_text,
@@ -169,8 +168,8 @@ def probe_template(
         header=header,
         after_answer=last.removesuffix(header),
         after_earlier=earlier,
-        after_call=_behind(calls[call]).removesuffix(header) if call else "",
-        after_earlier_call=_behind(rendered(question, called[call], result)) if call else "",
+        after_call=_behind(texts.get(first, "")).removesuffix(header),
+        after_earlier_call=_behind(rendered(question, calls[first], result)) if good else "",
         empty_thought=find_empty_thought(
             lambda keys: rendered(question, {**answer, **keys}), "?", PROBE
         ),
@@ -194,11 +193,23 @@ def _unasked_header(
     while token := tokens.match(asked, start):
         start = token.end()
         begins.add(token[0])
-    shared = commonprefix([last, earlier])
+    shared = last[: common_prefix(last, earlier)]
     ends = [token.end() for token in tokens.finditer(shared) if token[0] not in begins]
     behind = last[ends[-1] if ends else 0 :]
-    header = commonprefix([behind[::-1], asked[::-1]])[::-1]
+    header = behind[len(behind) - common_prefix(behind[::-1], asked[::-1]) :]
     return header if header.strip() else ""
+
+
+def common_prefix(left: str, right: str) -> int:
+    """Number of leading characters that are equal."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left.startswith(right[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:

@@ -42,6 +42,9 @@ class EmptyThought(NamedTuple):
         return bool(closing) and not thought.strip().removeprefix(self.opening).strip()
 
 
+NO_THOUGHT = EmptyThought()
+
+
 def find_empty_thought(
     render: Callable[[dict[str, Any]], str], question: str, content: str
 ) -> EmptyThought:
@@ -62,7 +65,7 @@ def find_empty_thought(
     else:
         found = _TAGS.search(plain)
     if found is None:
-        return EmptyThought()
+        return NO_THOUGHT
     after = plain[found.end() :]
     blank = len(after) - len(after.lstrip())
     opening, closing = found[1] or found[2].replace("/", "", 1), found[2]

@@ -126,7 +126,7 @@ def _tokenize_sample(
         doubled,
         ended=is_ended,
         is_text=is_text,
-        empty_thoughts=sum(map(len, thoughts)),
+        empty_thoughts=sum(map(len, thoughts)) if learns else 0,
     )
 
 
@@ -252,7 +252,10 @@ def _thought_places(
         return []
 
     def tokens(end: int) -> int:
-        return shared_length(piece, encoder.encode_alone(span.text[:end])) if end else 0
+        # Alone, and behind other text, where SentencePiece puts no space before it.
+        texts = span.text[:end], "\n", "\n" + span.text[:end]
+        alone, line, behind = map(encoder.encode_alone, texts)
+        return max(shared_length(piece, ids) for ids in (alone, behind[len(line) :]))
 
     return [(tokens(start), tokens(end)) for start, end in span.empty_thoughts]
 

@@ -11,7 +11,7 @@ from dschat_lora.data.chat import Chat, Span, end_tokens
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import RawRow, RowError
-from dschat_lora.data.records import to_records
+from dschat_lora.data.records import answers_of, to_records
 from dschat_lora.data.rows import parse_row
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -184,6 +184,53 @@ def test_both_answers_of_a_pair_follow_one_prompt(name):
     assert tokenizer.decode(result.sample.chosen) == prompt + chosen
     assert tokenizer.decode(result.sample.rejected) == other + rejected
     assert result.ended
+
+
+THINK = "<think>\n\n</think>\n\n"
+HELD = {"role": "assistant", "content": THINK + "b"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "train_empty_think", "scored"),
+    [
+        (["a", "b"], False, ["a", "b"]),
+        (["a", "b"], True, [THINK + "a", THINK + "b"]),
+        ([THOUGHT, "b"], False, ["<think>\nhm\n</think>\n\na", THINK + "b"]),
+        (["a", HELD], False, [THINK + "a", THINK + "b"]),
+    ],
+    ids=["both without", "asked for", "one with", "one of the file"],
+)
+@pytest.mark.parametrize("kind", ["pairs", "unpaired"])
+def test_an_empty_thought_before_both_answers_is_of_the_prompt(
+    kind, answers, train_empty_think, scored
+):
+    tokenizer = build_chat_tokenizer("qwen3")
+    chosen, rejected = (
+        [{"role": "assistant", "content": each} if isinstance(each, str) else each]
+        for each in answers
+    )
+    pair = {"prompt": [USER], "chosen": chosen, "rejected": rejected}
+    found = records(pair, tokenizer, kind=kind)
+    if kind == "unpaired":
+        good, bad = answers_of(*found)
+        found = [good._replace(mismatched=bad.completion)]
+    rule = TokenRule(
+        tokenizer.eos_token_id, 10**6, "drop", False, kind, train_empty_think=train_empty_think
+    )
+    (result,) = tokenize(found, make_encoder(tokenizer), rule)
+    sample = result.sample
+    prompt = len(sample.prompt)
+    names = ("chosen", "rejected") if kind == "pairs" else ("input_ids", "mismatched")
+    own, other = (getattr(sample, name) for name in names)
+    ends = [text + "<|im_end|>" for text in scored]
+    assert [tokenizer.decode(ids[prompt:]) for ids in (own, other)] == ends
+    written = "<think>\nhm\n</think>\n\na" if chosen == [THOUGHT] else THINK + "a"
+    assert tokenizer.decode(own) == chatml(("user", "q"), open_as=written + "<|im_end|>")
+
+
+def test_an_empty_thought_that_the_file_holds_is_learnt():
+    for held in (HELD, {**HELD, "content": "b", "reasoning_content": ""}):
+        assert tokens({"messages": [USER, held]}, "qwen3")[0][1] == THINK + "b<|im_end|>"
 
 
 @pytest.mark.parametrize("name", ["deepseekv3", "nemotron_3_nano", "qwen3", "gptoss", "glm4moe"])
