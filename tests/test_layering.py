@@ -48,8 +48,7 @@ FLOORS = [
             "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
             "tokenizers torch transformers",
             "arrow_rows json_stream layouts messages nlg readers rows sources tar_rows templates "
-            "thoughts",
-            "tool_calls",
+            "thoughts tool_calls",
         ),
         "engine": Room(
             "algos config",
