@@ -9,7 +9,7 @@ from hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span, end_tokens
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.prepare import prepare
+from dschat_lora.data.prepare import prepare, preview
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import answers_of, to_records
 from dschat_lora.data.rows import parse_row
@@ -228,6 +228,15 @@ def test_an_empty_thought_before_both_answers_is_of_the_prompt(
     assert tokenizer.decode(own) == chatml(("user", "q"), open_as=written + "<|im_end|>")
 
 
+def test_the_preview_shows_an_empty_thought_as_not_supervised(jsonl):
+    tokenizer = build_chat_tokenizer("qwen3_5_think")
+    config = DataConfig(data_path=(str(jsonl([{"messages": [USER, ANSWER]}])),))
+    (shown,) = preview(config, tokenizer, eos_id=tokenizer.eos_token_id, kind="samples")
+    ids, supervised = shown.sequences["sample"]
+    assert tokenizer.decode(ids) == chatml(("user", "q"), open_as=THINK + "a<|im_end|>")
+    assert supervised == [0] * (len(ids) - 2) + [1, 1]
+
+
 def test_an_empty_thought_that_the_file_holds_is_learnt():
     for held in (HELD, {**HELD, "content": "b", "reasoning_content": ""}):
         assert tokens({"messages": [USER, held]}, "qwen3")[0][1] == THINK + "b<|im_end|>"
@@ -351,6 +360,15 @@ def test_samples_of_a_row_are_held_out_together_and_counted(tmp_path, jsonl):
         "answers      17 rows are 34 samples, one for each answer: the chat template renders "
         "earlier turns differently once later ones follow" in audit.lines()
     )
+    assert audit.empty_thoughts == 34
+    assert (
+        "thoughts     34 empty ones, which the chat template adds, are read and not learnt "
+        "(--train_empty_think learns them)" in audit.lines()
+    )
+    every = prepared(tmp_path, path, "qwen3", eval_ratio=0.2, train_empty_think=True).audit
+    # A token each: <think>, two lines, </think>, two lines.
+    assert every.supervised_tokens - audit.supervised_tokens == 34 * 6
+    assert (every.empty_thoughts, every.tokens) == (0, audit.tokens)
     # A template that leaves turns as they are holds out the same rows.
     plain = prepared(tmp_path, path, "qwen2_5", eval_ratio=0.2)
     rows = {
