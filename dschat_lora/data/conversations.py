@@ -146,7 +146,9 @@ def _turn_by_turn(
     for index, (before, after) in zip(answers, renderings, strict=True):
         if not (before.startswith(rendered) and after.startswith(before)):
             return None
-        if spans and (marker := chat.marker_behind(spans[-1].text, before[used:])):
+        # Another message of the assistant goes on with its turn.
+        if spans and index - 1 not in answers:
+            marker = chat.marker_behind(spans[-1].text, before[used:])
             spans[-1] = spans[-1]._replace(text=spans[-1].text + marker)
             used += len(marker)
         if index != answers[-1]:

@@ -271,7 +271,8 @@ def learnt(name, messages, *, kind="samples", **options):
     """(texts learnt of all samples, tokens of each) of a row."""
     tokenizer = tokenizer_of(name) if isinstance(name, str) else name
     chat = Chat(tokenizer, tokenizer.eos_token)
-    records = to_records(parse_row(RawRow("f:1", {"messages": messages})), chat, kind)
+    row = messages if isinstance(messages, dict) else {"messages": messages}
+    records = to_records(parse_row(RawRow("f:1", row)), chat, kind)
     rule = TokenRule(tokenizer.eos_token_id, 10**6, "drop", False, kind, **options)
     texts, ids = [], []
     for result in tokenize(list(records), make_encoder(tokenizer), rule):
@@ -299,6 +300,125 @@ def test_each_answer_is_learnt_through_its_end_and_no_header_or_empty_thought(na
             # But for the end, all of it is what the template writes.
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             assert text.startswith(tokenizer.decode(ids[-1]).removesuffix(EOS))
+
+
+# More rows of the two kinds, and what is learnt of each, written by hand.
+TOOL = CALLS[2]
+GLM, COMMAND = "next marker, thoughts, closed calls", "header always"
+SYSTEM = {"role": "system", "content": "Be brief."}
+USED = '<tool_call>add{"a": 2}</tool_call>'
+ROWS = {
+    "one turn": (GLM, ONE, ["\n", "First.<eos>"]),
+    "system": (GLM, [SYSTEM, *ONE, *TWO], ["\n", "First.<|user|>", "\n", "Second.<eos>"]),
+    "a call at the end": (GLM, CALLS[:2], ["\n", USED + "<eos>"]),
+    "a call, then its result": (GLM, CALLS[:3], ["\n", USED + "<eos>"]),
+    "two results": (
+        GLM,
+        [*CALLS[:3], TOOL, CALLS[3]],
+        ["\n", USED + "<|observation|>", "\n", "It is 5.<eos>"],
+    ),
+    "two calls in one": (
+        GLM,
+        [CALLS[0], {**CALLS[1], "tool_calls": [CALL, CALL]}, *CALLS[2:]],
+        ["\n", USED * 2 + "<|observation|>", "\n", "It is 5.<eos>"],
+    ),
+    "two calls in turn": (
+        GLM,
+        [*CALLS[:3], *CALLS[1:]],
+        ["\n", USED + "<|observation|>", "\n", USED + "<|observation|>", "\n", "It is 5.<eos>"],
+    ),
+    "words beside a call": (
+        GLM,
+        [CALLS[0], {**CALLS[1], "content": "So:"}, *CALLS[2:]],
+        ["\n", f"So:{USED}<|observation|>", "\n", "It is 5.<eos>"],
+    ),
+    "a call, then a question": (
+        GLM,
+        [*CALLS[:2], *TWO],
+        ["\n", USED + "<|user|>", "\n", "Second.<eos>"],
+    ),
+    "two answers running": (
+        GLM,
+        [*ONE, TWO[1], *CALLS],
+        [
+            *("\n", "First.", "\n", "Second.<|user|>"),
+            *("\n", USED + "<|observation|>", "\n", "It is 5.<eos>"),
+        ],
+    ),
+    "thoughts": (
+        GLM,
+        [ONE[0], {**ONE[1], "reasoning_content": "hm"}, *TWO],
+        ["\n<think>hm</think>\nFirst.<|user|>", "\n", "Second.<eos>"],
+    ),
+    "a prompt with an answer": (
+        GLM,
+        {"prompt": [*ONE, TWO[0]], "completion": TWO[1:]},
+        ["\n", "Second.<eos>"],
+    ),
+    "a question behind": (
+        GLM,
+        [*ONE, *TWO, ONE[0]],
+        ["\n", "First.<|user|>", "\n", "Second.<eos>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_turn_of_a_row_ends_where_the_next_role_s_marker_or_end_of_sequence_stands(row):
+    name, messages, wanted = ROWS[row]
+    assert learnt(name, messages)[0] == wanted
+
+
+REPLY = "<|reply|>{}<|/reply|><|stop|>".format
+ALWAYS = {
+    "one turn": (ONE, [REPLY("First.")]),
+    "system": ([SYSTEM, *ONE, *TWO], [REPLY("First."), REPLY("Second.")]),
+    "three turns": ([*ONE, *TWO, *ONE], [REPLY("First."), REPLY("Second."), REPLY("First.")]),
+    "a call at the end": (CALLS[:2], ['<|act|>add{"a": 2}<|/act|><|stop|>']),
+    "two calls": (
+        [CALLS[0], {**CALLS[1], "tool_calls": [CALL, CALL]}, *CALLS[2:]],
+        ['<|act|>add{"a": 2}add{"a": 2}<|/act|><|stop|>', REPLY("It is 5.")],
+    ),
+    "two results": (
+        [*CALLS[:3], TOOL, CALLS[3]],
+        ['<|act|>add{"a": 2}<|/act|><|stop|>', REPLY("It is 5.")],
+    ),
+    "two answers running": ([*ONE, TWO[1]], [REPLY("First."), REPLY("Second.")]),
+    "a question behind": ([*ONE, *TWO, ONE[0]], [REPLY("First."), REPLY("Second.")]),
+    "a prompt with an answer": (
+        {"prompt": [*ONE, TWO[0]], "completion": TWO[1:]},
+        [REPLY("Second.")],
+    ),
+    "a prompt with two": (
+        {"prompt": ONE[:1], "completion": [ONE[1], *TWO]},
+        [REPLY("First."), REPLY("Second.")],
+    ),
+    "the header's words": (
+        [ONE[0], {**ONE[1], "content": "<|start|>"}, *TWO],
+        [REPLY("<|start|>"), REPLY("Second.")],
+    ),
+    "white space around": (
+        [ONE[0], {**ONE[1], "content": " a\n"}, *TWO],
+        [REPLY(" a\n"), REPLY("Second.")],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ALWAYS)
+def test_no_header_is_learnt_though_the_template_writes_it_behind_every_text(row):
+    messages, wanted = ALWAYS[row]
+    assert learnt(COMMAND, messages)[0] == wanted
+
+
+@pytest.mark.parametrize("name", [GLM, COMMAND])
+def test_a_prompt_to_answer_ends_in_its_header_once(name):
+    tokenizer = tokenizer_of(name)
+    served = tokenizer.apply_chat_template(
+        [*ONE, TWO[0]], tokenize=False, add_generation_prompt=True
+    )
+    for row in ({"messages": [*ONE, *TWO]}, {"prompt": [*ONE, TWO[0]]}):
+        (record,) = to_records(parse_row(RawRow("f:1", row)), Chat(tokenizer, EOS), "prompts")
+        assert record.prompt == served
 
 
 def test_a_header_is_told_from_an_end_that_is_the_end_of_sequence():
