@@ -155,9 +155,7 @@ def probe_template(
     }
     forms = {form for form, _ in good}
     last, earlier = (_behind(rendered(question, answer, *more)) for more in ((), (question,)))
-    header = _unasked_header(
-        last, earlier, rendered(question), rendered(question, ask=True), special
-    )
+    header = _unasked_header(last, earlier, rendered(question, ask=True), special)
     first = min(good, default=("", False))
     result = {**question, "role": "tool", "name": "f", "tool_call_id": "c"}
     return TemplateFacts(
@@ -176,15 +174,13 @@ def probe_template(
     )
 
 
-def _unasked_header(
-    last: str, earlier: str, unasked: str, asked: str, special: Collection[str]
-) -> str:
+def _unasked_header(last: str, earlier: str, asked: str, special: Collection[str]) -> str:
     """The header of the next answer, which a template writes behind an answer that is the last one.
 
     ``last`` and ``earlier`` follow an answer that is the last message, and one that is not;
-    ``unasked`` and ``asked`` are the text of a question, the latter up to its answer.
+    ``asked`` is the text of a question up to its answer.
     """
-    if asked != unasked or earlier.startswith(last):
+    if earlier.startswith(last):
         return ""
     longest_first = sorted(special, key=len, reverse=True)
     tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

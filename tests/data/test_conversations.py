@@ -228,6 +228,18 @@ def test_an_empty_thought_before_both_answers_is_of_the_prompt(
     assert tokenizer.decode(own) == chatml(("user", "q"), open_as=written + "<|im_end|>")
 
 
+def test_an_empty_thought_is_of_the_answer_where_the_mismatched_one_has_none():
+    tokenizer = build_chat_tokenizer("qwen3")
+    row = {"prompt": [USER], "completion": [ANSWER], "label": True}
+    (record,) = records(row, tokenizer, kind="unpaired")
+    rule = TokenRule(tokenizer.eos_token_id, 10**6, "drop", False, "unpaired")
+    other = "<think>\nhm\n</think>\n\nb<|im_end|>"
+    (result,) = tokenize([record._replace(mismatched=other)], make_encoder(tokenizer), rule)
+    sample = result.sample
+    assert tokenizer.decode(sample.input_ids[sample.prompt_length :]) == THINK + "a<|im_end|>"
+    assert tokenizer.decode(sample.mismatched_ids) == other
+
+
 def test_the_preview_shows_an_empty_thought_as_not_supervised(jsonl):
     tokenizer = build_chat_tokenizer("qwen3_5_think")
     config = DataConfig(data_path=(str(jsonl([{"messages": [USER, ANSWER]}])),))

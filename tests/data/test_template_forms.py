@@ -40,6 +40,7 @@ def by_role(*, user, said, always="", ask="", system="", tool="", call=""):
     return f"{{% for m in messages %}}{body}{{% endfor %}}{asked}{{{{ {always!r} }}}}"
 
 
+LINE = "{{ '\\n' }}"  # one behind a tag is cut
 NAME = "{{ c.function.name }}"
 JSON = "{{ c.function.arguments | tojson }}"
 THINK = "{{ m.reasoning_content or '' }}"
@@ -50,14 +51,14 @@ FORMS = {
         by_role(
             user="<|user|>\n$",
             said="<|assistant|>\n$CALL",
-            call=NAME + "\n" + JSON,
+            call=f"<|call|>{NAME}\n{JSON}<|/call|>",
             tool="<|observation|>\n$",
             ask="<|assistant|>",
         ),
-        "<|user|> <|assistant|> <|observation|>",
+        "<|user|> <|assistant|> <|observation|> <|call|> <|/call|>",
         ("<|user|>", "<|observation|>"),
         ["\nFirst.<|user|>", "\nSecond.<eos>"],
-        ['\nadd\n{"a": 2}<|observation|>', "\nIt is 5.<eos>"],
+        ['\n<|call|>add\n{"a": 2}<|/call|><|observation|>', "\nIt is 5.<eos>"],
     ),
     "next marker, thoughts, closed calls": (
         by_role(
@@ -80,10 +81,10 @@ FORMS = {
         None,
     ),
     "two numbered markers": (
-        by_role(user="<reserved_1>$", said="<reserved_2>$", ask="<reserved_2>"),
+        by_role(user=LINE + "<reserved_1>$", said=LINE + "<reserved_2>$", ask="\n<reserved_2>"),
         "<reserved_1> <reserved_2>",
         ("<reserved_1>",),
-        ["First.<reserved_1>", "Second.<eos>"],
+        ["First.\n<reserved_1>", "Second.<eos>"],
         None,
     ),
     "only calls end in a marker": (
@@ -174,6 +175,13 @@ FORMS = {
         "<|end|>",
         ("<|end|>",),
         ["[assistant]First.<|end|>", "[assistant]Second.<|end|>"],
+        None,
+    ),
+    "header never, in words": (
+        by_role(user="Q: $ END\n", said="A: $ END\n"),
+        "",
+        (),
+        ["A: First. END\n", "A: Second. END\n<eos>"],
         None,
     ),
     "header if the last message asks": (
@@ -477,7 +485,10 @@ HELD = {
         ["Write <think></think>\nfirst.<|end|>"],
     ),
     "white space of its own": (said("  a"), ["  a<|end|>"]),
-    "two turns": ([*said("a"), *said("b")], ["a<|end|>", "b<|end|>"]),
+    "one, then empty key": (
+        [*said("a", reasoning_content="hm"), *said("b", reasoning_content="")],
+        ["<think>hm</think>\na<|end|>", "<think></think>\nb<|end|>"],
+    ),
 }
 
 
