@@ -183,14 +183,14 @@ def _unasked_header(last: str, earlier: str, asked: str, special: Collection[str
     if earlier.startswith(last):
         return ""
     longest_first = sorted(special, key=len, reverse=True)
-    tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    tokens = re.compile(rf"\s*({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
     # All headers may begin with one token, as the first does.
-    start, begins = 0, set[str]()
-    while token := tokens.match(asked, start):
-        start = token.end()
-        begins.add(token[0])
+    begins, token = set[str](), tokens.search(asked.partition("?")[0])
+    while token:
+        begins.add(token[1])
+        token = tokens.match(asked, token.end())
     shared = last[: common_prefix(last, earlier)]
-    ends = [token.end() for token in tokens.finditer(shared) if token[0] not in begins]
+    ends = [token.end() for token in tokens.finditer(shared) if token[1] not in begins]
     behind = last[ends[-1] if ends else 0 :]
     header = behind[len(behind) - common_prefix(behind[::-1], asked[::-1]) :]
     return header if header.strip() else ""

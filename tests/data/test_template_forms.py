@@ -126,6 +126,18 @@ FORMS = {
         ["First.<eos>", "Second.<eos>"],
         None,
     ),
+    "header always, words before the first": (
+        "Be kind."
+        + by_role(
+            user="<|start|>user\n$<|stop|>",
+            said="<|start|>assistant\n$<|stop|>",
+            always="<|start|>assistant\n",
+        ),
+        "<|start|> <|stop|>",
+        ("<|stop|>",),
+        ["First.<|stop|>", "Second.<|stop|>"],
+        None,
+    ),
     "header always, a marker for each role": (
         by_role(
             user="<|user|>\n$<|end|>\n",
