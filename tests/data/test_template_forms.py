@@ -151,13 +151,13 @@ FORMS = {
     ),
     "header always, in words": (
         by_role(
-            user="### Instruction:\n$\n\n",
-            said="### Response:\n$<eos>\n\n",
+            user="### Instruction:\n$<|end|>\n\n",
+            said="### Response:\n$<|end|>\n\n",
             always="### Response:\n",
         ),
-        "",
-        (),
-        ["First.<eos>", "Second.<eos>"],
+        "<|end|>",
+        ("<|end|>",),
+        ["First.<|end|>", "Second.<|end|>"],
         None,
     ),
     "header always, no end": (
