@@ -8,7 +8,7 @@ from dschat_lora.data.messages import Message, content_text
 
 # Keys under which messages hold a thought.
 KEYS = ("reasoning_content", "reasoning", "thinking")
-# Tags that name a thought, two side by side or an end alone, in templates that take no thought.
+# Tags that name a thought, two side by side or an end alone.
 _NAME = r"[^<>\[\]]*(?:think|thought|reason)[^<>\[\]]*[>\]]"
 _TAGS = re.compile(rf"([<\[]{_NAME})?\s*([<\[](?(1)|/){_NAME})", re.IGNORECASE)
 _LAST_TAG = re.compile(r"[<\[]?[^<\[]*\Z")
@@ -57,13 +57,13 @@ def find_empty_thought(
     thought = content * 2
     shown = render(dict.fromkeys(KEYS, thought)).rpartition(question)[2]
     before, is_shown, behind = shown.partition(thought)
+    found = None
     if is_shown:
         # A pattern matches in any text.
         first, last = _LAST_TAG.findall(before.rstrip())[0], _FIRST_TAG.findall(behind.lstrip())[0]
         tags = rf"({re.escape(first)})\s*({re.escape(last)})"
         found = re.search(tags, plain) if first and last else None
-    else:
-        found = _TAGS.search(plain)
+    found = found or _TAGS.search(plain)
     if found is None:
         return NO_THOUGHT
     after = plain[found.end() :]

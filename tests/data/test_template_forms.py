@@ -235,6 +235,18 @@ FORMS = {
         ["First.<eos>", "Second.<eos>"],
         None,
     ),
+    "the end of a thought alone, or a thought": (
+        by_role(
+            user="<|User|>$",
+            said="<|Assistant|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
+            "{% endif %}</think>$<eos>",
+            ask="<|Assistant|><think>",
+        ),
+        "<|User|> <|Assistant|>",
+        (),
+        ["First.<eos>", "Second.<eos>"],
+        None,
+    ),
     "thought switched off in the prompt": (
         by_role(
             user="<|user|>$<|end|>",
