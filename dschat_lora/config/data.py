@@ -188,6 +188,11 @@ class DataConfig(SourceConfig):
         help="take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and "
         "microsoft/LoRA by --obj jlm)",
     )
+    train_empty_think: bool = option(
+        False,
+        help="learn the empty thought that a chat template writes for an answer without one, as "
+        "Qwen3's <think></think>, which teaches not to think",
+    )
     packing: bool = option(
         True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"
     )

@@ -140,6 +140,7 @@ _FIXED = frozenset(
         *("train_bias", "modules_to_save", "enable_lora", "only_optimize_lora"),
         *("add_eot_token", "eot_token", "base_bits", "rope_scaling"),
         *("max_seq_len", "overlong", "bad_rows", "train_on_prompt", "packing", "data_split"),
+        "train_empty_think",
         *("chat_template_kwargs", "data_weights", "columns", "unpaired_rows", "eval_ratio"),
         *("seed", "tokens_per_device"),
         *("streaming", "shuffle_buffer_size", "max_source_rows", "mixture_temperature"),

@@ -50,6 +50,7 @@ class DataAudit:
     # become one for each answer.
     chat_rows: dict[str, int] = field(default_factory=dict)
     answer_samples: int = 0
+    empty_thoughts: int = 0  # that the chat template added to training samples, not learnt
     split_rows: int = 0  # training rows of text that were cut into several samples
     text_samples: int = 0  # training samples of plain text
     text_eos_samples: int = 0  # of these, those that end in end-of-sequence
@@ -193,6 +194,11 @@ class DataAudit:
         if self.left_out:
             words = [f"{what} ({rows:,} rows)" for what, rows in self.left_out.items()]
             table["left out"] = "; ".join(words)
+        if self.empty_thoughts:
+            table["thoughts"] = (
+                f"{self.empty_thoughts:,} empty ones, which the chat template adds, are read and "
+                "not learnt (--train_empty_think learns them)"
+            )
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples[:MAX_SHOWN]]
         return lines + [f"warning      {text}" for text in self.warnings()]
@@ -225,6 +231,7 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         train_rows=train.rows,
         chat_rows=dict(train.chat_rows),
         answer_samples=train.answer_samples,
+        empty_thoughts=train.empty_thoughts,
         eval_rows=held_out.rows,
         dropped_rows=train.dropped,
         partly_dropped_rows=train.partly_dropped,

@@ -15,7 +15,9 @@ from dschat_lora.data.messages import Message
 from dschat_lora.data.template_process import template_process
 from dschat_lora.data.templates import (
     BUILT_IN_TEMPLATE,
+    PROBE,
     TemplateFacts,
+    common_prefix,
     fit_messages,
     probe_template,
     render_built_in,
@@ -30,6 +32,8 @@ class Span(NamedTuple):
 
     text: str
     target: bool
+    # Start and end of each empty thought in a target that the chat template added.
+    empty_thoughts: tuple[tuple[int, int], ...] = ()
 
 
 class AddedTokens(NamedTuple):
@@ -104,7 +108,8 @@ class Chat:
             text = render_built_in(messages, self.eos_text, add_generation_prompt=ask)
             if text is not None:
                 return text
-        return self._render(fit_messages(messages, self.facts), add_generation_prompt)
+        text = self._render(fit_messages(messages, self.facts), add_generation_prompt)
+        return text if add_generation_prompt else text.removesuffix(self.facts.header)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Text of messages and the (start, end) of each ``{% generation %}`` block in it."""
@@ -131,9 +136,7 @@ class Chat:
         if key not in self._facts:
             if len(self._facts) >= _MOST_FACTS:  # variables may come from clients
                 self._facts.clear()
-            self._facts[key] = probe_template(
-                self.template, lambda messages: self._render(messages, False)
-            )
+            self._facts[key] = probe_template(self.template, self._render, self._tokens.special)
         return self._facts[key]
 
     @cached_property
@@ -149,14 +152,39 @@ class Chat:
     @property
     def end_tokens(self) -> tuple[str, ...]:
         """Special tokens that end an answer in this template, beside end-of-sequence."""
-        last, call = self.facts.after_answer, self.facts.after_call
+        facts = self.facts
+        last, call = facts.after_answer, facts.after_call
+        texts = [last.removesuffix(self.closing), last, *([] if self._ends_in_marker else [call])]
+        for text, behind in ((last, facts.after_earlier), (call, facts.after_earlier_call)):
+            texts.append(self.marker_behind(text, behind.removeprefix(text)))
         ends: dict[str, None] = {}
         # Of the tokens in a row the last: those before it close parts of an answer.
-        for text in (last.removesuffix(self.closing), last, call):
+        for text in texts:
             ends |= dict.fromkeys(
                 [t for t in self._tokens.pattern.findall(text) if t in self._tokens.special][-1:]
             )
         return tuple(token for token in ends if token != self.eos_text)
+
+    @cached_property
+    def _ends_in_marker(self) -> bool:
+        """Whether nothing ends an answer but the marker of the next role."""
+        last, earlier = self.facts.after_answer, self.facts.after_earlier
+        return not self._has_end(last) and bool(self._marker(earlier.removeprefix(last)))
+
+    def marker_behind(self, turn: str, following: str) -> str:
+        """The marker of the next role where nothing else ends a turn: what follows it begins so."""
+        if self._has_end(turn) and not self._ends_in_marker:
+            return ""
+        return self._marker(following)
+
+    def _marker(self, text: str) -> str:
+        """The special token that a text begins with, white space before it included."""
+        token = self._tokens.pattern.match(text, len(text) - len(text.lstrip()))
+        return text[: token.end()] if token and token[0] in self._tokens.special else ""
+
+    def _has_end(self, text: str) -> bool:
+        """Whether a special token ends a text, white space aside."""
+        return text.rstrip().endswith((*self._tokens.special, self.eos_text or PROBE))
 
     def is_ended(self, text: str) -> bool:
         """Whether a token other than end-of-sequence, white space aside, ends an answer's text."""
@@ -205,18 +233,6 @@ class Chat:
             raise ValueError(
                 f"the tokenizer's chat template refuses the messages: {error}"
             ) from error
-
-
-def common_prefix(left: str, right: str) -> int:
-    """Number of leading characters that are equal."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left.startswith(right[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def make_chat(

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_lora.data.chat import Chat, Span, common_prefix
+from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.messages import WEIGHT, Message, called_function, content_text
-from dschat_lora.data.templates import PROBE
+from dschat_lora.data.templates import PROBE, common_prefix
 
 # How the assistant's text is found: by the template's own marks, turn by turn in one rendering, or
 # answer by answer, each in a rendering of its own.
@@ -27,11 +27,12 @@ def supervise(
     """Text of a conversation up to its last answer; what the assistant says is the target.
 
     A template with ``{% generation %}`` marks says itself what that is. Else a turn is what
-    rendering it adds to the rendering of all before it, up to and including its end token; where
-    the template then renders earlier turns otherwise, each answer is a sample of its own, as the
-    model sees it when it speaks. Answers before message ``first_target``, and those with ``WEIGHT``
-    0, are read, not trained on. Each other answer is the target of exactly one sample. Without
-    ``by_marks`` marks are passed over, and each answer ends in its end token.
+    rendering it adds to the rendering of all before it, up to and including its end token, or the
+    marker of the next role where that alone ends it; where the template then renders earlier turns
+    otherwise, each answer is a sample of its own, as the model sees it when it speaks. Answers
+    before message ``first_target``, and those with ``WEIGHT`` 0, are read, not trained on. Each
+    other answer is the target of exactly one sample. Without ``by_marks`` marks are passed over,
+    and each answer ends in its end token.
 
     Raises:
         ValueError: if there is no answer to train on, or the template leaves out what it says.
@@ -102,7 +103,19 @@ def _alone(
         before, after = _realigned(messages, index, chat, before, after)
     turn = after[len(before) :]
     _check_said(messages, index, turn)
-    return Span(before, target=False), Span(turn[: _answer_length(turn, chat)], target=True)
+    end = len(before) + _answer_length(turn, chat)
+    return Span(before, target=False), _answer(messages, index, after, len(before), end, chat)
+
+
+def _answer(
+    messages: Sequence[Message], index: int, text: str, begin: int, end: int, chat: Chat
+) -> Span:
+    """The span of message ``index``, which the template writes from ``begin`` to ``end``."""
+    empty = chat.facts.empty_thought
+    found = empty.find(text, begin)
+    if found is None or found[1] > end or empty.is_held(messages[index]):
+        return Span(text[begin:end], target=True)
+    return Span(text[begin:end], True, ((found[0] - begin, found[1] - begin),))
 
 
 def _realigned(
@@ -138,18 +151,24 @@ def _turn_by_turn(
 ) -> tuple[Span, ...] | None:
     """One sample with every answer; None where earlier turns do not stay as they are."""
     spans: list[Span] = []
-    rendered, used = "", 0  # text up to the previous answer, and how much of it spans cover
+    # text up to the previous answer, how much of it spans cover, and the answer's number
+    rendered, used, previous = "", 0, 0
     for index, (before, after) in zip(answers, renderings, strict=True):
         if not (before.startswith(rendered) and after.startswith(before)):
             return None
+        # Another message of the assistant goes on with its turn.
+        if spans and messages[previous + 1]["role"] != "assistant":
+            marker = chat.marker_behind(spans[-1].text, before[used:])
+            spans[-1] = spans[-1]._replace(text=spans[-1].text + marker)
+            used += len(marker)
         if index != answers[-1]:
             after = after.removesuffix(chat.closing)
         turn = after[len(before) :]
         _check_said(messages, index, turn)
         spans.append(Span(before[used:], target=False))
         used = len(before) + _answer_length(turn, chat)
-        spans.append(Span(after[len(before) : used], target=True))
-        rendered = after
+        spans.append(_answer(messages, index, after, len(before), used, chat))
+        rendered, previous = after, index
     return tuple(spans)
 
 
@@ -167,6 +186,7 @@ def _by_marks(
         start = common_prefix(prompt, text)
     spans: list[Span] = []
     used = 0
+    thoughts = _added_thoughts(messages, text, marks, chat)
     for begin, end in marks:
         begin = max(begin, start)
         if end <= begin:
@@ -175,7 +195,8 @@ def _by_marks(
             spans.append(Span(text[used:begin], target=False))
         elif spans:
             begin = used - len(spans.pop().text)
-        spans.append(Span(text[begin:end], target=True))
+        own = [(max(a - begin, 0), b - begin) for a, b in thoughts if begin < b <= end]
+        spans.append(Span(text[begin:end], True, tuple(own)))
         used = end
     said = "".join(span.text for span in spans if span.target)
     for index in answers:
@@ -203,20 +224,40 @@ def _without_answer(
     return [(begin, end) for begin, end in marks if not ends[0] < end <= ends[1]]
 
 
+def _added_thoughts(
+    messages: Sequence[Message], text: str, marks: Sequence[tuple[int, int]], chat: Chat
+) -> list[tuple[int, int]]:
+    """Start and end of each empty thought in marked text that no message holds."""
+    empty, found = chat.facts.empty_thought, []
+    speakers = iter([message for message in messages if message["role"] == "assistant"])
+    for begin, _ in marks:
+        if (place := empty.find(text, begin)) is None:
+            continue
+        said = text[place[1] :].removeprefix(empty.after)
+        speaker = next((each for each in speakers if said.lstrip().startswith(_said(each))), None)
+        if speaker is None or not empty.is_held(speaker):
+            found.append(place)
+    return found
+
+
 def _check_said(messages: Sequence[Message], index: int, text: str) -> None:
     """Refuse a rendering that lacks what the message says; thoughts are the template's choice."""
     message = messages[index]
-    # Templates cut thoughts out of content.
-    content = content_text(message.get("content")).rpartition("</think>")[2]
+    content = _said(message)
     names = [called_function(call)["name"] for call in message.get("tool_calls") or []]
     what = next((name for name in names if name not in text), None)
     if what is not None:
         raise ValueError(
             f"the chat template leaves out the call of {what!r} in message {index + 1}"
         )
-    is_there = content.strip() in text or "".join(content.split()) in "".join(text.split())
+    is_there = content in text or "".join(content.split()) in "".join(text.split())
     if not (names or is_there):
         raise ValueError(f"the chat template leaves out the content of message {index + 1}")
+
+
+def _said(message: Message) -> str:
+    """A message's content without its thoughts, which templates cut out of it, and white space."""
+    return content_text(message.get("content")).rpartition("</think>")[2].strip()
 
 
 def _answer_length(turn: str, chat: Chat) -> int:

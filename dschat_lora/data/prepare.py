@@ -48,7 +48,7 @@ MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
 OPTIONS = (
     *("max_seq_len", "overlong", "bad_rows", "columns", "unpaired_rows", "train_on_prompt"),
     *("eos_after_prompt", "data_split", "data_weights", "eval_ratio", "chat_template_kwargs"),
-    *("mixture_temperature", "streaming"),
+    *("mixture_temperature", "streaming", "train_empty_think"),
 )
 
 
@@ -261,6 +261,7 @@ def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
         config.train_on_prompt,
         kind,
         config.eos_after_prompt,
+        config.train_empty_think,
     )
 
 

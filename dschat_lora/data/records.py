@@ -93,7 +93,7 @@ def answers_of(*records: TextRecord) -> tuple[TextRecord, ...]:
             answers.append(record)
             continue
         answers.append(record._replace(rejected=None, label=True))
-        spans = (*record.spans[:-1], Span(record.rejected, target=True))
+        spans = (*record.spans[:-1], record.spans[-1]._replace(text=record.rejected))
         answers.append(record._replace(spans=spans, rejected=None, label=False))
     return tuple(answers)
 
@@ -191,10 +191,16 @@ def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     # What a template opens an answer with may depend on it: both follow the shorter prompt.
     shared = min((context.text for context, _ in pair), key=len)
     texts = [context.text[len(shared) :] + answer.text for context, answer in pair]
+    # An empty thought of one answer alone tells it from the other.
+    thoughts = [
+        answer.empty_thoughts for context, answer in pair if len(context.text) == len(shared)
+    ]
+    alike = len(thoughts) == 2 and thoughts[0] == thoughts[1]
     if kind == "prompts":
         shared = chat.render(prompt, add_generation_prompt=True)
     end: End = "template" if all(map(chat.is_ended, texts)) else "eos"
-    spans = _pair(shared, texts[0])
+    chosen_span = Span(texts[0], True, thoughts[0] if alike else ())
+    spans = Span(shared, target=False), chosen_span
     return TextRecord(
         row.location, row.kind, spans, texts[1], margin, end=end, left_out=tuple(lost)
     )

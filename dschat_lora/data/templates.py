@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Literal
 
 from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
 from dschat_lora.data.messages import WEIGHT, Message, content_text, with_arguments
+from dschat_lora.data.thoughts import NO_THOUGHT, EmptyThought, find_empty_thought
 
 # A letter for private use: no template knows it, none trims it.
 PROBE = "\ue0ff"
@@ -109,17 +110,26 @@ class TemplateFacts:
     arguments: Literal["object", "text"] = "object"  # of calls; text where no object is taken
     # Of a role that it does not know, the one that it knows for the same
     roles: Mapping[str, str] = field(default_factory=dict)
-    after_answer: str = ""  # what follows an answer that is the last message
+    header: str = ""  # of the next answer, where it ends every text, whether asked for or not
+    after_answer: str = ""  # what follows an answer that is the last message, without that header
     after_earlier: str = ""  # what follows one that is not
     after_call: str = ""  # what follows the last argument of a call that is the last message
+    after_earlier_call: str = ""  # what follows that of one whose result is the next message
+    empty_thought: EmptyThought = NO_THOUGHT
 
 
-def probe_template(template: str, render: Callable[[list[Message]], str]) -> TemplateFacts:
-    """What renderings of a letter tell; ``render`` raises ValueError where a template refuses."""
+def probe_template(
+    template: str, render: Callable[[list[Message], bool], str], special: Collection[str]
+) -> TemplateFacts:
+    """What a template and its renderings of a letter tell.
 
-    def rendered(*messages: Message) -> str:
+    ``render`` gives the text of messages, up to the assistant's turn if the flag says so, and
+    raises ValueError where a template refuses them. ``special`` are the special tokens.
+    """
+
+    def rendered(*messages: Message, ask: bool = False) -> str:
         try:
-            return render(list(messages))
+            return render(list(messages), ask)
         except ValueError:
             return ""
 
@@ -135,16 +145,17 @@ def probe_template(template: str, render: Callable[[list[Message]], str]) -> Tem
         {"role": role, "content": [{"type": "text", "text": text}] if by_parts else text}
         for role, text in (("user", "?"), ("assistant", PROBE), ("assistant", ""))
     )
-    calls, values = {}, {"x": PROBE}
+    calls, values = dict[tuple[str, bool], Message](), {"x": PROBE}
     for form, given in (("object", values), ("text", json.dumps(values, ensure_ascii=False))):
         call = {"type": "function", "function": {"name": "f", "arguments": given}}
         for content in ({}, silent):
             said = {**content, "role": "assistant", "tool_calls": [call]}
-            calls[form, bool(content)] = rendered(question, said)
+            calls[form, bool(content)] = said
+    texts = {key: rendered(question, said) for key, said in calls.items()}
     # Not where arguments were written as a text in quotes, their own ones escaped.
     good = {
         key
-        for key, text in calls.items()
+        for key, text in texts.items()
         if (at := text.rfind(PROBE)) >= 0 and '\\"' not in text[max(0, at - 2) : at + 3]
     }
     forms = {form for form, _ in good}
@@ -165,16 +176,59 @@ def probe_template(template: str, render: Callable[[list[Message]], str]) -> Tem
         # Many write any role, but know those alone that they name.
         known = [n for n in names if re.search(f"['\"]{n}['\"]", template) and writes(n)]
         roles |= {name: known[0] for name in names if known and name not in known}
+    last, earlier = (_behind(rendered(question, answer, *more)) for more in ((), (question,)))
+    header = _unasked_header(last, earlier, rendered(question, ask=True), special)
+    first = min(good, default=("", False))
+    result = {**question, "role": "tool", "name": "f", "tool_call_id": CALL_ID}
     return TemplateFacts(
         takes_text,
         takes_parts,
         takes_no_content=any(not has_content for _, has_content in good),
         arguments="text" if forms == {"text"} else "object",
         roles=roles,
-        after_answer=_behind(rendered(question, answer)),
-        after_earlier=_behind(rendered(question, answer, question)),
-        after_call=_behind(next((calls[key] for key in sorted(good)), "")),
+        header=header,
+        after_answer=last.removesuffix(header),
+        after_earlier=earlier,
+        after_call=_behind(texts.get(first, "")).removesuffix(header),
+        after_earlier_call=_behind(rendered(question, calls[first], result)) if good else "",
+        empty_thought=find_empty_thought(
+            lambda keys: rendered(question, {**answer, **keys}), "?", PROBE
+        ),
     )
+
+
+def _unasked_header(last: str, earlier: str, asked: str, special: Collection[str]) -> str:
+    """The header of the next answer, which a template writes behind an answer that is the last one.
+
+    ``last`` and ``earlier`` follow an answer that is the last message, and one that is not;
+    ``asked`` is the text of a question up to its answer.
+    """
+    if earlier.startswith(last):
+        return ""
+    longest_first = sorted(special, key=len, reverse=True)
+    tokens = re.compile(rf"\s*({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+    # All headers may begin with one token, as the first does.
+    begins, token = set[str](), tokens.search(asked.partition("?")[0])
+    while token:
+        begins.add(token[1])
+        token = tokens.match(asked, token.end())
+    shared = last[: common_prefix(last, earlier)]
+    ends = [token.end() for token in tokens.finditer(shared) if token[1] not in begins]
+    behind = last[ends[-1] if ends else 0 :]
+    header = behind[len(behind) - common_prefix(behind[::-1], asked[::-1]) :]
+    return header if header.strip() else ""
+
+
+def common_prefix(left: str, right: str) -> int:
+    """Number of leading characters that are equal."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left.startswith(right[:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:

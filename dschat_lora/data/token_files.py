@@ -25,6 +25,7 @@ _COUNTED = np.dtype(
     [
         *((name, np.int64) for name in ("length", "prompt", "samples", "tokens", "supervised")),
         ("eos", np.int64),  # samples that end in the end-of-sequence
+        ("empty_thoughts", np.int64),  # that are not learnt
         *((name, bool) for name in ("truncated", "doubled_bos", "identical", "is_text")),
     ]
 )
@@ -65,6 +66,7 @@ class TokenWriter:
             sum([len(each.input_ids) for each in samples]),
             sum([each.num_supervised for each in samples]),
             sum([result.ended or each.ends_in(eos) for each in samples]),
+            result.empty_thoughts,
             result.truncated,
             result.doubled_bos,
             result.identical,
@@ -98,6 +100,7 @@ class Tally:
     tokens: int = 0
     supervised: int = 0
     eos: int = 0
+    empty_thoughts: int = 0
     texts: int = 0  # samples of plain text
     text_eos: int = 0
 
@@ -120,7 +123,7 @@ class Tally:
                 self.answer_samples += size * (method == "answers")
         own, n = counted[uses > 0], uses[uses > 0]
         self._count_rows(own, records[(times > 0) & (records > 0)])
-        for name in ("samples", "tokens", "supervised", "eos"):
+        for name in ("samples", "tokens", "supervised", "eos", "empty_thoughts"):
             setattr(self, name, getattr(self, name) + int((n * own[name]).sum()))
         self.texts += int((n * own["samples"] * own["is_text"]).sum())
         self.text_eos += int((n * own["eos"] * own["is_text"]).sum())

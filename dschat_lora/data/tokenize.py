@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ class TokenRule:
     train_on_prompt: bool
     kind: DataKind = "samples"
     eos_after_prompt: bool = False
+    train_empty_think: bool = False
 
 
 class Tokenized(NamedTuple):
@@ -44,6 +45,7 @@ class Tokenized(NamedTuple):
     identical: bool = False  # a pair that was dropped because nothing tells its answers apart
     ended: bool = False  # by a token of the chat template's own
     is_text: bool = False  # plain text, which answers nothing
+    empty_thoughts: int = 0  # that the chat template added, and that are not learnt
     rest: tuple[SequenceSample, ...] = ()  # further pieces of a text longer than a row
 
     @property
@@ -109,11 +111,22 @@ def _tokenize_sample(
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
         return Tokenized(None, length, before, doubled_bos=doubled)
-    sample = _to_sample(record, pieces, rule)
+    thoughts = [
+        [] if rule.train_on_prompt else _thought_places(span, piece, encoder, rule)
+        for span, piece in zip(record.spans, pieces, strict=True)
+    ]
+    sample = _to_sample(record, pieces, thoughts, rule)
     learns, truncated = sample.num_supervised > 0, length > rule.max_seq_len
     kept, is_ended = sample if learns else None, record.end == "template" and not truncated
     return Tokenized(
-        kept, length, before, truncated and learns, doubled, ended=is_ended, is_text=is_text
+        kept,
+        length,
+        before,
+        truncated and learns,
+        doubled,
+        ended=is_ended,
+        is_text=is_text,
+        empty_thoughts=sum(map(len, thoughts)) if learns else 0,
     )
 
 
@@ -187,14 +200,19 @@ def _tokenize_prompt(
 def _two_answers(
     record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> tuple[list[int], list[int], list[int]]:
-    """Tokens of the prompt, of its answer and of the other one, both with their end."""
+    """Tokens of the prompt, of its answer and of the other one, both with their end.
+
+    An empty thought that the chat template puts before both belongs to the prompt.
+    """
     *prefixes, with_other = (encoder.begin_once(ids) for ids in encoded)
     *context, own = _pieces(record.spans, prefixes, encoder)
     spans = (*record.spans[:-1], Span(_other_answer(record, rule), target=True))
     *_, another = _pieces(spans, [*prefixes[:-1], with_other], encoder)
     if record.end == "eos":
         own, another = ended(own, rule.eos_id), ended(another, rule.eos_id)
-    return [*chain.from_iterable(context)], own, another
+    ((_, size),) = _thought_places(record.spans[-1], own, encoder, rule) or [(0, 0)]
+    size = size if own[:size] == another[:size] else 0
+    return [*chain.from_iterable(context), *own[:size]], own[size:], another[size:]
 
 
 def ended(ids: list[int], eos_id: int) -> list[int]:
@@ -223,19 +241,47 @@ def _refuse_overlong(
         )
 
 
-def _to_sample(record: TextRecord, pieces: Sequence[list[int]], rule: TokenRule) -> SequenceSample:
+def _thought_places(
+    span: Span, piece: list[int], encoder: Encoder, rule: TokenRule
+) -> list[tuple[int, int]]:
+    """Start and end, among the tokens of a span, of each empty thought that is not learnt.
+
+    A token that holds some of what precedes or follows it is none of its.
+    """
+    if rule.train_empty_think:
+        return []
+
+    def tokens(end: int) -> int:
+        # Alone, and behind other text, where SentencePiece puts no space before it.
+        texts = span.text[:end], "\n", "\n" + span.text[:end]
+        alone, line, behind = map(encoder.encode_alone, texts)
+        return max(shared_length(piece, ids) for ids in (alone, behind[len(line) :]))
+
+    return [(tokens(start), tokens(end)) for start, end in span.empty_thoughts]
+
+
+def _to_sample(
+    record: TextRecord,
+    pieces: Sequence[list[int]],
+    thoughts: Sequence[list[tuple[int, int]]],
+    rule: TokenRule,
+) -> SequenceSample:
     """The first tokens of the pieces, without end-of-sequence if any were cut."""
     # What several samples of a row begin with is learnt in the first.
     on_prompt = rule.train_on_prompt and not record.goes_on
     runs, room = [0], rule.max_seq_len
-    for span, piece in zip(record.spans, pieces, strict=True):
-        size, learnt = min(len(piece), room), span.target or on_prompt
-        room -= size
-        if learnt and size and not runs[0]:  # nothing precedes the first token
-            runs[0], size = 1, size - 1
-        if learnt == (len(runs) % 2 == 0):
-            runs[-1] += size
-        elif size:
-            runs.append(size)
+    for span, piece, unlearnt in zip(record.spans, pieces, thoughts, strict=True):
+        # Learnt and not in turn.
+        ends = [*chain.from_iterable(unlearnt), len(piece)]
+        for number, (start, end) in enumerate(pairwise([0, *ends])):
+            size = min(end - start, room)
+            learnt = (span.target or on_prompt) and number % 2 == 0
+            room -= size
+            if learnt and size and not runs[0]:  # nothing precedes the first token
+                runs[0], size = 1, size - 1
+            if learnt == (len(runs) % 2 == 0):
+                runs[-1] += size
+            elif size:
+                runs.append(size)
     ids = np.fromiter(chain.from_iterable(pieces), np.int32)
     return SequenceSample(ids[: rule.max_seq_len], tuple(runs))

@@ -156,7 +156,7 @@ def _bounded(receive: Receive, most: int) -> Receive:
         seconds = BODY_SECONDS + size / BODY_RATE
         try:
             message = await asyncio.wait_for(receive(), start + seconds - now)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise ApiError(408, f"the body did not come within {seconds:.0f} seconds") from error
         size += len(message.get("body", b""))
         whole = not message.get("more_body", False)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from dschat_lora.config.verbs import EvalConfig, ReadingConfig
 from dschat_lora.data.chat import Span, make_chat
 from dschat_lora.data.encoder import Tokenizer, make_encoder
-from dschat_lora.data.records import TextRecord
+from dschat_lora.data.records import TextRecord, answers_of
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
@@ -32,7 +32,7 @@ from dschat_lora.supervised.inference import (
     read_rows,
 )
 from dschat_lora.supervised.objectives import describe_perplexity
-from dschat_lora.supervised.score import Scorer, answers_of
+from dschat_lora.supervised.score import Scorer
 
 ROWS_AT_A_TIME = 1024
 T = TypeVar("T")
@@ -148,7 +148,7 @@ def measure_answers(config: EvalConfig, policy: LoadedPolicy) -> dict[str, float
             zip(
                 paired,
                 sample_losses(
-                    [_rejected(chunk[i]) for i in paired],
+                    [answers_of(chunk[i])[1] for i in paired],
                     policy,
                     meter,
                     limit,
@@ -261,10 +261,3 @@ def chunks(items: Iterator[T], size: int = ROWS_AT_A_TIME) -> Iterator[list[T]]:
     """Lists of ``size`` items, the last perhaps shorter."""
     while chunk := list(islice(items, size)):
         yield chunk
-
-
-def _rejected(record: TextRecord) -> TextRecord:
-    """The record with its rejected answer in place of the chosen one."""
-    assert record.rejected is not None
-    answer = Span(record.rejected, target=True)
-    return record._replace(spans=(*record.context, answer), rejected=None)

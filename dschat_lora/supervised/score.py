@@ -15,9 +15,9 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.config.staging import staged_file
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.chat import Span, make_chat
+from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.records import TextRecord
+from dschat_lora.data.records import TextRecord, answers_of
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.build import DTYPES, resolve_dtype
@@ -163,11 +163,11 @@ def _described(row: dict[str, Any], scores: Sequence[float | None]) -> dict[str,
 
 def _chunks(
     config: ScoreConfig, tokenizer: Any
-) -> Iterator[tuple[list[dict[str, Any]], list[list[TextRecord]]]]:
+) -> Iterator[tuple[list[dict[str, Any]], list[tuple[TextRecord, ...]]]]:
     """Rows as read, and for each the one or two answers to score."""
     chat = make_chat(tokenizer, config.loading.chat_template_kwargs)
     rows: list[dict[str, Any]] = []
-    records: list[list[TextRecord]] = []
+    records: list[tuple[TextRecord, ...]] = []
     for values, row in read_rows(config, kind="samples"):
         rows.append(values)
         records.append(answers_of(last_record(row, chat, "pairs")))
@@ -176,14 +176,6 @@ def _chunks(
             rows, records = [], []
     if rows:
         yield rows, records
-
-
-def answers_of(record: TextRecord) -> list[TextRecord]:
-    """The record itself; of a pair, one for each answer."""
-    if record.rejected is None:
-        return [record]
-    other = (*record.spans[:-1], Span(record.rejected, target=True))
-    return [record._replace(rejected=None), record._replace(spans=other, rejected=None)]
 
 
 @contextmanager

@@ -36,15 +36,20 @@ def build_chat_tokenizer(name, *, template=None):
     text = template_text(name)
     found = re.findall(f"{_BARS}|{_WORDS}", text)
     eos = next((end for start, end in EOS.items() if name.startswith(start)), "<|endoftext|>")
-    specials = ["<bos>", eos, *(token for token in found if token not in PLAIN)]
+    return build_tokenizer_with(found, eos=eos, template=text if template is None else template)
+
+
+def build_tokenizer_with(tokens, *, eos, template, plain=PLAIN):
+    """One token a byte and one for each of ``tokens``, which are special unless in ``plain``."""
+    specials = ["<bos>", eos, *(token for token in tokens if token not in plain)]
     vocab = {letter: index for index, letter in enumerate(ALPHABET)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(dict.fromkeys(specials)))
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in PLAIN])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in plain])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token=eos, pad_token=eos
     )
-    tokenizer.chat_template = text if template is None else template
+    tokenizer.chat_template = template
     return tokenizer

@@ -29,9 +29,9 @@ def build_byte_tokenizer(
     return tokenizer
 
 
-def build_metaspace_tokenizer():
+def build_metaspace_tokenizer(letters="abcdefgh"):
     """As SentencePiece: spaces become a mark, and a text begins with one."""
-    pieces = [*SPECIALS, "\u2581", *"abcdefgh"]
+    pieces = [*SPECIALS, "\u2581", *sorted(set(letters))]
     backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.add_special_tokens(SPECIALS)

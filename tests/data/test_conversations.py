@@ -9,9 +9,9 @@ from hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span, end_tokens
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.prepare import prepare
+from dschat_lora.data.prepare import prepare, preview
 from dschat_lora.data.readers import RawRow, RowError
-from dschat_lora.data.records import to_records
+from dschat_lora.data.records import answers_of, to_records
 from dschat_lora.data.rows import parse_row
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -81,7 +81,7 @@ def test_nothing_follows_an_end_token_of_the_template_but_end_of_sequence_a_plai
     assert learnt == "a<|im_end|>"
     assert read.endswith("a<|im_end|>")
     # A template whose answers have no end: as before.
-    assert tokens(row, "glm4moe")[0][1] == "\n<think></think>\na<|endoftext|>"
+    assert tokens(row, "glm4moe")[0][1] == "\na<|endoftext|>"
     plain = {"prompt": "q", "completion": "a<|im_end|>"}
     assert tokens(plain, "qwen2_5") == [("qa<|im_end|><|endoftext|>", "a<|im_end|><|endoftext|>")]
 
@@ -186,6 +186,74 @@ def test_both_answers_of_a_pair_follow_one_prompt(name):
     assert result.ended
 
 
+THINK = "<think>\n\n</think>\n\n"
+HELD = {"role": "assistant", "content": THINK + "b"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "train_empty_think", "scored"),
+    [
+        (["a", "b"], False, ["a", "b"]),
+        (["a", "b"], True, [THINK + "a", THINK + "b"]),
+        ([THOUGHT, "b"], False, ["<think>\nhm\n</think>\n\na", THINK + "b"]),
+        (["a", HELD], False, [THINK + "a", THINK + "b"]),
+    ],
+    ids=["both without", "asked for", "one with", "one of the file"],
+)
+@pytest.mark.parametrize("kind", ["pairs", "unpaired"])
+def test_an_empty_thought_before_both_answers_is_of_the_prompt(
+    kind, answers, train_empty_think, scored
+):
+    tokenizer = build_chat_tokenizer("qwen3")
+    chosen, rejected = (
+        [{"role": "assistant", "content": each} if isinstance(each, str) else each]
+        for each in answers
+    )
+    pair = {"prompt": [USER], "chosen": chosen, "rejected": rejected}
+    found = records(pair, tokenizer, kind=kind)
+    if kind == "unpaired":
+        good, bad = answers_of(*found)
+        found = [good._replace(mismatched=bad.completion)]
+    rule = TokenRule(
+        tokenizer.eos_token_id, 10**6, "drop", False, kind, train_empty_think=train_empty_think
+    )
+    (result,) = tokenize(found, make_encoder(tokenizer), rule)
+    sample = result.sample
+    prompt = len(sample.prompt)
+    names = ("chosen", "rejected") if kind == "pairs" else ("input_ids", "mismatched")
+    own, other = (getattr(sample, name) for name in names)
+    ends = [text + "<|im_end|>" for text in scored]
+    assert [tokenizer.decode(ids[prompt:]) for ids in (own, other)] == ends
+    written = "<think>\nhm\n</think>\n\na" if chosen == [THOUGHT] else THINK + "a"
+    assert tokenizer.decode(own) == chatml(("user", "q"), open_as=written + "<|im_end|>")
+
+
+def test_an_empty_thought_is_of_the_answer_where_the_mismatched_one_has_none():
+    tokenizer = build_chat_tokenizer("qwen3")
+    row = {"prompt": [USER], "completion": [ANSWER], "label": True}
+    (record,) = records(row, tokenizer, kind="unpaired")
+    rule = TokenRule(tokenizer.eos_token_id, 10**6, "drop", False, "unpaired")
+    other = "<think>\nhm\n</think>\n\nb<|im_end|>"
+    (result,) = tokenize([record._replace(mismatched=other)], make_encoder(tokenizer), rule)
+    sample = result.sample
+    assert tokenizer.decode(sample.input_ids[sample.prompt_length :]) == THINK + "a<|im_end|>"
+    assert tokenizer.decode(sample.mismatched_ids) == other
+
+
+def test_the_preview_shows_an_empty_thought_as_not_supervised(jsonl):
+    tokenizer = build_chat_tokenizer("qwen3_5_think")
+    config = DataConfig(data_path=(str(jsonl([{"messages": [USER, ANSWER]}])),))
+    (shown,) = preview(config, tokenizer, eos_id=tokenizer.eos_token_id, kind="samples")
+    ids, supervised = shown.sequences["sample"]
+    assert tokenizer.decode(ids) == chatml(("user", "q"), open_as=THINK + "a<|im_end|>")
+    assert supervised == [0] * (len(ids) - 2) + [1, 1]
+
+
+def test_an_empty_thought_that_the_file_holds_is_learnt():
+    for held in (HELD, {**HELD, "content": "b", "reasoning_content": ""}):
+        assert tokens({"messages": [USER, held]}, "qwen3")[0][1] == THINK + "b<|im_end|>"
+
+
 @pytest.mark.parametrize("name", ["deepseekv3", "nemotron_3_nano", "qwen3", "gptoss", "glm4moe"])
 def test_a_prompt_to_answer_is_the_one_that_a_server_would_render(name):
     tokenizer = build_chat_tokenizer(name)
@@ -233,7 +301,7 @@ def test_columns_that_no_template_can_use_are_refused(row, message):
         ("glm4moe_training", ("<|user|>", "<|observation|>")),
         ("deepseekv3", ()),
         ("llava_next", ()),
-        ("glm4moe", ()),
+        ("glm4moe", ("<|user|>", "<|observation|>")),
     ],
 )
 def test_end_tokens_are_those_that_a_template_ends_answers_and_calls_with(name, ends):
@@ -304,6 +372,15 @@ def test_samples_of_a_row_are_held_out_together_and_counted(tmp_path, jsonl):
         "answers      17 rows are 34 samples, one for each answer: the chat template renders "
         "earlier turns differently once later ones follow" in audit.lines()
     )
+    assert audit.empty_thoughts == 34
+    assert (
+        "thoughts     34 empty ones, which the chat template adds, are read and not learnt "
+        "(--train_empty_think learns them)" in audit.lines()
+    )
+    every = prepared(tmp_path, path, "qwen3", eval_ratio=0.2, train_empty_think=True).audit
+    # A token each: <think>, two lines, </think>, two lines.
+    assert every.supervised_tokens - audit.supervised_tokens == 34 * 6
+    assert (every.empty_thoughts, every.tokens) == (0, audit.tokens)
     # A template that leaves turns as they are holds out the same rows.
     plain = prepared(tmp_path, path, "qwen2_5", eval_ratio=0.2)
     rows = {

@@ -346,7 +346,7 @@ def test_options_that_the_state_depends_on_cannot_change_and_all_are_listed(earl
     """
     lora_dim=5 lora_alpha=5 use_rslora lora_module_name=fc train_bias=all modules_to_save=fc
     no-only_optimize_lora add_eot_token eot_token=x max_seq_len=64 overlong=truncate bad_rows=skip
-    train_on_prompt no-packing data_split=1,1,1 eval_ratio=0.2 seed=3
+    train_on_prompt train_empty_think no-packing data_split=1,1,1 eval_ratio=0.2 seed=3
     """.split(),
 )
 def test_each_option_that_the_state_depends_on_is_fixed(earlier, change):
