@@ -751,7 +751,7 @@ def test_a_model_in_training_mode_is_refused():
     ],
 )
 def test_logprobs_of_the_sampler_are_those_of_what_was_drawn_from(sampling, warpers):
-    model = adapted("opt")
+    model = adapted("opt").double()
     decoder = Decoder(model, eos_ids=range(8), pad_id=PAD, device=CPU)
     seeds = [[n] for n in range(len(PROMPTS))]
     responses = decoder(PROMPTS, sampling, seeds=seeds, keep_logprobs=True)
@@ -773,7 +773,7 @@ def test_logprobs_of_the_sampler_are_those_of_what_was_drawn_from(sampling, warp
 @pytest.mark.parametrize("kind", ["opt", "llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_kept_are_those_of_a_plain_forward_before_any_filter(kind, temperature):
-    model, copies = adapted(kind), 3
+    model, copies = adapted(kind).double(), 3
     sampling = Sampling(9, temperature=temperature, top_k=20, top_p=0.9)
     seeds = list(range(copies * len(PROMPTS)))
     decoder = Decoder(model, eos_ids=range(8), pad_id=PAD, device=CPU)
