@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection, IncompleteRead
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -114,6 +114,8 @@ class RolloutServer:
                 connection.request("GET" if body is None else "POST", where, content, headers)
                 response = connection.getresponse()
                 reply = response.read(_LARGEST_REPLY)
+            if response.length:  # of a read with a limit http.client does not say so
+                raise IncompleteRead(reply, response.length)
             _check_status(response, reply)
             try:
                 return json.loads(reply)
@@ -544,7 +546,8 @@ class RolloutServers:
                 except ServerError as error:
                     failure = error
                 except EngineError as error:
-                    work.refused = EngineError(f"{server.address}: {error}")
+                    # Those that come once the work is given up may be cut short.
+                    work.refused = work.refused or EngineError(f"{server.address}: {error}")
                 except Exception as error:  # noqa: BLE001 - no reply may end this thread
                     failure = ServerError(f"its reply cannot be read: {error!r}"[:300])
                 finally:

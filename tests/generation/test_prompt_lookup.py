@@ -97,7 +97,7 @@ def test_texts_and_logprobs_are_those_of_one_batch_without_drafts(kind, options,
         assert decoder.drafted > decoder.accepted > 0
 
 
-@pytest.mark.parametrize("poll", [1, 3, 16])
+@pytest.mark.parametrize("poll", [1, 3, 16] if ALL else [3])
 def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(poll, monkeypatch):
     monkeypatch.setattr("dschat_lora.generation.slots.COLUMN_BUCKET", 8)
     monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", poll)

@@ -37,6 +37,8 @@ def options(stage, **more):
     return {
         "lora_dim": 4,
         "seed": 1,
+        # At 1e-8 a gradient that is rounding alone, as some are here, would make a whole step.
+        "adam_epsilon": 1e-5,
         "per_device_train_batch_size": 2,
         "zero_stage": stage,
         "deepspeed_config": json,

@@ -99,7 +99,7 @@ def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind
     parity = torch.arange(batch.num_targets) % 2
 
     def loss_and_gradient(change):
-        model = adapted(kind)
+        model = adapted(kind).double()
         network = CausalLMLoss(model)
         change(network, model)
         groups = GroupSums(parity, torch.zeros(2, dtype=torch.float64))

@@ -23,7 +23,7 @@ KINDS = ("opt", "gpt2", "neox", "llama", "sliding")
 
 def model_of(kind):
     if kind != "sliding":
-        return tiny_model(kind)
+        return tiny_model(kind).double()
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -37,7 +37,8 @@ def model_of(kind):
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.eval().double()
 
 
 class SlowKernel:

@@ -15,6 +15,7 @@ from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.perf.memory import activation_bytes, estimate_memory, offloaded_bytes
 from dschat_lora.perf.shape import describe
+from helpers.spread import pairwise
 
 ROWS, LENGTH = 4, 48
 NAMES = {"full": None, "LoRA everywhere": None, "LoRA on q and v": QUERY_VALUE}
@@ -129,9 +130,16 @@ def peak_of_step(model, length, *, by_spans=True):
     return live.most
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("variant", ["LoRA everywhere", "LoRA on q and v"])
-@pytest.mark.parametrize("family", ["llama", "opt"])
+WIDE = pairwise(
+    {
+        "family": ("llama", "opt"),
+        "variant": ("LoRA everywhere", "LoRA on q and v"),
+        "recomputes": (False, True),
+    }
+)
+
+
+@pytest.mark.parametrize(("family", "variant", "recomputes"), [tuple(row.values()) for row in WIDE])
 def test_the_backward_pass_of_a_wide_mlp_is_the_peak_of_a_step(family, variant, recomputes):
     wide = {"llama": {"intermediate_size": 2048}, "opt": {"ffn_dim": 2048}}[family]
     length = 2048

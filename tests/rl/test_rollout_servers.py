@@ -224,6 +224,14 @@ def trickle(handler, body, number):
     return drop(handler, body, number)
 
 
+def cut_short(handler, body, number):
+    """A refusal whose connection ends before the reason."""
+    handler.send_response(400)
+    handler.send_header("Content-Length", "9")
+    handler.end_headers()
+    return drop(handler, body, number)
+
+
 NAN = {"token_logprobs": [float("nan"), -1.0]}
 FAULTS = {
     "closes the connection": (drop, ""),
@@ -232,6 +240,7 @@ FAULTS = {
     "nested too deeply": (replying(b"[" * 200_000), "maximum recursion depth"),
     "no JSON": (replying(b"<html>"), "no choices with token_ids"),
     "no choices": (replying({"choices": []}), "no choices with token_ids"),
+    "cut short": (cut_short, "9 more expected"),
     "an error": (replying({"error": "full"}, 500), "it answers 500"),
     "no token ids": (with_reply(token_ids=None), "its tokens are not up to 4"),
     "another adapter": (with_reply(model="old"), "the adapter 'old' where 'adapter' was asked"),
@@ -326,6 +335,20 @@ def test_a_request_that_is_refused_ends_all_at_once():
     refusal = replying({"error": {"message": "the prompt is too long"}}, 400)
     words = "refuses what is asked, 400: .*too long"
     with servers(Fake(), Fake(refusal)) as (found, _), pytest.raises(EngineError, match=words):
+        found.begin(BODIES)()
+
+
+def test_the_reason_of_a_refusal_is_that_of_the_first(monkeypatch):
+    """Not of those that the end of the first cuts short; here they come, without a reason."""
+    first = threading.Event()
+
+    def refuse(handler, body, number):
+        if number > 1:
+            first.wait()
+        return replying({"error": "too long"} if number == 1 else b"", 400)(handler, body, number)
+
+    monkeypatch.setattr(_Work, "end", lambda work: first.set())
+    with servers(Fake(refuse)) as (found, _), pytest.raises(EngineError, match="400: .*too long"):
         found.begin(BODIES)()
 
 

@@ -231,6 +231,9 @@ SMALL = {
     "per_device_generation_batch_size": 8,
     "per_device_training_batch_size": 8,
     "max_answer_seq_len": 8,
+    # No draw of it is within 1e-4 of another token; of 1234 one is within 4e-8, where the rounding
+    # of products, which depends on what else a batch holds, decides.
+    "seed": 6,
 }
 
 

@@ -345,7 +345,7 @@ def test_answers_do_not_depend_on_what_is_sampled_beside_them(start):
             "seq_id": seq,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
             "num_samples": 2,
-            "sampling_params": {"max_tokens": 12, "seed": 5, **params},
+            "sampling_params": {"max_tokens": 12, "seed": 6, **params},
             "prompt_logprobs": True,
         }
         return service.sample(body)[0]
