@@ -229,6 +229,10 @@ def options_of(
     for given, value in content.items():
         name = spellings.get(given, given)
         if name not in fields:
+            # verl's files, and others', have options in parts.
+            while isinstance(value, Mapping) and value:
+                part, value = next(iter(value.items()))
+                name = f"{name}.{part}"
             raise ValueError(f"{label}: {unknown_option(f'--{name}', [*fields, *more])}")
         if name in values:
             raise ValueError(f"{label}: {given} and another name of --{name}; give one")
