@@ -61,9 +61,9 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def classic(default: ValueT, *, help: str) -> ValueT:
+def classic(default: ValueT, *, help: str, hint: str = "") -> ValueT:
     """An option that is there for compatibility: ``--help all`` explains it."""
-    return option(default, help=help, section=COMPATIBILITY)
+    return option(default, help=help, section=COMPATIBILITY, hint=hint)
 
 
 def group(

@@ -229,8 +229,7 @@ def unknown_option(text: str, names: Collection[str]) -> str:
     if not text.startswith("-"):
         more = f"; {same}" if same and "=" in text else ""
         return f"unexpected argument {text!r}; options start with --{more}"
-    is_known = same or (name in other_names() and name not in names)
-    close = [] if is_known else _nearest(name, names)
+    close = [] if same else _nearest(name, names)
     meant = f"did you mean {' or '.join(f'--{each}' for each in close)}?" if close else "see --help"
     return f"unknown option {given}; {same or meant}"
 
@@ -242,8 +241,9 @@ def _nearest(given: str, names: Collection[str]) -> Sequence[str]:
     words = {name: set(name.split("_")) for name in names}
     some = set(given.split("_"))
     longer = [name for name in names if some <= words[name] and 2 * len(some) >= len(words[name])]
-    if 0 < len(longer) <= 2:
+    # What another trainer calls by a name is no part of one of ours.
+    if 0 < len(longer) <= 2 and given not in other_names():
         return longer
-    # One letter may be wrong, in a long name two.
-    cutoff = max(0.6, 1 - (1.1 if len(given) < 10 else 2.1) / len(given)) if given else 1
+    # One letter of a short name may be wrong, and a sixth of a long one.
+    cutoff = max(0.6, min(0.84, 1 - 1.1 / max(len(given), 1)))
     return difflib.get_close_matches(given, names, 1, cutoff)

@@ -37,7 +37,16 @@ COMMANDS = (
     *(MergeConfig, ExportConfig, ChatConfig, ServeConfig, TinkerConfig),
 )
 KNOWN = {each: {*option_names(each), *option_aliases(each)} for each in COMMANDS}
-TRAINERS = {"TRL", "PEFT", "transformers", "Unsloth", "axolotl", "LLaMA-Factory", "OpenRLHF", "verl"}
+TRAINERS = {
+    "TRL",
+    "PEFT",
+    "transformers",
+    "Unsloth",
+    "axolotl",
+    "LLaMA-Factory",
+    "OpenRLHF",
+    "verl",
+}
 NO_VALUES = {"names", "says", "sets", "has", "is"}  # what may follow an option that has choices
 
 
@@ -190,8 +199,11 @@ def test_further_names_and_hints_of_options_belong_to_options(command_class):
         ("--sede 1", "; did you mean --seed?"),
         ("--banana", "unknown option --banana; see --help"),
         ("--house", "unknown option --house; see --help"),
-        ("--per_device_batch 1", "did you mean --per_device_train_batch_size or --per_device_eval_"),
-        ("--lr 1", "--lora_learning_rate X is the adapter's rate, and --learning_rate X that"),
+        (
+            "--per_device_batch 1",
+            "did you mean --per_device_train_batch_size or --per_device_eval_",
+        ),
+        ("--lr 1", "--lora_learning_rate X is the adapter's rate, and --learning_rate X"),
         ("--bos_token a", "unknown option --bos_token; see --help"),
         ("data.train_files=a.jsonl", "options start with --; --data_path takes files"),
         ("a.jsonl", "unexpected argument 'a.jsonl'; options start with --"),
@@ -200,6 +212,15 @@ def test_further_names_and_hints_of_options_belong_to_options(command_class):
 def test_options_of_other_trainers_are_told_what_does_the_same(line, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         parse_config(SupervisedConfig, line.split())
+
+
+def test_hints_in_python_are_those_of_the_command_line():
+    for given, said in (
+        ("lora_r", "--lora_dim N is the rank"),
+        ("per_device_batch", "did you mean"),
+    ):
+        with pytest.raises(TypeError, match=f"unknown option --{given}; {said}"):
+            options_in_python(SupervisedConfig, {given: 8})
 
 
 def test_hint_names_no_option_that_the_command_lacks():
@@ -224,7 +245,7 @@ def test_hint_ends_the_message_about_a_file_too(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("actor_rollout_ref:\n  rollout: {n: 8}", "num_generations N is the responses"),
+        ("actor_rollout_ref:\n  rollout: {n: 8}", "--num_generations N is the number of responses"),
         ("trl: {beta: 0.04}", "unknown option --trl.beta; --kl_coef X weighs"),
         ("trl: {num_generations: 8}", "did you mean --num_generations"),
         ("datasets:\n- path: a.jsonl", "unknown option --datasets; --data_path takes"),
