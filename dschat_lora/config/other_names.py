@@ -1,6 +1,6 @@
 """Options of other trainers, and those here that do the same."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -41,6 +41,15 @@ def other_names() -> dict[str, list[OtherName]]:
 def plain_name(option: str) -> str:
     """An option without its dashes, and without the part of an axolotl file that has TRL's."""
     return option.lstrip("-+").replace("-", "_").removeprefix("trl.")
+
+
+def dotted_name(name: object, value: object) -> str:
+    """``algorithm.gamma`` of a file with ``algorithm: {gamma: 1}``, where other trainers' are so."""
+    parts = {*other_names(), "trl.*"}
+    while isinstance(value, Mapping) and value and any(x.startswith(f"{name}.") for x in parts):
+        part, value = next(iter(value.items()))
+        name = f"{name}.{part}"
+    return str(name)
 
 
 def same_here(name: str, known: Collection[str]) -> str | None:

@@ -250,6 +250,7 @@ def test_hint_ends_the_message_about_a_file_too(tmp_path):
         ("trl: {num_generations: 8}", "did you mean --num_generations"),
         ("datasets:\n- path: a.jsonl", "unknown option --datasets; --data_path takes"),
         ("actor.num_nodes: 1", "unknown option --actor.num_nodes; --num_gpus N is"),
+        ("chat_template_kwrgs: {a: b}", "did you mean --chat_template_kwargs?"),
         ("max_completion_length: 8", "--max_answer_seq_len N is"),
         ("deepspeed: ds.json", "got 'ds.json'; --deepspeed_config FILE takes a JSON file"),
         ("resume_from_checkpoint: true", "got True; latest goes on from the newest"),
