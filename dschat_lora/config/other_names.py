@@ -44,7 +44,7 @@ def plain_name(option: str) -> str:
 
 
 def dotted_name(name: object, value: object) -> str:
-    """``algorithm.gamma`` of a file with ``algorithm: {gamma: 1}``, where other trainers' are so."""
+    """``algorithm.gamma`` of a file with ``algorithm: {gamma: 1}``, as other trainers' are."""
     parts = {*other_names(), "trl.*"}
     while isinstance(value, Mapping) and value and any(x.startswith(f"{name}.") for x in parts):
         part, value = next(iter(value.items()))

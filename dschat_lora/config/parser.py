@@ -227,8 +227,9 @@ def unknown_option(text: str, names: Collection[str]) -> str:
     name = plain_name(given)
     same = same_here(name, names)
     if not text.startswith("-"):
-        more = f"; {same}" if same and "=" in text else ""
-        return f"unexpected argument {text!r}; options start with --{more}"
+        return f"unexpected argument {text!r}; options start with --" + (
+            f"; {same}" if same else ""
+        )
     close = [] if same else _nearest(name, names)
     meant = f"did you mean {' or '.join(f'--{each}' for each in close)}?" if close else "see --help"
     return f"unknown option {given}; {same or meant}"
