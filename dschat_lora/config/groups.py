@@ -426,7 +426,11 @@ class ParallelConfig:
     deepspeed_config: str | None = option(
         None, help='DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in'
     )
-    deepspeed: bool = classic(False, help="accepted from DeepSpeed; it is always used")
+    deepspeed: bool = classic(
+        False,
+        help="accepted from DeepSpeed; it is always used",
+        hint="--deepspeed_config FILE takes a JSON file",
+    )
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 1", "tensor_parallel_size", "context_parallel_size")
@@ -463,6 +467,7 @@ class RunConfig:
         None,
         help="go on from a checkpoint: latest (the newest sound one of --output_dir), auto (the "
         "same, or a fresh start where there is none), or a path",
+        hint="latest goes on from the newest sound checkpoint",
     )
     accept_changed_data: bool = option(
         False,

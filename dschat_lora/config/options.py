@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
+from dschat_lora.config.other_names import dotted_name
 from dschat_lora.config.parser import COMPATIBILITY, OTHER, Parser, by_section, unknown_option
 from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
 
@@ -61,9 +62,9 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def classic(default: ValueT, *, help: str) -> ValueT:
+def classic(default: ValueT, *, help: str, hint: str = "") -> ValueT:
     """An option that is there for compatibility: ``--help all`` explains it."""
-    return option(default, help=help, section=COMPATIBILITY)
+    return option(default, help=help, section=COMPATIBILITY, hint=hint)
 
 
 def group(
@@ -229,7 +230,8 @@ def options_of(
     for given, value in content.items():
         name = spellings.get(given, given)
         if name not in fields:
-            raise ValueError(f"{label}: {unknown_option(f'--{name}', [*fields, *more])}")
+            typed = f"--{dotted_name(name, value)}"
+            raise ValueError(f"{label}: {unknown_option(typed, [*fields, *more])}")
         if name in values:
             raise ValueError(f"{label}: {given} and another name of --{name}; give one")
         field, annotation = fields[name]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dschat_lora.config.other_names import same_here
+from dschat_lora.config.other_names import other_names, plain_name, same_here
 from dschat_lora.config.values import (
     converter,
     is_switch,
@@ -223,11 +223,28 @@ class Parser(argparse.ArgumentParser):
 
 def unknown_option(text: str, names: Collection[str]) -> str:
     """The message about ``text``, which is none of ``names``."""
-    if not text.startswith("-"):
-        return f"unexpected argument {text!r}; options start with --"
     given = text.split("=")[0]
-    if same := same_here(given.lstrip("-"), names):
-        return f"unknown option {given}; {same}"
-    spelled = given.replace("-", "_").replace("__", "--", 1)
-    close = difflib.get_close_matches(spelled, [f"--{name}" for name in names], 1)
-    return f"unknown option {given}" + (f"; did you mean {close[0]}?" if close else "; see --help")
+    name = plain_name(given)
+    same = same_here(name, names)
+    if not text.startswith("-"):
+        return f"unexpected argument {text!r}; options start with --" + (
+            f"; {same}" if same else ""
+        )
+    close = [] if same else _nearest(name, names)
+    meant = f"did you mean {' or '.join(f'--{each}' for each in close)}?" if close else "see --help"
+    return f"unknown option {given}; {same or meant}"
+
+
+def _nearest(given: str, names: Collection[str]) -> Sequence[str]:
+    """Names that ``given`` may stand for: one or two that have its words, or one spelt like it."""
+    if given in names:
+        return [given]
+    words = {name: set(name.split("_")) for name in names}
+    some = set(given.split("_"))
+    longer = [name for name in names if some <= words[name] and 2 * len(some) >= len(words[name])]
+    # What another trainer calls by a name is no part of one of ours.
+    if 0 < len(longer) <= 2 and given not in other_names():
+        return longer
+    # One letter of a short name may be wrong, and a sixth of a long one.
+    cutoff = max(0.6, min(0.84, 1 - 1.1 / max(len(given), 1)))
+    return difflib.get_close_matches(given, names, 1, cutoff)

@@ -97,13 +97,14 @@ def from_yaml(label: str, value: object, annotation: object, *, hint: str = "") 
     Raises:
         ValueError: if it is of another kind; ``label`` begins the message, ``hint`` ends it.
     """
+    more = f"; {hint}" if hint else ""
     if is_switch(annotation):
         on, off, *words = switch_words(annotation)
         if words and value in (on, off):  # in quotes, as they are typed
             return value == on
         if not isinstance(value, bool) and value not in words:
             allowed = " or ".join(["true or false", *words])
-            raise ValueError(f"{label} must be {allowed}, got {value!r}")
+            raise ValueError(f"{label} must be {allowed}, got {value!r}{more}")
         return value
     kind, choices, many = value_shape(annotation)
     convert = converter(kind, choices, words=number_words(annotation), hint=hint)
@@ -112,7 +113,7 @@ def from_yaml(label: str, value: object, annotation: object, *, hint: str = "") 
         return None
     if kind is str and any(item is None or isinstance(item, bool | list | dict) for item in items):
         raise ValueError(
-            f"{label} must be text{' or a list of texts' if many else ''}, got {value!r}"
+            f"{label} must be text{' or a list of texts' if many else ''}, got {value!r}{more}"
         )
     try:
         converted = tuple(convert(str(item)) for item in items)

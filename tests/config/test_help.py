@@ -13,8 +13,8 @@ from dschat_lora.config.options import (
     options_in_python,
     parse_config,
 )
-from dschat_lora.config.other_names import OTHER_NAMES
-from dschat_lora.config.parser import COMPATIBILITY, OTHER, SECTIONS
+from dschat_lora.config.other_names import other_names
+from dschat_lora.config.parser import COMPATIBILITY, OTHER, SECTIONS, unknown_option
 from dschat_lora.config.stages import (
     AuditConfig,
     DpoStageConfig,
@@ -22,6 +22,7 @@ from dschat_lora.config.stages import (
     ScoreConfig,
     SupervisedConfig,
 )
+from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.config.verbs import EvalConfig, ExportConfig, GenerateConfig, MergeConfig
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import NlgConfig
@@ -35,6 +36,28 @@ COMMANDS = (
     *(DistillConfig, GlueConfig, AuditConfig, ScoreConfig, EvalConfig, GenerateConfig),
     *(MergeConfig, ExportConfig, ChatConfig, ServeConfig, TinkerConfig),
 )
+KNOWN = {each: {*option_names(each), *option_aliases(each)} for each in COMMANDS}
+TRAINERS = {
+    "TRL",
+    "PEFT",
+    "transformers",
+    "Unsloth",
+    "axolotl",
+    "LLaMA-Factory",
+    "OpenRLHF",
+    "verl",
+}
+NO_VALUES = {"names", "says", "sets", "has", "is"}  # what may follow an option that has choices
+
+
+def annotations(command_class):
+    """Type and allowed values of each option, as words."""
+    for name, (_, annotation) in option_fields(command_class):
+        if annotation is bool or is_switch(annotation):
+            yield name, (bool, ())
+        else:
+            kind, choices, _ = value_shape(annotation)
+            yield name, (kind, [str(choice) for choice in choices])
 
 
 @pytest.fixture
@@ -108,26 +131,39 @@ def test_options_that_come_first_in_a_section_exist():
     assert {name for first in SECTIONS.values() for name in first} <= known
 
 
-@pytest.mark.parametrize("name", OTHER_NAMES)
-def test_what_does_the_same_as_another_trainers_option_is_there_with_the_value_named(name):
-    tried = 0
-    for command_class in COMMANDS:
-        names = {*option_names(command_class), *option_aliases(command_class)}
-        same = [option for option in OTHER_NAMES[name].options if option in names]
-        if not same or name in names:
+@pytest.mark.parametrize("name", other_names())
+def test_another_trainers_option_is_answered_with_options_that_the_command_has(name):
+    rows, answered = other_names()[name], []
+    for known in KNOWN.values():
+        same = [(row, here) for row in rows for here in row.options if here in known]
+        if not same or name in known:
             continue
-        tried += 1
-        with pytest.raises(TypeError) as caught:
-            options_in_python(command_class, {name: True})
-        said = str(caught.value)
-        assert said.startswith(f"unknown option --{name}; ")
-        assert f"--{same[0]} " in said
-        for option, value in re.findall(r"--(\w+)(?: (N|\d+|bf16|fp16|auto)\b)?", said)[1:]:
-            assert option in names
-            if value:
-                options_in_python(command_class, {option: {"N": 8}.get(value, value)})
+        row, here = same[0]
+        said = unknown_option(f"--{name}", known)
+        assert said == f"unknown option --{name}; " + row.words.replace("{}", f"--{here}")
+        named = {*re.findall(r"--(?:no-)?(\w+)", row.words.replace("{}", f"--{here}"))}
+        assert named <= {*known, "num_gpus"}
+        answered.append(row)
+    assert [row for row in rows if row not in answered] == []
+    for row in rows:
+        assert row.sources
+        assert {*row.sources} <= TRAINERS
+
+
+@pytest.mark.parametrize("command_class", [*STAGES, GenerateConfig, TinkerConfig])
+def test_values_that_are_named_for_another_trainers_option_are_allowed(command_class):
+    kinds = dict(annotations(command_class))
+    tried = 0
+    for row in {row for rows in other_names().values() for row in rows}:
+        for here in kinds.keys() & {*row.options}:
+            said = row.words.replace("{}", f"--{here}")
+            for option, word in re.findall(r"--(\w+) (\w+)", said):
+                if option in kinds:
+                    kind, choices = kinds[option]
+                    assert {"N": int, "X": float}.get(word, kind) is kind, said
+                    assert not choices or word in {*choices, *NO_VALUES}, said
+                    tried += 1
     assert tried
-    assert OTHER_NAMES[name].sources
 
 
 @pytest.mark.parametrize("command_class", COMMANDS)
@@ -157,7 +193,23 @@ def test_further_names_and_hints_of_options_belong_to_options(command_class):
             "sdpa, flex_attention, eager, got 'flash_attention_2'; sdpa runs PyTorch's flash",
         ),
         ("--lora_r 8", "unknown option --lora_r; --lora_dim N is the rank"),
-        ("--lora_rank 8", "unknown option --lora_rank; did you mean --lora_"),
+        ("--lora_rank 8", "unknown option --lora_rank; --lora_dim N is the rank"),
+        ("--per_device_train_batch", "; did you mean --per_device_train_batch_size?"),
+        ("--learning_rte 1", "; did you mean --learning_rate?"),
+        ("--sede 1", "; did you mean --seed?"),
+        ("--banana", "unknown option --banana; see --help"),
+        ("--house", "unknown option --house; see --help"),
+        (
+            "--per_device_batch 1",
+            "did you mean --per_device_train_batch_size or --per_device_eval_",
+        ),
+        ("--lr 1", "--lora_learning_rate X is the adapter's rate, and --learning_rate X"),
+        ("--checkpoint a", "unknown option --checkpoint; see --help"),
+        ("--lora 8", "unknown option --lora; see --help"),
+        ("--gradient_acumulation_stepz 2", "did you mean --gradient_accumulation_steps?"),
+        ("--bos_token a", "unknown option --bos_token; see --help"),
+        ("data.train_files=a.jsonl", "options start with --; --data_path takes files"),
+        ("a.jsonl", "unexpected argument 'a.jsonl'; options start with --"),
     ],
 )
 def test_options_of_other_trainers_are_told_what_does_the_same(line, words):
@@ -165,11 +217,22 @@ def test_options_of_other_trainers_are_told_what_does_the_same(line, words):
         parse_config(SupervisedConfig, line.split())
 
 
+def test_hints_in_python_are_those_of_the_command_line():
+    for given, said in (
+        ("lora_r", "--lora_dim N is the rank"),
+        ("per_device_batch", "did you mean"),
+    ):
+        with pytest.raises(TypeError, match=f"unknown option --{given}; {said}"):
+            options_in_python(SupervisedConfig, {given: 8})
+
+
 def test_hint_names_no_option_that_the_command_lacks():
     with pytest.raises(ValueError, match="unknown option --lora_r; --actor_lora_dim N is the rank"):
         parse_config(RlhfConfig, ["--lora_r", "8"])
-    with pytest.raises(ValueError, match="unknown option --max_length; did you mean"):
+    with pytest.raises(ValueError, match="--max_length; --max_prompt_seq_len N bounds the prompt"):
         parse_config(RlhfConfig, ["--max_length", "8"])
+    with pytest.raises(ValueError, match="--epsilon; see --help"):
+        parse_config(SupervisedConfig, ["--epsilon", "0.2"])
 
 
 def test_hint_ends_the_message_about_a_file_too(tmp_path):
@@ -180,3 +243,24 @@ def test_hint_ends_the_message_about_a_file_too(tmp_path):
     path.write_text("bf16: true\n")
     with pytest.raises(ValueError, match=r"run.yaml: unknown option --bf16; --dtype bf16"):
         parse_config(SupervisedConfig, ["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("actor_rollout_ref:\n  rollout: {n: 8}", "--num_generations N is the number of responses"),
+        ("trl: {beta: 0.04}", "unknown option --trl.beta; --kl_coef X weighs"),
+        ("trl: {num_generations: 8}", "did you mean --num_generations"),
+        ("datasets:\n- path: a.jsonl", "unknown option --datasets; --data_path takes"),
+        ("actor.num_nodes: 1", "unknown option --actor.num_nodes; --num_gpus N is"),
+        ("chat_template_kwrgs: {enable_thinking: false}", "did you mean --chat_template_kwargs?"),
+        ("max_completion_length: 8", "--max_answer_seq_len N is"),
+        ("deepspeed: ds.json", "got 'ds.json'; --deepspeed_config FILE takes a JSON file"),
+        ("resume_from_checkpoint: true", "got True; latest goes on from the newest"),
+    ],
+)
+def test_names_of_other_trainers_in_a_file_of_options_are_answered_too(text, words, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text + "\n")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_config(RlhfConfig, ["--config", str(path)])

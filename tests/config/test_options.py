@@ -299,8 +299,8 @@ def test_misspelt_flag_is_answered_with_the_right_one(typed, meant):
 
 
 def test_flag_like_no_other_is_not_guessed():
-    with pytest.raises(ValueError, match="unknown option --wandb_entity; see --help"):
-        parsed("--wandb_entity", "me")
+    with pytest.raises(ValueError, match="unknown option --banana; see --help"):
+        parsed("--banana", "me")
 
 
 def test_abbreviation_is_not_taken_for_a_flag():

@@ -79,7 +79,7 @@ def test_two_processes_resume_two_passes_with_dropout_to_the_bit(launcher, tmp_p
 def test_a_mistake_is_one_line_before_anything_is_loaded(launcher, tmp_path):
     running = launcher.start(["--task_name", "rte", "--lora_rank", "8"], tmp_path, script=GLUE)
     assert running.wait() == [2]
-    assert running.output() == "error: unknown option --lora_rank; did you mean --lora_r?\n"
+    assert running.output() == "error: unknown option --lora_rank; --lora_r N is the rank\n"
 
 
 def read_jsonl_or_object(path):
