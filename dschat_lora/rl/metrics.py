@@ -195,8 +195,7 @@ def rollout_rows(
             }
         )
         if response.earlier:
-            text = decode(response.last_turn, skip_special_tokens=True)
-            rows[-1]["messages"] = messages_after_prompt(response, text)
+            rows[-1]["messages"] = messages_after_prompt(response, decode)
         if response.earlier_sequences:
             rows[-1]["earlier_sequences"] = [
                 {"prompt": decode(each.prompt), "response": decode(each.tokens)}

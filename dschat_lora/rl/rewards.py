@@ -18,6 +18,7 @@ from torch import Tensor
 from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishment
 from dschat_lora.algos.segments import to_device
 from dschat_lora.config.held import held_object, is_held
+from dschat_lora.data.tool_calls import parse_answer
 from dschat_lora.engine.distributed import (
     gather_texts,
     raise_together,
@@ -423,7 +424,7 @@ def calls_of(
     texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
     prompts = [tokenizer.decode(each.prompt) for each in responses]
     asked = [prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
-    said = [messages_after_prompt(*each) for each in zip(responses, texts, strict=True)]
+    said = [messages_after_prompt(each, tokenizer.decode) for each in responses]
     ids = [list(each.tokens) for each in responses]
     by_column = {name: [row.get(name) for row in rows] for name in columns}
     offered: dict[str, list[Any]] = by_column | {
@@ -482,9 +483,23 @@ def _ground_truth(row: dict[str, Any]) -> Any:
     return by_rule.get("ground_truth") if isinstance(by_rule, dict) else row.get("ground_truth")
 
 
-def messages_after_prompt(response: Response, text: str) -> list[dict[str, Any]]:
-    """The actor's turns, ``text`` the last of them, and what its environment said between them."""
-    return [*json.loads(response.earlier or b"[]"), {"role": "assistant", "content": text}]
+def messages_after_prompt(response: Response, decode: Callable[..., str]) -> list[dict[str, Any]]:
+    """The actor's turns, and what its environment said between them.
+
+    A turn with tool calls, and any where the row has ``tools``, is parsed as by TRL; others are
+    text as it was drawn. A bare JSON object is no call where the row has no tools.
+    """
+    turn = response.last_turn
+    text, end = decode(list(turn), skip_special_tokens=True), len(turn)
+    while end and not decode(list(turn[end - 1 : end]), skip_special_tokens=True):
+        end -= 1  # special tokens that end it
+    before = (*response.prompt, *response.tokens[: len(response.tokens) - len(turn)])
+    in_thought = decode(list(before[-16:])).rstrip().endswith("<think>")
+    said = parse_answer(decode(list(turn[:end])), in_thought=in_thought)
+    has_tools = json.loads(response.columns or b"{}").get("tools")
+    if not has_tools and ("tool_calls" not in said or text.lstrip().startswith("{")):
+        said = {"role": "assistant", "content": text}
+    return [*json.loads(response.earlier or b"[]"), said]
 
 
 def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
