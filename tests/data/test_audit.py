@@ -49,10 +49,11 @@ def test_sound_data_passes_without_a_word():
     [
         (
             {"train_rows": 0, "supervised_tokens": 0},
-            "no training rows are left after the split; give more data in --data_path or smaller "
-            "--eval_ratio, or look at --data_split and --data_weights (1 rows were left out as "
-            "copies of held-out ones)",
+            "no training rows are left after the split; give more data in --data_path or "
+            "--eval_ratio 0, which holds none out, or look at --data_split and --data_weights "
+            "(1 rows were left out as copies of held-out ones)",
         ),
+        ({"train_rows": 0, "kind": "prompts"}, "or --eval_prompts 0, which holds none out"),
         (
             {"supervised_tokens": 0, "eos_samples": 0, "dropped_rows": 100},
             "no token of the 100 training rows would be learnt: 100 rows were dropped because "

@@ -208,7 +208,7 @@ TURNS = [
     ("name", "turns"),
     [
         ("qwen3", TURNS[:-1]),
-        ("qwen3_5_think", [TURNS[-1], "hm", "hm\n</think>\n\nYes."]),
+        ("qwen3_5_think", [TURNS[-1], "hm", TURNS[4], "hm\n</think>\n\nYes."]),
         ("gptoss", ["<|channel|>final<|message|>Yes.<|return|>"]),
     ],
 )
