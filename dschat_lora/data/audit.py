@@ -91,8 +91,8 @@ class DataAudit:
         if self.train_rows == 0:
             none = "--eval_prompts" if self.kind == "prompts" else "--eval_ratio"
             return (
-                f"no training rows are left after the split; give more data in --data_path or {none} "
-                "0, which holds none out, or look at --data_split and --data_weights "
+                "no training rows are left after the split; give more data in --data_path or "
+                f"{none} 0, which holds none out, or look at --data_split and --data_weights "
                 f"({self.overlap_rows} rows were left out as copies of held-out ones)"
             )
         if self.kind == "prompts":

@@ -36,7 +36,7 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
             return None
         return sum(value * weight for value, weight in values) / tokens
 
-    names = ("policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
+    names = ("loss", "policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
     means = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
     if means["text_loss"] is None:
         del means["text_loss"]
@@ -50,7 +50,7 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
     if "critic" in last:
         norms["critic_grad_norm"] = last["critic"].grad_norm
     return {
-        "loss": means["policy_loss"],
+        "loss": means.pop("loss"),
         **_learning_rates(results[-1]),
         **means,
         **norms,
