@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
@@ -223,12 +222,11 @@ def build_engines(setup: RlhfSetup) -> Engines:
     return resolve_architecture(engines, len(setup.tokenizer), setup.run)
 
 
-def policies_of(
-    actor: PreTrainedModel, reference: PreTrainedModel | None, *, entropy_trains: bool
-) -> dict[str, Policy]:
-    """Actor and reference by role, over the vocabulary that both have.
+def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:
+    """Actor and reference (None: there is none) by role, over the vocabulary that both have.
 
-    They have one tokenizer: what a larger vocabulary has beyond it is no token.
+    Both are models of transformers, of one tokenizer: what a larger vocabulary has beyond it is no
+    token.
     """
     models = {"actor": actor} | ({} if reference is None else {"reference": reference})
     vocab_size = min(model.config.vocab_size for model in models.values())
