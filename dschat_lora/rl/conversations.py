@@ -27,7 +27,6 @@ class Conversation:
     logprobs: list[float] = field(default_factory=list)  # of the actor's tokens, in nats
     sampler_logprobs: list[float] = field(default_factory=list)
     num_answers: int = 0
-    ended: bool = False  # whether the last answer ended by itself
     messages: Sequence[Message] = ()  # of the last call; empty for a prompt that was text
     is_asked: bool = False  # a call to continue it waits for its answer
 
@@ -49,7 +48,7 @@ class Conversation:
         self.actor_mask += [False] * len(read) + [True] * len(answer.tokens)
         self.logprobs += answer.logprobs
         self.sampler_logprobs += answer.sampler_logprobs
-        self.num_answers, self.ended = self.num_answers + 1, answer.ended
+        self.num_answers += 1
 
 
 @dataclass(frozen=True)
