@@ -474,7 +474,7 @@ def test_a_side_request_that_is_cut_off_does_not_cut_off_the_episode(play, token
         size = int(prompt.partition("size ")[2].partition("?")[0])
         return [*[tokenizer.encode("a")[0]] * (size - 1), end_ids(tokenizer)[0]]
 
-    (response,) = play(agent, [{}], answer, limit=150).responses
+    (response,) = play(agent, [{}], answer, limit=60).responses
     assert response.ended is ended
 
 
