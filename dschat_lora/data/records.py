@@ -127,7 +127,7 @@ def _rendered(
     """Records of a row of messages."""
     prompt = row.values["prompt"] if row.kind != "conversation" else []
     if row.kind == "prompt":
-        text = chat.render(prompt, add_generation_prompt=True)
+        text = chat.render_prompt(prompt)
         return (TextRecord(row.location, row.kind, (Span(text, target=False),)),)
     messages = [*prompt, *row.values["messages" if row.kind == "conversation" else "completion"]]
     if kind == "prompts":

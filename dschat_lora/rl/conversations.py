@@ -10,7 +10,7 @@ from typing import Any
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.messages import Message, called_function, content_text
-from dschat_lora.endpoint.text import chat_ids
+from dschat_lora.endpoint.text import TURN_FIELDS, chat_ids, continues
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import DecodedTurn, TokenSequence
 from dschat_lora.rl.environment import TurnTokens
@@ -110,6 +110,11 @@ class Conversations:
                 break
             conversation, length = known
             ids = [*conversation.prompt, *conversation.tokens][:length]
+            if end == len(messages):  # an answer that was cut off is continued
+                has_end = not to.tokenizer.decode(ids[-1:], skip_special_tokens=True)
+                if has_end or not continues(messages, columns):
+                    break
+                return ids
             try:
                 following = to.turn_tokens.following(
                     messages[: end - 1], messages[end:], ids[-1:], columns
@@ -174,7 +179,8 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
                 [[call["name"], _arguments(call.get("arguments"))] for call in calls],
             ]
         )
-    return json.dumps([said, columns], sort_keys=True, default=str)
+    rest = {name: value for name, value in columns.items() if name not in TURN_FIELDS}
+    return json.dumps([said, rest], sort_keys=True, default=str)
 
 
 def _arguments(value: Any) -> Any:

@@ -449,6 +449,30 @@ def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
     assert len(found.script.rounds) == 1
 
 
+@pytest.mark.parametrize("asked", [{}, {"continue_final_message": True}])
+def test_an_answer_that_was_cut_off_is_continued_from_its_tokens(play, tokenizer, asked):
+    drawn = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcd"]
+    drawn.append(end_ids(tokenizer)[0])
+
+    async def agent(row, client, model):
+        create = client.chat.completions.create
+        said = await create(model=model, messages=QUESTION, max_tokens=2)
+        again = [*QUESTION, {"role": "assistant", "content": said.choices[0].message.content}]
+        await create(model=model, messages=again, extra_body=asked)
+        said = await create(model=model, messages=[{"role": "user", "content": "?"}], max_tokens=2)
+        again = [{"role": "user", "content": "?"}, said.choices[0].message.model_dump()]
+        await create(model=model, messages=again, extra_body={"add_generation_prompt": True})
+        return 1.0
+
+    found = play(agent, [{}], lambda prompt, seed: drawn)
+    first, second, _, last = (each.prompts[0] for each in found.script.rounds)
+    assert second == [*first, *drawn[:2]]
+    assert tokenizer.decode(last).endswith("Assistant:")
+    (response,) = found.responses
+    assert response.sequences[0].tokens == (*drawn[:2], *drawn)
+    assert all(response.sequences[0].actor_mask)
+
+
 @pytest.mark.parametrize(
     ("asked", "ended"),
     [
