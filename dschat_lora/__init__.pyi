@@ -1073,7 +1073,7 @@ def rlhf(
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
-        eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none
+        eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
@@ -1482,7 +1482,7 @@ def distill(
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
-        eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none
+        eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard

@@ -123,7 +123,7 @@ class Trainer:
         if not isinstance(prompt, str):
             messages = [dict(each) for each in prompt if isinstance(each, Mapping)]
         if messages:
-            ids = make_chat(parts.tokenizer, None).render(messages, add_generation_prompt=True)
+            ids = make_chat(parts.tokenizer, None).render_prompt(messages)
         if isinstance(ids, str):
             (ids,) = make_encoder(parts.tokenizer).encode([ids])
         tokens = check_tokens(ids, vocab_size=parts.vocab_size, where="a prompt")

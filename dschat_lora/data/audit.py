@@ -102,9 +102,10 @@ class DataAudit:
         """Why :meth:`check` stops a run; None if it does not."""
         longest = self.length_quantiles["max"]
         if self.train_rows == 0:
+            none = "--eval_prompts" if self.kind == "prompts" else "--eval_ratio"
             return (
                 "no training rows are left after the split; give more data in --data_path or "
-                "smaller --eval_ratio, or look at --data_split and --data_weights "
+                f"{none} 0, which holds none out, or look at --data_split and --data_weights "
                 f"({self.overlap_rows} rows were left out as copies of held-out ones)"
             )
         if self.kind == "prompts":

@@ -97,19 +97,41 @@ class Chat:
         variables = {**self.variables, **own}
         return replace(self, variables=variables, tools=tools or None)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render_prompt(self, messages: Sequence[Message]) -> str:
+        """Text up to where the model speaks: up to its turn, or to the end of its own last words.
+
+        Raises:
+            ValueError: as :meth:`render`.
+        """
+        goes_on = ends_in_words(messages)
+        return self.render(
+            messages, add_generation_prompt=not goes_on, continue_final_message=goes_on
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+    ) -> str:
         """Text of messages; with ``add_generation_prompt``, up to the assistant's turn.
+
+        With ``continue_final_message``, up to the end of the last one's content, as transformers
+        cut it.
 
         Raises:
             ValueError: if the template refuses them, or for a role that the format lacks.
         """
-        if self.template == BUILT_IN_TEMPLATE and not self.tools:
+        if self.template == BUILT_IN_TEMPLATE and not (self.tools or continue_final_message):
             ask = add_generation_prompt
             text = render_built_in(messages, self.eos_text, add_generation_prompt=ask)
             if text is not None:
                 return text
-        text = self._render(fit_messages(messages, self.facts), add_generation_prompt)
-        return text if add_generation_prompt else text.removesuffix(self.facts.header)
+        fitted = fit_messages(messages, self.facts)
+        text = self._render(fitted, add_generation_prompt, continue_final_message)
+        asked = add_generation_prompt or continue_final_message
+        return text if asked else text.removesuffix(self.facts.header)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Text of messages and the (start, end) of each ``{% generation %}`` block in it."""
@@ -201,10 +223,18 @@ class Chat:
                 return match.start()
         return length
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+    ) -> str:
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         if self.template != BUILT_IN_TEMPLATE:
-            asked = add_generation_prompt
-            return self._in_process(messages, add_generation_prompt=asked)[0]
+            return self._in_process(messages, **options)[0]
         from jinja2 import TemplateError
 
         try:
@@ -213,7 +243,7 @@ class Chat:
                 tools=self.tools,
                 chat_template=self.template,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                **options,
                 **self.variables,
             )
         except (TemplateError, TypeError, LookupError, AttributeError) as error:
@@ -233,6 +263,13 @@ class Chat:
             raise ValueError(
                 f"the tokenizer's chat template refuses the messages: {error}"
             ) from error
+
+
+def ends_in_words(messages: Sequence[Message]) -> bool:
+    """Whether the last message is the assistant's, with a content that may be continued."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    return last.get("role") == "assistant" and bool(content) and not last.get("tool_calls")
 
 
 def make_chat(

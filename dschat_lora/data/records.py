@@ -136,7 +136,7 @@ def _rendered(
     """Records of a row of messages."""
     prompt = row.values["prompt"] if row.kind != "conversation" else []
     if row.kind == "prompt":
-        text = chat.render(prompt, add_generation_prompt=True)
+        text = chat.render_prompt(prompt)
         lost = left_out(prompt, chat, asks=True)
         return (TextRecord(row.location, row.kind, (Span(text, target=False),), left_out=lost),)
     messages = [*prompt, *row.values["messages" if row.kind == "conversation" else "completion"]]

@@ -43,6 +43,10 @@ _HARMONY = re.compile(
     r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*<\|message\|>(.*?)(?:<\|call\|>|$)",
     re.DOTALL,
 )
+_ANALYSIS = re.compile(
+    r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|$)", re.DOTALL
+)
+_CHANNEL = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>\w+\s*<\|message\|>|<\|end\|>")
 # Llama 3 writes nothing but the call, some after this token.
 _PYTHON_TAG = "<|python_tag|>"
 _END = re.compile(r"(?:<\|[\w]+\|>|</s>)\s*$")
@@ -63,7 +67,10 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         found = [(match, read(*match.groups())) for match in pattern.finditer(text)]
         calls = [call for _, call in found if call is not None]
         if calls:
-            return pattern.sub("", text).strip(), calls
+            for match, call in reversed(found):
+                if call is not None:
+                    text = text[: match.start()] + text[match.end() :]
+            return text.strip(), calls
     bare = text.strip().removeprefix(_PYTHON_TAG).strip()
     while (end := _END.search(bare)) is not None:
         bare = bare[: end.start()].rstrip()
@@ -72,6 +79,28 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     except (ValueError, RecursionError):
         call = None
     return ("", [call]) if call is not None else (text, [])
+
+
+def parse_answer(text: str, *, in_thought: bool = False) -> dict[str, Any]:
+    """The message that the text of an answer is, with the fields of TRL's ``parse_response``.
+
+    ``content`` is what stands beside thought and calls; ``reasoning_content`` (of gpt-oss
+    ``thinking``) and ``tool_calls`` are there where the text has them, the arguments as objects.
+    ``in_thought`` says that the prompt ends with ``<think>``; a call within a thought is none.
+    """
+    message: dict[str, Any] = {"role": "assistant"}
+    stripped = text.lstrip()
+    if in_thought or stripped.startswith("<think>"):
+        thought = stripped if in_thought else stripped.removeprefix("<think>")
+        thought, _, text = thought.partition("</think>")
+        message |= {"reasoning_content": thought.strip()} if thought.strip() else {}
+    elif thoughts := _ANALYSIS.findall(text):
+        message["thinking"], text = "\n".join(thoughts), _ANALYSIS.sub("", text)
+    beside, calls = parse_tool_calls(text)
+    message["content"] = _CHANNEL.sub("", beside).strip()
+    if calls:
+        message["tool_calls"] = [{"type": "function", "function": c._asdict()} for c in calls]
+    return message
 
 
 def _called(value: Any) -> ToolCall | None:
@@ -101,9 +130,10 @@ def _of_hermes(body: str) -> ToolCall | None:
     if coder := _CODER.match(body):
         return _of_coder(*coder.groups())
     try:
-        return _called(JSONDecoder().raw_decode(body)[0])
+        value = JSONDecoder().raw_decode(body)[0]
     except (ValueError, RecursionError):
         return None
+    return _called({"parameters": {}, **value} if isinstance(value, dict) else None)
 
 
 def _of_coder(name: str, body: str) -> ToolCall | None:

@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from dschat_lora.data.chat import ends_in_words
 from dschat_lora.data.messages import Message, check_message, with_arguments
 from dschat_lora.endpoint.grammars import Grammar, request_grammar, response_schema, tool_choice
 from dschat_lora.endpoint.guard import ApiError, check_value, invalid
+from dschat_lora.endpoint.text import TURN_FIELDS
 from dschat_lora.endpoint.turns import Kind
 from dschat_lora.models.loading import Tokenizer
 
@@ -211,7 +213,7 @@ def chat_request(
         "tools": list(tools.shown),
         "chat_template_kwargs": fields.take("chat_template_kwargs", dict, "an object"),
     }
-    columns = {name: value for name, value in given.items() if value}
+    columns = {name: value for name, value in given.items() if value} | _turn(fields, messages)
     try:
         prompt = tuple(model.chat_ids(messages, columns))
     except ValueError as error:
@@ -225,6 +227,19 @@ def chat_request(
     return replace(
         request, options=options, reads_calls=bool(tools.shown), parallel_calls=tools.parallel
     )
+
+
+def _turn(fields: Fields, messages: Sequence[Message]) -> dict[str, bool]:
+    """Whose turn it is after the messages, where the request says so, in vLLM's fields."""
+    given = {name: fields.take(name, bool, "true or false") for name in TURN_FIELDS}
+    found = {name: value for name, value in given.items() if value is not None}
+    if not found.get(field := "continue_final_message"):
+        return found
+    if found.get("add_generation_prompt"):
+        raise invalid(f"{field} is for add_generation_prompt: false", field)
+    if not ends_in_words(messages):
+        raise invalid(f"{field} is for a last message of the assistant's, with text", field)
+    return found
 
 
 def text_request(

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dschat_lora.data.chat import Chat
+from dschat_lora.data.chat import Chat, ends_in_words
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.messages import Message, content_text, with_arguments
 from dschat_lora.models.loading import Tokenizer
 
+TURN_FIELDS = ("add_generation_prompt", "continue_final_message")  # of a request, as in vLLM
 _INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
 _MOST_TOKENS = 8  # of a character; bytes that make none are shown as such
 
@@ -29,7 +30,9 @@ def chat_ids(
 
     Those that stand in a message or a tool, such as ``<|im_end|>``, would let it forge turns of
     others. They are left out when the messages are rendered, and put in place as the tokens of
-    their text. ``columns`` holds a request's ``tools`` and ``chat_template_kwargs``, if any.
+    their text. ``columns`` holds a request's ``tools``, ``chat_template_kwargs``,
+    ``add_generation_prompt`` and ``continue_final_message``, if any; where it has neither of these
+    two, the assistant's last words are continued.
 
     Raises:
         ValueError: if the chat template refuses the messages, has no place for the tools, or
@@ -50,14 +53,17 @@ def chat_ids(
 
     # Arguments that are JSON text may spell one by escapes.
     hidden = _mapped(list(map(with_arguments, messages)), pattern, hide)
-    chat = _with_columns(chat, columns or {}, pattern, hide)
+    columns = columns or {}
+    chat = _with_columns(chat, columns, pattern, hide)
     for message in hidden:
         content = message.get("content")
         if isinstance(content, list) and (found := pattern.search(content_text(content))):
             raise ValueError(f"{found[0]!r} is spelt over several parts of a content")
     if len(typed) > most:
         raise ValueError(f"they hold {len(typed)} special tokens, more than the model has room for")
-    text = chat.render(hidden, add_generation_prompt=True)
+    goes_on = continues(messages, columns)
+    opens = columns.get("add_generation_prompt", not goes_on)
+    text = chat.render(hidden, add_generation_prompt=opens, continue_final_message=goes_on)
     if not typed:
         return encoder.encode([text])[0]
     first, *rest = re.split(f"{mark}([0-9]+);", text)
@@ -74,6 +80,12 @@ def chat_ids(
         ids += as_text[typed[int(number)]]
         ids += encoder.encode_alone(part) if part else []
     return ids
+
+
+def continues(messages: Sequence[Message], columns: Mapping[str, Any]) -> bool:
+    """Whether the assistant's last words are to be continued, by the request or by default."""
+    asked: bool = columns.get("continue_final_message", "add_generation_prompt" not in columns)
+    return asked and ends_in_words(messages)
 
 
 def _with_columns(

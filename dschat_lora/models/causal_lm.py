@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -177,11 +178,26 @@ class CausalLMLogprobs(LMHeadModel):
 class Policy(LMHeadModel):
     """Log-probabilities and entropies of given tokens, without ever holding all logits."""
 
-    def __init__(self, model: PreTrainedModel, *, entropy_trains: bool = False) -> None:
-        """Wrap ``model``; ``entropy_trains`` gives entropies a gradient, for a second pass."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        entropy_trains: bool = False,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Wrap ``model``.
+
+        Args:
+            model: whose logits they are of.
+            entropy_trains: gives entropies a gradient, for a second pass.
+            vocab_size: tokens that softmaxes are over, the first ones; None: all of the model's.
+        """
         super().__init__(model)
         self.head = PolicyHead(
-            model.get_output_embeddings(), model.config.vocab_size, entropy_trains=entropy_trains
+            model.get_output_embeddings(),
+            model.config.vocab_size,
+            entropy_trains=entropy_trains,
+            of=vocab_size,
         )
 
     def forward(
@@ -201,8 +217,7 @@ class Policy(LMHeadModel):
         """
         rows = input_ids, position_ids, segment_ids, None, spans
         if self.full_logits:
-            logits = self.logits(logit_positions, *rows).float() / temperature
-            return token_logprobs(logits, target_ids), token_entropy(logits)
+            return self.head.of_logits(self.logits(logit_positions, *rows), target_ids, temperature)
         hidden = self.backbone(*rows)
         return self.head(hidden.flatten(0, 1)[logit_positions], target_ids, temperature)
 
@@ -290,15 +305,20 @@ class LogprobHead(LinearHead):
 class PolicyHead(LinearHead):
     """The output embedding as log-probabilities and entropies, chunk by chunk."""
 
-    def __init__(self, head: nn.Module, vocab_size: int, *, entropy_trains: bool) -> None:
+    def __init__(
+        self, head: nn.Module, vocab_size: int, *, entropy_trains: bool, of: int | None = None
+    ) -> None:
+        """Take softmaxes over the first ``of`` tokens of ``vocab_size``; None: over all."""
         super().__init__(head, vocab_size)
         self.entropy_trains = entropy_trains
+        self.of = None if of == vocab_size else of
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Both (N,) of (N,) tokens after (N, H) hidden states."""
-        if self.plain and not (self.weight.requires_grad or self.entropy_trains):
+        trains = self.plain and (self.weight.requires_grad or self.entropy_trains)
+        if self.plain and self.of is None and not trains:
             bias = self.bias
             if temperature != 1:
                 hidden = hidden / temperature
@@ -306,12 +326,16 @@ class PolicyHead(LinearHead):
             hidden = self._shared(hidden)
             return linear_logprobs_entropy(hidden, self.weight, bias, tokens, part=self.part)
 
-        def both(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            logits = logits.float() / temperature
-            return token_logprobs(logits, tokens), token_entropy(logits)
-
-        logprobs, entropies = zip(*self._by_chunks(both, hidden, tokens), strict=True)
+        of_chunk = partial(self.of_logits, temperature=temperature)
+        logprobs, entropies = zip(*self._by_chunks(of_chunk, hidden, tokens), strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+    def of_logits(
+        self, logits: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Both of (N, V) logits."""
+        logits = logits[:, : self.of].float() / temperature
+        return token_logprobs(logits, tokens), token_entropy(logits)
 
 
 class _ChunkLogits:
@@ -363,7 +387,6 @@ class DivergenceHead(nn.Module):
         sizes = [model.config.vocab_size for model in (student, teacher)]
         self.student = _ChunkLogits(self, "student", student.get_output_embeddings())
         self.teacher = _ChunkLogits(self, "teacher", teacher.get_output_embeddings())
-        # Of one tokenizer, so that what a larger vocabulary has beyond it stands for no token.
         self.vocab_size, self.rows = min(sizes), max(1, MAX_CHUNK_LOGITS // max(sizes))
 
     def forward(
@@ -377,18 +400,14 @@ class DivergenceHead(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(N,) log-probabilities and entropies of the student, and divergences from the teacher.
 
-        All are fp32, in nats, of logits over ``temperature``. ``student`` and ``teacher`` are their
-        (N, H) hidden states, or (N, V) logits where ``are_logits`` says so, and ``tokens`` the (N,)
-        next ones.
+        All are fp32, in nats, of logits over ``temperature``, over the smaller vocabulary.
+        ``student`` and ``teacher`` are their (N, H) hidden states, or (N, V) logits where
+        ``are_logits`` says so, and ``tokens`` the (N,) next ones.
         """
-
-        def cut(table: Tensor) -> Tensor:
-            same = table.shape[-1] == self.vocab_size
-            return table if same else table[:, : self.vocab_size].log_softmax(-1)
 
         def of_chunk(own: Tensor, other: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             own, other = (
-                (states if done else head(states)).float() / temperature
+                (states if done else head(states))[:, : self.vocab_size].float() / temperature
                 for states, done, head in zip(
                     (own, other), are_logits, (self.student, self.teacher), strict=True
                 )
@@ -397,12 +416,10 @@ class DivergenceHead(nn.Module):
             with torch.set_grad_enabled(self.entropy_trains and torch.is_grad_enabled()):
                 entropies = token_entropy(own)
             if self.top_k:
-                few = with_one_rest(cut(table), cut(other.log_softmax(-1)), top_k=self.top_k)
+                few = with_one_rest(table, other.log_softmax(-1), top_k=self.top_k)
                 divergences = generalized_jsd(*few, beta=self.beta)
             else:  # no name keeps a table of the size of the logits
-                divergences = generalized_jsd(
-                    cut(table), cut(other.log_softmax(-1)), beta=self.beta
-                )
+                divergences = generalized_jsd(table, other.log_softmax(-1), beta=self.beta)
             return table.gather(1, tokens[:, None]).squeeze(1), entropies, divergences
 
         parts = (torch.split(each, self.rows) for each in (student, teacher, tokens))

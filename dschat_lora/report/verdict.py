@@ -1,7 +1,7 @@
 """Verdict on a run in sentences: what was trained, whether it learned, its cost, what looks wrong.
 
-A change counts where it exceeds twice its standard error, of runs of one evaluation set an upper
-bound; where no error is known, half a percent of the value.
+A change counts where it exceeds twice its standard error: that of a paired test where evaluations
+say it, else as of other samples, an upper bound; where none is known, half a percent of the value.
 """
 
 import math
@@ -90,7 +90,8 @@ def changes_of(run: RunData) -> list[Change]:
             continue
         before, after = number(lines[0].get(name)), number(lines[-1].get(name))
         errors = [standard_error(line, name) for line in (lines[0], lines[-1])]
-        error = math.hypot(*errors)
+        paired = number(lines[-1].get(f"{name}_change_standard_error"))
+        error = math.hypot(*errors) if math.isnan(paired) else paired
         limit = CLEAR_SHARE * abs(before) if math.isnan(error) else CLEAR_ERRORS * error
         gain = after - before
         clear = abs(gain) > limit

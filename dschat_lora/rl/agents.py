@@ -81,6 +81,8 @@ class Episode:
     Attributes:
         calls: those that wait for an answer.
         is_over: whether the program has ended, in whatever way.
+        ended: whether the last answer ended by itself, of those that were allowed the most tokens:
+            a short ``max_tokens`` of a request beside others cuts off no episode.
     """
 
     def __init__(self, blank: Response, key: tuple[int | str, ...], attempt: int) -> None:
@@ -95,7 +97,8 @@ class Episode:
         self.logged: dict[str, float] = {}
         self.error: BaseException | None = None
         self.failure = ""
-        self.undrawn = self.is_over = self.is_slow = False
+        self.undrawn = self.is_over = self.is_slow = self.ended = False
+        self._most_allowed = 0
         self.task: concurrent.futures.Future[Any] | None = None
         self._spent, self._since = 0.0, time.monotonic()
 
@@ -115,6 +118,11 @@ class Episode:
         self.calls.append(call)
         self.num_calls += 1
         self.is_slow = False
+
+    def answer(self, call: "Call", *, ended: bool) -> None:
+        """Take note of whether the answer to a call ended by itself."""
+        if call.allowed >= self._most_allowed:
+            self._most_allowed, self.ended = call.allowed, ended
 
     def drop(self, call: "Call") -> None:
         """Let go of a call that has its answer, or that nobody waits for."""
@@ -152,7 +160,7 @@ class Episode:
             prompt=last.prompt,
             tokens=tuple(last.tokens),
             actor_mask=tuple(last.actor_mask),
-            ended=last.ended,
+            ended=self.ended,
             logprobs=tuple(x for each in found for x in each.logprobs),
             sampler_logprobs=tuple(x for each in found for x in each.sampler_logprobs),
             earlier=json.dumps(before, ensure_ascii=False).encode() if before else b"",
@@ -178,6 +186,7 @@ class Call:
     model: "AgentModel"
     prompt: tuple[int, ...]
     options: AnswerOptions
+    allowed: int  # tokens of the answer, were there any room
     emit: Emit
 
     @property
@@ -349,7 +358,7 @@ class Agents:
         except TooLongError as error:
             model.episode.refusal = str(error)
             raise
-        call = Call(model.episode, model, tuple(prompt), options, emit)
+        call = Call(model.episode, model, tuple(prompt), options, most, emit)
         with self.changed:
             episode = model.episode
             if episode.is_over:
@@ -500,6 +509,7 @@ class Agents:
                     continue
                 turn = decoded.cut(is_end, partial(self._end_of_text, call.options.stop))
                 conversation.add(call.prompt[len(conversation) :], turn)
+                episode.answer(call, ended=turn.ended)
                 messages, columns = call.model.asked[-1] if call.model.asked else ((), {})
                 piece, answer = self._piece(call, turn, columns)
                 episode.conversations.answered(conversation, messages, columns, answer)

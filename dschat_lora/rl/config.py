@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -462,12 +462,15 @@ class RlhfConfig(StageConfig):
     optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
     eval_prompts: int = option(
         64,
-        help="held-out prompts answered at each evaluation, greedily and by sampling; 0: none",
+        help="held-out prompts answered at each evaluation, greedily and by sampling; 0: none, "
+        "and none is held out unless --eval_ratio is given",
         section="evaluation",
     )
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
+        if self.eval_prompts == 0 and "eval_ratio" not in self.given:
+            object.__setattr__(self, "data", replace(self.data, eval_ratio=0.0))
         if self.ppo.correction is not None and not self.batch.do_sample:
             given = f"--importance_cap {self.ppo.importance_cap:g}"
             if not self.ppo.importance_cap:

@@ -17,7 +17,7 @@ from dschat_lora.data.messages import (
     content_text,
     with_arguments,
 )
-from dschat_lora.endpoint.text import chat_ids
+from dschat_lora.endpoint.text import TURN_FIELDS, chat_ids, continues
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.batch import DecodedTurn, TokenSequence
 from dschat_lora.rl.environment import TurnTokens
@@ -37,7 +37,6 @@ class Conversation:
     logprobs: list[float] = field(default_factory=list)  # of the actor's tokens, in nats
     sampler_logprobs: list[float] = field(default_factory=list)
     num_answers: int = 0
-    ended: bool = False  # whether the last answer ended by itself
     messages: Sequence[Message] = ()  # of the last call; empty for a prompt that was text
     is_asked: bool = False  # a call to continue it waits for its answer
 
@@ -59,7 +58,7 @@ class Conversation:
         self.actor_mask += [False] * len(read) + [True] * len(answer.tokens)
         self.logprobs += answer.logprobs
         self.sampler_logprobs += answer.sampler_logprobs
-        self.num_answers, self.ended = self.num_answers + 1, answer.ended
+        self.num_answers += 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,11 @@ class Conversations:
                 break
             conversation, length = known
             ids = [*conversation.prompt, *conversation.tokens][:length]
+            if end == len(messages):  # an answer that was cut off is continued
+                has_end = not to.tokenizer.decode(ids[-1:], skip_special_tokens=True)
+                if has_end or not continues(messages, columns):
+                    break
+                return ids
             try:
                 following = to.turn_tokens.following(
                     messages[: end - 1], messages[end:], ids[-1:], columns
@@ -187,7 +191,8 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
                 [[call["name"], _numbers_alike(call_arguments(call))] for call in calls],
             ]
         )
-    return json.dumps([said, columns], sort_keys=True, default=str)
+    rest = {name: value for name, value in columns.items() if name not in TURN_FIELDS}
+    return json.dumps([said, rest], sort_keys=True, default=str)
 
 
 def _numbers_alike(value: Any) -> Any:

@@ -191,11 +191,10 @@ def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
     config, roles = setup.config, setup.roles
     entropy_trains = config.ppo.has_entropy_bonus
+    reference = roles.reference and roles.reference.model
     own: dict[str, Any] = {
-        "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
+        **policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
     }
-    if roles.reference is not None:
-        own["reference"] = Policy(roles.reference.model)
     beta = config.teacher.beta
     scorers: dict[str, Any] = {}
     if config.ppo.rules.distills and beta is not None:
@@ -221,6 +220,22 @@ def build_engines(setup: RlhfSetup) -> Engines:
             compile_blocks(each.model)
     engines.eval()
     return resolve_architecture(engines, len(setup.tokenizer), setup.run)
+
+
+def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:
+    """Actor and reference (None: there is none) by role, over the vocabulary that both have.
+
+    Both are models of transformers, of one tokenizer: what a larger vocabulary has beyond it is no
+    token.
+    """
+    models = {"actor": actor} | ({} if reference is None else {"reference": reference})
+    vocab_size = min(model.config.vocab_size for model in models.values())
+    return {
+        role: Policy(
+            model, entropy_trains=entropy_trains and role == "actor", vocab_size=vocab_size
+        )
+        for role, model in models.items()
+    }
 
 
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:

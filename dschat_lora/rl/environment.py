@@ -247,9 +247,7 @@ class Episodes:
     def _with_reply(self, response: Response, reply: Sequence[Message]) -> Response:
         """The response with messages of the environment behind it."""
         tokens = self.turn_tokens(response, reply)
-        decode = self.environment.tokenizer.decode
-        text = decode(list(response.last_turn), skip_special_tokens=True)
-        said = messages_after_prompt(response, text)
+        said = messages_after_prompt(response, self.environment.tokenizer.decode)
         mask = response.actor_mask or (True,) * len(response.tokens)
         return replace(
             response,

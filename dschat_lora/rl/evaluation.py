@@ -50,13 +50,15 @@ class RlhfEvaluator:
         run.interrupts.check()
         # One after the other: an environment's objects are those of the latest episodes.
         greedy = self._answers(do_sample=False)
-        of_greedy = self._described(greedy)
+        of_greedy, greedy_values = self._described(greedy)
+        sampled, values = self._described(self._answers(do_sample=True))
         metrics = {
-            **self._described(self._answers(do_sample=True)),
+            **sampled,
             **{f"greedy_{name}": value for name, value in of_greedy.items()},
             "samples": len(self._prompts),
         }
-        self.results.add(step, metrics)
+        values |= {f"greedy_{name}": column for name, column in greedy_values.items()}
+        self.results.add(step, metrics, values)
         shown = greedy[: run.config.run.sample_generations]
         # Of those after training, the latest are kept.
         self._shown.show("after" if step else "before", ((r.prompt, r.tokens) for r in shown))
@@ -96,8 +98,8 @@ class RlhfEvaluator:
         prompts = self.setup.teacher_prompts
         return responses if prompts is None else prompts(responses)
 
-    def _described(self, responses: list[Response]) -> dict[str, float]:
-        """Means over the responses, scored without an update to come."""
+    def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Means over the responses, scored without an update to come, and (N,) scores of each."""
         setup, world = self.setup, data_world_size()
         size, pad_id = (
             setup.config.batch.per_device_training_batch_size,
@@ -128,12 +130,14 @@ class RlhfEvaluator:
             **agent_metrics(responses),
             "eos_rate": sum(r.ended for r in played) / len(played),
         }
+        values = {"reward": experience.scores.masked_fill(~counts, math.nan)}
         if setup.judge is not None:
             (judged,) = RewardFunctions((setup.judge,), (1.0,))(responses, device()).values()
+            values["judge"] = judged
             judged = judged[~judged.isnan()]
             found["judge"] = _mean(judged)
             found["judge_standard_error"] = _standard_error(judged)
-        return found
+        return found, values
 
 
 def _mean(values: Tensor) -> float:

@@ -102,7 +102,7 @@ class Judge:
         Raises:
             RuntimeError: if the endpoint cannot be reached or answers with an error.
         """
-        conversation = "\n\n".join(f"{m['role']}: {m.get('content')}" for m in messages[:-1])
+        conversation = "\n\n".join(f"{m['role']}: {_shown(m)}" for m in messages[:-1])
         values = {**row, "prompt": conversation, "response": response}
         question = re.sub(
             r"\{(\w+)\}", lambda m: str(values[m[1]]) if m[1] in values else m[0], self.rubric
@@ -140,6 +140,12 @@ class Judge:
             raise RuntimeError(f"the judge {self.url} answers {error.code}: {said}") from error
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the judge {self.url} cannot be asked: {error}") from error
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    """What a message says, and the functions that it calls."""
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
+    return "\n".join([*filter(None, [message.get("content")]), *calls])
 
 
 def make_judge_reward(argument: str) -> Judge:

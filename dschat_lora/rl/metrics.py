@@ -36,7 +36,7 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
             return None
         return sum(value * weight for value, weight in values) / tokens
 
-    names = ("policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
+    names = ("loss", "policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
     means = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
     if means["text_loss"] is None:
         del means["text_loss"]
@@ -50,7 +50,7 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
     if "critic" in last:
         norms["critic_grad_norm"] = last["critic"].grad_norm
     return {
-        "loss": means["policy_loss"],
+        "loss": means.pop("loss"),
         **_learning_rates(results[-1]),
         **means,
         **norms,
@@ -195,8 +195,7 @@ def rollout_rows(
             }
         )
         if response.earlier:
-            text = decode(response.last_turn, skip_special_tokens=True)
-            rows[-1]["messages"] = messages_after_prompt(response, text)
+            rows[-1]["messages"] = messages_after_prompt(response, decode)
         if response.earlier_sequences:
             rows[-1]["earlier_sequences"] = [
                 {"prompt": decode(each.prompt), "response": decode(each.tokens)}
@@ -432,8 +431,8 @@ class Diagnostics:
 
     def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""
-        names = ("reward", "reward_standard_error", "judge", "judge_standard_error")
-        row = _numbers(metrics, names)
+        ends = ("", "_standard_error", "_change_standard_error")
+        row = _numbers(metrics, [f"{name}{end}" for name in ("reward", "judge") for end in ends])
         if (trained := self._mean(self.latest, "reward")) is not None:
             row["train_reward"] = trained
         self.evaluations.append(row)
@@ -629,7 +628,7 @@ class Diagnostics:
             return None
         gain, loss = last["reward"] - first["reward"], first["judge"] - last["judge"]
         # The standard error of a single judgement is NaN, and no comparison with it holds.
-        errors = [row.get("judge_standard_error", 0.0) for row in (first, last)]
+        errors = _errors_of_change(first, last, "judge", is_first=True, unknown=0.0)
         limit = _fall(errors, comparisons=len(self.evaluations) - 1)
         if not (gain > 0 and loss > limit):
             return None
@@ -646,7 +645,8 @@ class Diagnostics:
         *earlier, last = self.evaluations
         known = [row for row in earlier if math.isfinite(row.get("reward", math.nan))]
         best = max(known, key=lambda row: row["reward"], default=last)
-        errors = [row.get("reward_standard_error", math.nan) for row in (best, last)]
+        is_first = best is self.evaluations[0]
+        errors = _errors_of_change(best, last, "reward", is_first=is_first, unknown=math.nan)
         # Before the first iteration none is known: those that followed tell.
         trained = best.get("train_reward", self._mean(self.first, "reward"))
         if trained is None or "reward" not in last:
@@ -661,6 +661,21 @@ class Diagnostics:
             f"fell on held-out prompts ({best['reward']:.3g} to {last['reward']:.3g}): the policy "
             "learns its prompts by heart; use more prompts, raise --kl_coef, or stop earlier"
         )
+
+
+def _errors_of_change(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    name: str,
+    *,
+    is_first: bool,
+    unknown: float,
+) -> list[float]:
+    """Standard errors of two means, or that of their change where ``before`` is what it is from."""
+    paired = after.get(f"{name}_change_standard_error", math.nan)
+    if is_first and not math.isnan(paired):
+        return [paired]
+    return [row.get(f"{name}_standard_error", unknown) for row in (before, after)]
 
 
 def _fall(errors: Sequence[float], *, comparisons: int) -> float:

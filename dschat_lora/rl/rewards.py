@@ -6,7 +6,8 @@ import inspect
 import json
 import math
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -17,6 +18,7 @@ from torch import Tensor
 from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishment
 from dschat_lora.algos.segments import to_device
 from dschat_lora.config.held import held_object, is_held
+from dschat_lora.data.tool_calls import parse_answer
 from dschat_lora.engine.distributed import (
     gather_texts,
     raise_together,
@@ -172,23 +174,40 @@ class UserFunction:
             ValueError: if it returns no list of as many.
         """
         where = f"--{self.option} {self.name}"
-        found: Any = None
+        single = one_at_a_time(self.function)
+        parts = [[each] for each in responses] if single else [list(responses)]
+        values: dict[int, Any] = {}
+        logs: dict[int, RewardLog] = {}
         for tries_left in reversed(range(self.retries + 1)):
-            log = RewardLog()  # what a try logs that fails is not kept
-            returned = partial(self._returned, responses, state, log, environments)
+            # A call that succeeded is not made again, and what one logs that fails is not kept.
+            tried = [RewardLog() for _ in parts]
+            calls = calls_of(self.function, responses, self.tokenizer, state, tried, environments)
+            left = {n: call for n, call in enumerate(calls) if n not in values}
+            count, came = sum(len(parts[n]) for n in left), dict[int, Any]()
+            scored = list(zip(parts, tried, strict=True))
+            make = partial(self._make, left, came, scored, tries_left)
+            failure = None
             try:
-                found = self._within_time(returned, len(responses)) if self.timeout else returned()
-                self.log.add(log)
+                self._within_time(make, count) if self.timeout else make()
+            except Exception as error:  # noqa: BLE001 - raised unless another try goes better
+                failure = error
+            left.clear()  # a thread that took too long begins no further call
+            values |= (done := dict(came))
+            logs |= {n: tried[n] for n in done}
+            if failure is None:
                 break
-            except Exception as error:
-                if tries_left:
-                    note(f"{where} failed and is tried again: {error!r}")
-                elif isinstance(error, ValueError | OSError):
-                    # It would pass for a wrong option or a full disk, and be shown without its
-                    # place.
-                    raise RuntimeError(f"{where} failed") from error
-                else:
-                    raise
+            if tries_left:
+                some = f" for {len(parts) - len(values)} of {len(parts)} responses"
+                words = f"{where} failed{some if single else ''} and is tried again"
+                note(f"{words}: {failure!r}")
+            elif isinstance(failure, ValueError | OSError):
+                # It would pass for a wrong option or a full disk, and be shown without its place.
+                raise RuntimeError(f"{where} failed") from failure
+            else:
+                raise failure
+        for _, log in sorted(logs.items()):
+            self.log.add(log)
+        found = [values[n] for n in range(len(parts))] if single else values[0]
         if hasattr(found, "tolist") and not isinstance(found, Tensor):
             found = found.tolist()  # an array
         is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
@@ -212,27 +231,49 @@ class UserFunction:
                 f"--reward_timeout for {count} responses"
             ) from None
 
-    def _returned(
+    def _make(
         self,
-        responses: Sequence[Response],
-        state: TrainerState | None,
-        log: RewardLog,
-        environments: Sequence[Any] | None,
-    ) -> Any:
-        try:
-            with same_gradients():
-                calls = calls_of(self.function, responses, self.tokenizer, state, log, environments)
-                found: list[Any] = [self.function(**call) for call in calls]
-                if any(inspect.isawaitable(each) for each in found):
-                    found = run_together(found)
-        except SystemExit as error:  # it would pass for the end of the run
-            raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from error
-        if not one_at_a_time(self.function):
-            return self.value_of(found[0], responses, log)
-        return [
-            self.value_of(value, [response], log)
-            for value, response in zip(found, responses, strict=True)
-        ]
+        calls: dict[int, dict[str, Any]],
+        values: dict[int, Any],
+        scored: Sequence[tuple[list[Response], RewardLog]],
+        tries_left: int,
+    ) -> None:
+        """Make calls, put into ``values`` what each gives, and raise the first error after all.
+
+        Where no try is left, none begins after an error.
+        """
+        errors: dict[int, Exception | SystemExit] = {}
+
+        @contextmanager
+        def errors_of(number: int) -> Iterator[None]:
+            try:
+                yield
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - raised below
+                errors[number] = error
+
+        async def wait_for(number: int, value: Awaitable[Any]) -> None:
+            with errors_of(number):
+                values[number] = self.value_of(await value, *scored[number])
+
+        waiting = []
+        with same_gradients():
+            for number in list(calls):
+                if number not in calls or (errors and not tries_left):
+                    break
+                with errors_of(number):
+                    value = self.function(**calls[number])
+                    if inspect.isawaitable(value):
+                        waiting.append(wait_for(number, value))
+                    else:
+                        values[number] = self.value_of(value, *scored[number])
+            if waiting:
+                run_together(waiting)
+        if not errors:
+            return
+        first = errors[min(errors)]
+        if isinstance(first, SystemExit):  # it would pass for the end of the run
+            raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from first
+        raise first
 
     def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
         """What counts of a call's result."""
@@ -367,14 +408,14 @@ def calls_of(
     responses: Sequence[Response],
     tokenizer: Tokenizer,
     state: TrainerState | None = None,
-    log: RewardLog | None = None,
+    logs: Sequence[RewardLog] = (),
     environments: Sequence[Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Keyword arguments of each call that scores the responses, with what the function takes.
 
-    All in one call, unless the function takes one at a time. A function of TRL's, which takes
-    ``completions`` and no ``responses``, gets prompts and completions as its data has them: text,
-    or lists of messages.
+    All in one call, unless the function takes one at a time; ``logs`` has one for each call. A
+    function of TRL's, which takes ``completions`` and no ``responses``, gets prompts and
+    completions as its data has them: text, or lists of messages.
     """
     names = named_parameters(function)
     rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
@@ -383,7 +424,7 @@ def calls_of(
     texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
     prompts = [tokenizer.decode(each.prompt) for each in responses]
     asked = [prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
-    said = [messages_after_prompt(*each) for each in zip(responses, texts, strict=True)]
+    said = [messages_after_prompt(each, tokenizer.decode) for each in responses]
     ids = [list(each.tokens) for each in responses]
     by_column = {name: [row.get(name) for row in rows] for name in columns}
     offered: dict[str, list[Any]] = by_column | {
@@ -427,10 +468,10 @@ def calls_of(
         calls = [{name: v[i : i + 1] for name, v in offered.items()} for i in range(len(responses))]
     else:
         calls, parts = [offered], [list(responses)]
-    state, log = state or TrainerState(), log or RewardLog()
-    of_run = {"trainer_state": state, "log_metric": log.log_metric}
-    for call, part in zip(calls, parts, strict=True):
-        call |= of_run | {"log_extra": partial(log.log_extra, part)}
+    logs = logs or [RewardLog() for _ in calls]
+    for call, part, log in zip(calls, parts, logs, strict=True):
+        call |= {"trainer_state": state or TrainerState(), "log_metric": log.log_metric}
+        call |= {"log_extra": partial(log.log_extra, part)}
     if takes_all(function):
         return calls
     return [{name: v for name, v in call.items() if name in names} for call in calls]
@@ -442,9 +483,23 @@ def _ground_truth(row: dict[str, Any]) -> Any:
     return by_rule.get("ground_truth") if isinstance(by_rule, dict) else row.get("ground_truth")
 
 
-def messages_after_prompt(response: Response, text: str) -> list[dict[str, Any]]:
-    """The actor's turns, ``text`` the last of them, and what its environment said between them."""
-    return [*json.loads(response.earlier or b"[]"), {"role": "assistant", "content": text}]
+def messages_after_prompt(response: Response, decode: Callable[..., str]) -> list[dict[str, Any]]:
+    """The actor's turns, and what its environment said between them.
+
+    A turn with tool calls, and any where the row has ``tools``, is parsed as by TRL; others are
+    text as it was drawn. A bare JSON object is no call where the row has no tools.
+    """
+    turn = response.last_turn
+    text, end = decode(list(turn), skip_special_tokens=True), len(turn)
+    while end and not decode(list(turn[end - 1 : end]), skip_special_tokens=True):
+        end -= 1  # special tokens that end it
+    before = (*response.prompt, *response.tokens[: len(response.tokens) - len(turn)])
+    in_thought = decode(list(before[-16:])).rstrip().endswith("<think>")
+    said = parse_answer(decode(list(turn[:end])), in_thought=in_thought)
+    has_tools = json.loads(response.columns or b"{}").get("tools")
+    if not has_tools and ("tool_calls" not in said or text.lstrip().startswith("{")):
+        said = {"role": "assistant", "content": text}
+    return [*json.loads(response.earlier or b"[]"), said]
 
 
 def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:

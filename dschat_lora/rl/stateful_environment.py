@@ -263,7 +263,7 @@ class StatefulEnvironment(Environment):
             elif said is not None:
                 prompt[-1]["content"] = f"{'' if stands_in else prompt[-1]['content']}{said}"
             columns = {**row, "tools": tools} if tools else row
-            text = self.chat.with_columns(columns).render(prompt, add_generation_prompt=True)
+            text = self.chat.with_columns(columns).render_prompt(prompt)
         row = {**row, "prompt": prompt} | ({"tools": tools} if tools else {})
         tokens = self._encoder.encode([text])[0]
         if len(tokens) > self.max_prompt_tokens:

@@ -33,7 +33,8 @@ from dschat_lora.runtime.loop import broken_unless_finite
 class StepResult:
     """One optimizer step of actor and critic; figures are means over its tokens, of all ranks."""
 
-    policy_loss: float  # as ``loss_normalization`` divides it
+    loss: float  # the actor's, as ``loss_normalization`` divides it
+    policy_loss: float  # likewise, without the KL penalty that may be in it
     value_loss: float | None
     text_loss: float | None  # of pretraining text, nats per token
     entropy: float  # nats per token
@@ -55,6 +56,7 @@ class StepResult:
 class _Sums:
     """Sums over tokens of this rank, later of all ranks."""
 
+    loss: Tensor
     policy: Tensor
     clipped: Tensor
     approx_kl: Tensor
@@ -230,7 +232,7 @@ class Updater:
                     sums = self._totals = self._totals or sums.over_ranks()
             for role, loss in losses.items():
                 if last:
-                    loss = broken_unless_finite(loss, sums.policy + sums.value)
+                    loss = broken_unless_finite(loss, sums.loss + sums.value)
                 ends = last and (texts is None or role == "critic")
                 engines.trained[role].backward(loss / divisors[role], last=ends)
         if texts is not None:
@@ -280,13 +282,12 @@ class Updater:
         loss = parts.total
         if divergence is not None:
             loss = (weights * torch.where(mask, divergence, 0)).sum()
-        loss = loss - config.entropy_coef * (weights * entropy).sum()
+        loss = policy = loss - config.entropy_coef * (weights * entropy).sum()
         if config.kl_in == "loss" and self._kl_coef and not config.rules.distills:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
             loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()
-        sums.add(
-            policy=loss, clipped=parts.clipped, approx_kl=parts.approx_kl, entropy=entropy.sum()
-        )
+        sums.add(loss=loss, policy=policy, entropy=entropy.sum())
+        sums.add(clipped=parts.clipped, approx_kl=parts.approx_kl)
         return loss, parts.ratio_error
 
     def _surrogate(self, rows: Tensor, logprobs: Tensor) -> PolicyLoss:
@@ -352,6 +353,7 @@ class Updater:
         has_critic, found = self._engines.critic is not None, sums.numbers()
         tokens = divisors["critic"]
         return StepResult(
+            loss=found["loss"] / divisors["actor"],
             policy_loss=found["policy"] / divisors["actor"],
             value_loss=found["value"] / tokens if has_critic else None,
             text_loss=found["text"] if self._pretraining is not None else None,

@@ -7,6 +7,7 @@ responses that were generated for it.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import stdev
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from dschat_lora.config.data import SourceConfig
 from dschat_lora.config.groups import ScheduleConfig
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import failure_detection
+from dschat_lora.engine.distributed import world_size
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.runtime.checkpointer import Checkpointer
@@ -253,6 +255,7 @@ class EvalResults:
     run: OpenRun[StageConfig]
     line: Callable[[int, Mapping[str, Any]], str]  # an evaluation for a person
     by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _first: dict[str, list[float]] = field(default_factory=dict)  # of each sample, at the first one
 
     def __contains__(self, step: int) -> bool:
         return step in self.by_step
@@ -262,8 +265,19 @@ class EvalResults:
         """Optimizer steps made before the latest evaluation."""
         return max(self.by_step, default=0)
 
-    def add(self, step: int, metrics: dict[str, Any]) -> None:
-        """Keep, log and show the metrics after ``step`` optimizer steps."""
+    def add(
+        self, step: int, metrics: dict[str, Any], values: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Keep, log and show the metrics after ``step`` optimizer steps.
+
+        ``values`` are (N,) those of each sample whose mean is the metric of that name, in the order
+        of the first evaluation. Of their change since then the standard error is kept too.
+        """
+        own = {name: column.tolist() for name, column in (values or {}).items()}
+        self._first = self._first if self.by_step else own
+        for name in own.keys() & self._first.keys() if self.by_step else ():
+            error = paired_standard_error(self._first[name], own[name])
+            metrics |= {} if math.isnan(error) else {f"{name}_change_standard_error": error}
         self.by_step[step] = metrics
         self.run.log.write("eval", step, metrics)
         self.run.log.say_metrics(self.line(step, metrics))
@@ -278,10 +292,31 @@ class EvalResults:
         return before | {f"{name} after": float(last[name]) for name in known}
 
     def state(self) -> dict[str, Any]:
-        return {str(step): jsonable(metrics) for step, metrics in self.by_step.items()}
+        first = {"processes": world_size(), "values": jsonable(self._first)}
+        return {
+            **{str(step): jsonable(metrics) for step, metrics in self.by_step.items()},
+            "first": first,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.by_step = {int(step): metrics for step, metrics in state.items()}
+        steps, first = dict(state), state.get("first", {})
+        steps.pop("first", None)
+        self.by_step = {int(step): metrics for step, metrics in steps.items()}
+        # Another number of processes may have the samples in another order.
+        known = first["values"] if first.get("processes") == world_size() else {}
+        self._first = {name: list(map(float, values)) for name, values in known.items()}
+
+
+def paired_standard_error(before: Sequence[float], after: Sequence[float]) -> float:
+    """Standard error of the mean change of the same samples, as of the paired t-test.
+
+    NaN where fewer than two are known, or others before than after.
+    """
+    pairs = list(zip(before, after, strict=True))
+    if any(math.isnan(a) != math.isnan(b) for a, b in pairs):
+        return math.nan
+    changes = [b - a for a, b in pairs if not math.isnan(a)]
+    return stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan
 
 
 @dataclass

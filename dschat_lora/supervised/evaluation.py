@@ -91,7 +91,9 @@ class SupervisedEvaluator:
             **self._objective.describe(result.loss, result.columns),
             **self._measure_tasks(),
         }
-        self.results.add(step, metrics)
+        columns = result.columns if "accuracy" in metrics else {}
+        of_each = {name: columns[name] for name in ("accuracy",) if name in columns}
+        self.results.add(step, metrics, of_each)
 
     def check_finite(self, step: int) -> None:
         """Refuse to begin with, or to pass off as trained, a model that cannot be evaluated.

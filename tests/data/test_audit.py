@@ -45,6 +45,11 @@ def make(**changes):
     return DataAudit.from_dict(SOUND | changes)
 
 
+def test_prompts_that_are_all_copies_of_held_out_ones_are_told_of_the_option_of_step_3():
+    words = "or --eval_prompts 0, which holds none out"
+    assert words in make(train_rows=0, kind="prompts").refusal
+
+
 def test_sound_data_passes_without_a_word():
     make().check()
     assert make().warnings() == ()
@@ -55,9 +60,9 @@ def test_sound_data_passes_without_a_word():
     [
         (
             {"train_rows": 0, "supervised_tokens": 0},
-            "no training rows are left after the split; give more data in --data_path or smaller "
-            "--eval_ratio, or look at --data_split and --data_weights (1 rows were left out as "
-            "copies of held-out ones)",
+            "no training rows are left after the split; give more data in --data_path or "
+            "--eval_ratio 0, which holds none out, or look at --data_split and --data_weights "
+            "(1 rows were left out as copies of held-out ones)",
         ),
         (
             {"supervised_tokens": 0, "eos_samples": 0, "dropped_rows": 100},

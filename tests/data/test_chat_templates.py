@@ -2,17 +2,22 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from chat_tokenizers import TEMPLATES, build_chat_tokenizer
 
-from dschat_lora.data.chat import Chat
+from dschat_lora.data.chat import Chat, ends_in_words, make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import parse_row
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.data.tokenize import TokenRule, tokenize
+from dschat_lora.endpoint import requests
+from dschat_lora.endpoint.guard import ApiError
+from dschat_lora.endpoint.requests import chat_request
+from dschat_lora.endpoint.text import chat_ids
 from helpers.spread import ALL
 
 TOOL = {
@@ -295,3 +300,84 @@ def test_marked_text_is_supervised_token_for_token_as_transformers_masks_it(name
 def test_templates_with_loop_controls_marks_and_macros_are_read_from_a_file(name):
     path = TEMPLATES / f"{name}.jinja"
     assert read_chat_template(str(path)) == path.read_text(encoding="utf-8")
+
+
+WORDS = ("The answer", " 1, 2, ", "<think>\nhm")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3", "phi3", "gptoss", "deepseekv3"])
+def test_a_prompt_that_ends_with_the_assistants_words_is_continued_as_by_transformers(name):
+    tokenizer = build_chat_tokenizer(name)
+    for words in WORDS:
+        prompt = [user("One?"), assistant(words)]
+        expected = tokenizer.apply_chat_template(
+            prompt, tokenize=False, continue_final_message=True
+        )
+        (record,) = to_records(parse_row(RawRow("f:1", {"prompt": prompt})), make_chat(tokenizer))
+        assert record.prompt == expected
+    for last in (user("One?"), {**assistant("Hm."), "tool_calls": [CALL]}, assistant("")):
+        assert not ends_in_words([user("One?"), last])
+
+
+def test_the_assistants_words_are_continued_in_the_built_in_format_too():
+    tokenizer = build_chat_tokenizer("qwen3")
+    tokenizer.chat_template = None
+    chat = make_chat(tokenizer)
+    text = "\n\nHuman: One?\n\nAssistant:"
+    assert chat.render_prompt([user("One?"), assistant("Two")]) == f"{text} Two"
+    assert chat.render_prompt([user("One?")]) == text
+
+
+def test_a_template_that_leaves_out_the_words_to_be_continued_refuses_them():
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    chat = make_chat(build_chat_tokenizer("qwen3", template=template))
+    with pytest.raises(ValueError, match="the final message"):
+        chat.render_prompt([user("One?"), assistant("Two")])
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, "<|im_start|>assistant\nTw"),
+        ({"continue_final_message": True}, "<|im_start|>assistant\nTw"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "assistant\nTw"),
+        ({"add_generation_prompt": True}, "Tw<|im_end|>\n<|im_start|>assistant\n"),
+        ({"continue_final_message": False}, "Tw<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, "Tw<|im_end|>\n"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message is for add_generation_prompt: false",
+        ),
+        ({"continue_final_message": 1}, "continue_final_message must be true or false"),
+    ],
+)
+def test_a_request_says_whether_the_assistants_words_are_continued(fields, end):
+    tokenizer = build_chat_tokenizer("qwen2_5")
+    chat, encoder = make_chat(tokenizer), make_encoder(tokenizer)
+    model = SimpleNamespace(
+        name="m",
+        limit=1000,
+        vocabulary_size=len(tokenizer),
+        tokenizer=tokenizer,
+        chat_ids=lambda said, columns: chat_ids(said, chat, encoder, tokenizer, columns=columns),
+    )
+    defaults = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=5)
+
+    def ids(*messages):
+        body = {"model": "m", "messages": list(messages), **fields}
+        return chat_request(body, {"m": model}, defaults).prompts[0]
+
+    asked = user("One?"), assistant("Tw")
+    if not end.startswith("continue"):
+        assert tokenizer.decode(ids(*asked)).endswith(end)
+        if not fields:
+            assert tokenizer.decode(ids(*asked[:1])).endswith("assistant\n")
+        return
+    with pytest.raises(ApiError) as error:
+        ids(*asked)
+    assert end in str(error.value)
+
+
+def test_only_the_assistants_words_can_be_continued_by_a_request():
+    with pytest.raises(ApiError, match="is for a last message of the assistant's, with text"):
+        requests._turn(requests.Fields({"continue_final_message": True}), [user("One?")])

@@ -254,7 +254,10 @@ SECOND, THIRD = ({"role": "assistant", "content": text} for text in "bc")
     ],
 )
 def test_functions_get_the_prompt_that_the_model_reads(row, expected):
-    assert record(row, kind="prompts").prompt == record({"prompt": expected}).prompt
+    # Of a row with an answer as SFT learns it: after another answer, in a turn of its own.
+    chat = Chat(build_byte_tokenizer(), "</s>")
+    rendered = chat.render(expected, add_generation_prompt=True)
+    assert record(row, kind="prompts").prompt == rendered
     assert prompt_of(row, None) == expected
 
 

@@ -165,7 +165,7 @@ class PlainRun:
         sums = dict.fromkeys(
             ("policy_loss", "value_loss", "entropy", "clip_fraction", "value_clip_fraction"), 0.0
         )
-        sums |= {"approx_kl": 0.0}
+        sums |= {"approx_kl": 0.0, "loss": 0.0}
         error = 0.0
         for n in numbers:
             prompt, answer, _ = responses[n]
@@ -175,7 +175,7 @@ class PlainRun:
             if self.critic is not None:
                 (self._value_terms(prompt, answer, seen[n], sums) / tokens).backward()
         report = {name: value / tokens for name, value in sums.items()}
-        report["policy_loss"] = sums["policy_loss"] / divisor
+        report |= {name: sums[name] / divisor for name in ("loss", "policy_loss")}
         if texts is not None:
             report["text_loss"] = self._text(next(texts))
         report |= {"num_tokens": tokens, "ratio_error": error}
@@ -204,12 +204,14 @@ class PlainRun:
             loss, held = self._surrogate(whole, advantage, logprobs[t])
             sums["clip_fraction"] += held
             loss = loss - self.o["entropy_coef"] * entropies[t]
+            share = weight[NORMALIZED[self.algorithm]]
+            sums["policy_loss"] += share * loss.item()
             if self.algorithm not in ("rloo", *ALONE):
                 gap = seen["reference"][t] - logprobs[t]
                 loss = loss + self.o["kl_coef"] * (torch.exp(gap) - gap - 1)
-            loss = weight[NORMALIZED[self.algorithm]] * loss
+            loss = share * loss
             total = total + loss
-            sums["policy_loss"] += loss.item()
+            sums["loss"] += loss.item()
             sums["entropy"] += entropies[t].item()
             sums["approx_kl"] += ratio.item() - 1 - math.log(ratio.item())
             worst = max(worst, abs(ratio.item() - 1))

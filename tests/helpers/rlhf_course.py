@@ -259,7 +259,7 @@ def _course(ready, engines):
 
 
 def _as_numbers(result):
-    names = ("policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction", "approx_kl")
+    names = "loss policy_loss value_loss text_loss entropy clip_fraction approx_kl".split()
     return {
         **{name: getattr(result, name) for name in names},
         **{f"{role}_norm": outcome.grad_norm for role, outcome in result.outcomes.items()},

@@ -7,11 +7,10 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from dschat_lora.models.causal_lm import Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.engines import Engines
+from dschat_lora.rl.engines import Engines, policies_of
 from dschat_lora.rl.inputs import Sources
 from dschat_lora.rl.roles import Network, build_roles
 from helpers.tiny import VOCAB
@@ -88,10 +87,7 @@ def roles_of(config, actor, critic, *, dtype=torch.float32, meta=False):
 
 def networks_of(roles, *, entropy_trains=False):
     """(actor's, critic's) networks as a run has them; None without a critic."""
-    own = {
-        "actor": Policy(roles.actor.model, entropy_trains=entropy_trains),
-        "reference": Policy(roles.reference.model),
-    }
+    own = policies_of(roles.actor.model, roles.reference.model, entropy_trains=entropy_trains)
     scorers = {}
     if roles.critic is not None:
         scorers["critic"] = RewardModel(roles.critic.model)

@@ -10,6 +10,7 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.models import causal_lm
 from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.rl.config import DistillConfig
+from dschat_lora.rl.engines import policies_of
 from dschat_lora.rl.memory import divergence_bytes
 from helpers.tiny import VOCAB, tiny_model
 
@@ -71,6 +72,31 @@ def test_chunks_give_values_and_gradients_of_whole_logits(monkeypatch, beta, mor
     found = torch.autograd.grad((scale * divergences).sum(), wanted)
     for ours, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("larger", ["teacher", "student"])
+def test_drawn_tokens_are_compared_over_the_vocabulary_that_both_have(larger):
+    """The mean of log p - log q over what may be drawn is the divergence of whole logits."""
+    student, teacher = models(more=5)
+    pair = (student, teacher) if larger == "teacher" else (teacher, student)
+    student, teacher = (each.requires_grad_(False) for each in pair)
+    own, other, tokens = states(1).requires_grad_(), states(2), torch.arange(VOCAB)
+    expected, p = whole(student, teacher, own, other, 1)
+    head = DivergenceHead(student, teacher, beta=1.0)
+    torch.testing.assert_close(head(own, other, tokens[:N], TEMPERATURE)[2], expected)
+    policies = policies_of(student, teacher, entropy_trains=True)
+    for row in range(N):
+        (logp, entropies), (logq, _) = (
+            policies[role].head(x[row].expand(VOCAB, -1), tokens, TEMPERATURE)
+            for role, x in (("actor", own), ("reference", other))
+        )
+        torch.testing.assert_close((logp.exp() * (logp - logq)).sum(), expected[row])
+        assert entropies.requires_grad
+        torch.testing.assert_close(entropies[0], -(p[row].exp() * p[row]).sum())
+    logits = teacher.get_output_embeddings()(other)
+    found = policies["reference"].head.of_logits(logits, tokens[:N], TEMPERATURE)
+    of_states = policies["reference"].head(other, tokens[:N], TEMPERATURE)
+    torch.testing.assert_close(found, of_states)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

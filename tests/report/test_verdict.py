@@ -35,6 +35,15 @@ def test_a_change_counts_beyond_twice_its_standard_error(after, outcome, words):
     assert words in change.words
 
 
+def test_the_same_prompts_before_and_after_are_compared_as_pairs():
+    run = rewards(1.0, 1.8, 0.3)  # as others 0.8 / 0.42 = 1.9 standard errors
+    assert outcome_of(run) == "unclear"
+    run.evals[1]["reward_change_standard_error"] = 0.24
+    (change,) = changes_of(run)
+    assert change.outcome == "learned"
+    assert "rose from 1.00 \u00b1 0.30 to 1.80 \u00b1 0.30, 3.3 standard errors" in change.words
+
+
 def test_a_lower_perplexity_is_better():
     for after, outcome in ((1.9, "learned"), (2.1, "worse"), (2.001, "unclear")):
         evals = [{"step": 0, "perplexity": 2.0}, {"step": 9, "perplexity": after}]

@@ -488,6 +488,62 @@ def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
     assert len(found.script.rounds) == 1
 
 
+@pytest.mark.parametrize("asked", [{}, {"continue_final_message": True}])
+def test_an_answer_that_was_cut_off_is_continued_from_its_tokens(play, tokenizer, asked):
+    drawn = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcd"]
+    drawn.append(end_ids(tokenizer)[0])
+
+    async def agent(row, client, model):
+        create = client.chat.completions.create
+        said = await create(model=model, messages=QUESTION, max_tokens=2)
+        again = [*QUESTION, {"role": "assistant", "content": said.choices[0].message.content}]
+        await create(model=model, messages=again, extra_body=asked)
+        said = await create(model=model, messages=[{"role": "user", "content": "?"}], max_tokens=2)
+        again = [{"role": "user", "content": "?"}, said.choices[0].message.model_dump()]
+        await create(model=model, messages=again, extra_body={"add_generation_prompt": True})
+        said = await create(model=model, messages=[{"role": "user", "content": "!"}])
+        again = [{"role": "user", "content": "!"}, said.choices[0].message.model_dump()]
+        await create(model=model, messages=again)
+        return 1.0
+
+    found = play(agent, [{}], lambda prompt, seed: drawn)
+    first, second, _, closed, _, last = (each.prompts[0] for each in found.script.rounds)
+    assert second == [*first, *drawn[:2]]
+    assert tokenizer.decode(closed).endswith("Assistant:")
+    assert tokenizer.decode(last).endswith("Assistant: abcd")  # without the end that was drawn
+    (response,) = found.responses
+    assert (*drawn[:2], *drawn) in [each.tokens for each in response.sequences]
+
+
+@pytest.mark.parametrize(
+    ("asked", "ended"),
+    [
+        ([(None, 2), (3, 9)], True),  # a side request that is cut, at last or at first
+        ([(3, 9), (None, 2)], True),
+        ([(50, 2), (3, 9)], True),
+        ([(9, 20), (3, 1)], False),  # one that ends is no end of an answer that was cut
+        ([(3, 9)], False),  # nothing else was asked
+        ([(3, 9), (3, 9)], False),
+        ([(3, 1), (3, 9)], False),  # of equals the last
+        ([(None, 2), (None, 999)], False),  # at the run's own limit
+    ],
+)
+def test_a_side_request_that_is_cut_off_does_not_cut_off_the_episode(play, tokenizer, asked, ended):
+    async def agent(row, client, model):
+        for most, size in asked:
+            question = [{"role": "user", "content": f"size {size}?"}]
+            limit = {} if most is None else {"max_tokens": most}
+            await client.chat.completions.create(model=model, messages=question, **limit)
+        return 1.0
+
+    def answer(prompt, seed):
+        size = int(prompt.partition("size ")[2].partition("?")[0])
+        return [*[tokenizer.encode("a")[0]] * (size - 1), end_ids(tokenizer)[0]]
+
+    (response,) = play(agent, [{}], answer, limit=60).responses
+    assert response.ended is ended
+
+
 def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
     async def agent(row, client, model):
         short = await client.chat.completions.create(

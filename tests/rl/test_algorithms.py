@@ -107,7 +107,7 @@ def fed(config, responses=RESPONSES):
     step = Minibatch(list(range(9)), [[0, 3, 6, 8, 2], [1, 4, 5, 7]])
     make = partial(collate, RESPONSES, pad_id=0)
     (result,) = updater.steps([step], make, lambda _: 1.0, first_batches=[])
-    assert result.policy_loss == pytest.approx(roles.actor.total, abs=1e-10)
+    assert result.loss == pytest.approx(roles.actor.total, abs=1e-10)
     return roles.actor.total, torch.where(MASK, roles.actor.leaf.grad, 0)
 
 

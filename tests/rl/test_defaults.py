@@ -1,8 +1,12 @@
 """Defaults of step 3 that depend on what else is typed, on processes, or on a model's size."""
 
+from dataclasses import replace
+
 import pytest
 
+from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.options import build_config, parse_config
+from dschat_lora.data.prepare import prepare
 from dschat_lora.rl.algorithms import RolloutCorrection
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.role_config import RoleConfig
@@ -60,6 +64,27 @@ def test_the_default_rate_of_a_large_models_adapter_is_warned_of(parameters, dim
     if found:
         assert found.startswith("--critic_lora_learning_rate 0.0005, the default")
         assert "1.3 billion parameters" in found
+
+
+@pytest.mark.parametrize(
+    ("argv", "share", "trains"),
+    [
+        ([], 0.05, 0),
+        (["--eval_prompts", "0"], 0.0, 3),
+        (["--eval_prompts", "0", "--eval_ratio", "0.1"], 0.1, 0),
+        (["--eval_ratio", "0"], 0.0, 3),
+    ],
+)
+def test_without_prompts_to_evaluate_three_copies_of_one_are_trained_on(
+    argv, share, trains, tmp_path
+):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "Say hi."}\n' * 3)
+    config = parse_config(RlhfConfig, [*argv, "--data_path", str(path)])
+    assert config.data.data.eval_ratio == replace(config).data.data.eval_ratio == share
+    run = {"phase": 3, "seed": 0, "eos_id": 2, "kind": "prompts", "cache_dir": tmp_path}
+    found = prepare(config.data.data, build_byte_tokenizer(), **run).audit
+    assert (found.train_rows, found.eval_rows) == (trains, 0 if trains else 1)
 
 
 def test_greedy_responses_have_no_importance_weights():

@@ -158,6 +158,17 @@ def judged(*rows):
     ]
 
 
+def test_the_judge_and_the_held_out_reward_are_compared_prompt_by_prompt():
+    first = {"reward": 1.0, "judge": 5.0, "judge_standard_error": 0.5}
+    looking = [diagnostics(), diagnostics()]
+    later = {"reward": 2.0, "judge": 4.0, "judge_standard_error": 0.5}
+    pairs = [{}, {"judge_change_standard_error": 0.4}]
+    for each in looking:
+        each.evaluation(first)
+    found = [len(x.evaluation(later | pair)) for x, pair in zip(looking, pairs, strict=True)]
+    assert found == [0, 1]
+
+
 def test_a_judge_that_disagrees_with_the_reward_is_reported_once():
     assert [len(each) for each in judged((1.0, 5.0), (2.0, 4.81), (3.0, 4.0), (4.0, 3.0))] == [
         *(0, 0, 1, 0)

@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -106,6 +107,14 @@ def test_a_rubric_of_ones_own_has_columns_and_a_model_may_be_named(endpoint, tmp
     assert scored(name, responses_of((5,), answer="five"))[0] == [1.0]
     assert asked[0][2]["model"] == "mine"
     assert asked[0][2]["messages"][0]["content"] == "Is 5 five? {other}"
+    # A call of an earlier turn is part of the conversation, though its content has none.
+    (tmp_path / "rubric.txt").write_text("{prompt}: {response}")
+    function = {"name": "now", "arguments": {}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    earlier = json.dumps([call, {"role": "tool", "content": "Noon."}]).encode()
+    scored(name, [replace(each, earlier=earlier) for each in responses_of((5,))])
+    said = 'user: q\n\nassistant: {"name": "now", "arguments": {}}\n\ntool: Noon.: 5'
+    assert asked[-1][2]["messages"][0]["content"] == said
 
 
 def test_a_judge_that_answers_with_an_error_is_named(endpoint):

@@ -110,7 +110,7 @@ CASES = {
     ),
 }
 ONE_PASS = "one step"
-FIGURES = ("policy_loss", "value_loss", "entropy", "clip_fraction", "value_clip_fraction")
+FIGURES = ("loss", "policy_loss", "value_loss", "entropy", "clip_fraction", "value_clip_fraction")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import sys
 import time
 
 import pytest
@@ -136,7 +137,77 @@ def test_a_failure_is_tried_again_as_often_as_asked(capsys):
         scored(score, retries=1)
 
 
+@pytest.mark.parametrize("kind", ["function", "coroutine", "of OpenRLHF's"])
+def test_only_the_calls_that_failed_are_made_again(kind, capsys):
+    """One failure of eight: nine calls, each with its own log; a second one ends it."""
+    responses = [Response((5,), (n,), True, n, b"{}") for n in range(3, 11)]
+    calls, failing = [], [1]
+
+    def score(response, log_metric):
+        calls.append(response)
+        log_metric("calls", 1.0)
+        if calls.count("6") <= failing[0] and response == "6":
+            raise ConnectionError("try later")
+        return float(response)
+
+    async def later(response, log_metric):
+        await asyncio.sleep(0)
+        return score(response, log_metric)
+
+    def openrlhfs(queries, prompts, labels, log_metric):
+        return {"rewards": [score(queries[0][len(prompts[0]) :].strip(), log_metric)]}
+
+    function = {"function": score, "coroutine": later}.get(kind, openrlhfs)
+    asked = made(function, retries=1)
+    assert asked(responses, CPU).tolist() == [float(n) for n in range(3, 11)]
+    assert sorted(map(int, calls)) == [3, 4, 5, 6, 6, 7, 8, 9, 10]
+    assert asked.log.metrics == {"calls": [1.0] * 8}
+    assert "failed for 1 of 8 responses and is tried again" in capsys.readouterr().err
+    calls.clear()
+    failing[0] = 2
+    with pytest.raises(RuntimeError, match="--reward_function mine:score failed"):
+        asked(responses, CPU)
+    assert len(calls) == 9
+
+
+def test_what_came_within_the_time_is_not_asked_for_again():
+    calls = []
+
+    async def score(response):
+        calls.append(response)
+        await asyncio.sleep(30 if calls.count("9") == 1 and response == "9" else 0)
+        return 1.0
+
+    assert scored(score, timeout=0.2, retries=1) == [1.0] * 3
+    assert sorted(calls) == ["3 4 5 6", "7 8", "9", "9"]
+
+
+def test_after_an_error_that_ends_the_run_nothing_is_asked():
+    calls = []
+
+    def score(response):
+        calls.append(response)
+        sys.exit()
+
+    async def later(response):
+        sys.exit()
+
+    for function in (score, later):
+        with pytest.raises(RuntimeError, match="--reward_function mine:score called sys.exit"):
+            scored(function)
+    assert calls == ["7 8"]
+
+
 def test_a_call_that_takes_too_long_is_an_error():
+    begun = []
+
+    def slow(response):
+        begun.append(response)
+        time.sleep(0.1)
+
+    with pytest.raises(RuntimeError, match="0.02 seconds of --reward_timeout for 3 responses"):
+        scored(slow, timeout=0.02)
+
     def score(responses):
         time.sleep(0.2)
         return [0.0] * 3
@@ -145,6 +216,7 @@ def test_a_call_that_takes_too_long_is_an_error():
     with pytest.raises(RuntimeError, match=words):
         scored(score, timeout=0.01)
     assert scored(score, timeout=5.0) == [0.0] * 3
+    assert begun == ["7 8"]  # no further one
 
 
 def test_an_error_within_the_time_is_its_own():

@@ -6,13 +6,16 @@ import random
 import re
 import threading
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from dschat_lora.algos.advantages import grpo_advantages
+from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.rl.batch import Response
 from dschat_lora.rl.rewards import (
     RewardError,
@@ -20,9 +23,11 @@ from dschat_lora.rl.rewards import (
     RewardFunctions,
     RewardLog,
     TrainerState,
+    calls_of,
 )
 
 trl = pytest.importorskip("trl")
+trl_utils = pytest.importorskip("trl.chat_template_utils")
 
 CPU = torch.device("cpu")
 STATE = TrainerState(global_step=30, max_steps=100, epoch=0.3, num_train_epochs=1)
@@ -180,6 +185,71 @@ def test_advantages_and_logs_are_those_of_trl(name):
     assert (found != 0).any()
     assert scorer.log.take(responses) == (metrics, columns)
     assert scorer.log.take(responses) == ({}, {})
+
+
+CALL = '<tool_call>\n{"name": "times", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+TIMES = {"type": "function", "function": {"name": "times", "arguments": {"a": 3, "b": 4}}}
+TURNS = [
+    CALL,
+    f"Sure. {CALL}\n",
+    f"Let me\n\n{CALL}\n{CALL}",
+    f"<think>\nhm\n</think>\n\n{CALL}",
+    "<think>\nhm\n</think>\n\nYes.",
+    "<think>\n\n</think>\n\nYes.",
+    "<think>\nhm",
+    " Plain \n",
+    '<tool_call>\n{"name": "ti',
+    '<tool_call>\n{"name": "now"}\n</tool_call>',
+    f"hm {CALL}\n</think>\n\nYes.",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("qwen3", TURNS[:-1]),
+        ("qwen3_5_think", [TURNS[-1], "hm", TURNS[4], "hm\n</think>\n\nYes."]),
+        ("gptoss", ["<|channel|>final<|message|>Yes.<|return|>"]),
+    ],
+)
+def test_completions_of_a_run_with_tools_are_the_messages_that_trl_parses(name, turns):
+    templates = Path(trl.__file__).parent / "chat_templates"
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    tokenizer.chat_template = (templates / f"{name}.jinja").read_text()
+    end = "<|return|>" if name == "gptoss" else "<|im_end|>"
+    tokenizer.add_special_tokens({"eos_token": end})
+    trl_utils.add_response_schema(tokenizer)
+    asked = {"prompt": [{"role": "user", "content": "3 x 4?"}], "tools": [{"type": "function"}]}
+    prompt = tokenizer.apply_chat_template(
+        asked["prompt"], add_generation_prompt=True, return_dict=False
+    )
+    for turn in turns:
+        is_cut = turn in ("hm", "<think>\nhm")
+        text = turn if is_cut else turn.removesuffix(end) + end
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        expected = trl_utils.parse_response(tokenizer, ids, prefix=prompt)
+        response = Response(tuple(prompt), tuple(ids), True, 0, json.dumps(asked).encode())
+        (call,) = calls_of(lambda completions, messages: 0, [response], tokenizer)
+        assert call["completions"] == [[expected]]
+        assert call["messages"] == [[*asked["prompt"], expected]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"Sure. {CALL}", {"content": "Sure.", "tool_calls": [TIMES]}),
+        (f"{CALL} <tool_call> no", {"content": "<tool_call> no", "tool_calls": [TIMES]}),
+        ("<think>hm</think> Yes. ", {"content": "<think>hm</think> Yes. "}),
+        ('{"name": "f", "parameters": {}}', {"content": '{"name": "f", "parameters": {}}'}),
+    ],
+)
+def test_without_tools_an_answer_is_text_unless_it_has_a_marked_call(text, message):
+    row = {"prompt": [{"role": "user", "content": "3 x 4?"}]}
+    response = Response((40,), (*map(ord, text), 2), True, 0, json.dumps(row).encode())
+    (call,) = calls_of(lambda completions: 0, [response], Letters())
+    assert call["completions"] == [[{"role": "assistant", **message}]]
+    (own,) = calls_of(lambda responses: 0, [response], Letters())
+    assert own["responses"] == [text]
 
 
 def test_what_json_cannot_hold_is_refused_with_the_functions():

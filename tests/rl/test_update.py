@@ -361,13 +361,16 @@ def test_without_a_critic_there_is_nothing_of_its_own():
     assert result.outcomes.keys() == {"actor"}
 
 
-def test_grpo_takes_the_divergence_into_the_loss():
+def test_grpo_takes_the_divergence_into_the_loss_and_not_into_the_policys_part():
     known = experience(critic=False)
     known = replace(known, ref_logprobs=-1.5 * MASK)
     config = PpoConfig(algorithm="grpo", entropy_coef=0.1)
     ((_, result), _) = updated(Roles(critic=False), known, TWO_HALVES, config=config)[0]
     divergence = math.exp(-0.5) + 0.5 - 1
-    assert result.policy_loss == pytest.approx(-1.0 + 0.3 * divergence - 0.1 * 0.25)
+    assert result.loss == pytest.approx(-1.0 + 0.3 * divergence - 0.1 * 0.25)
+    assert result.policy_loss == pytest.approx(-1.0 - 0.1 * 0.25)
+    figures = update_metrics([result])
+    assert (figures["loss"], figures["policy_loss"]) == (result.loss, result.policy_loss)
 
 
 def outcome(skipped):
@@ -381,7 +384,7 @@ def outcome(skipped):
 def test_a_step_is_skipped_if_either_role_is(actor, critic, expected):
     outcomes = {"actor": outcome(actor), "critic": outcome(critic)}
     figures = dict.fromkeys(
-        ("policy_loss", "entropy", "clip_fraction", "approx_kl", "num_tokens"), 0.0
+        ("loss", "policy_loss", "entropy", "clip_fraction", "approx_kl", "num_tokens"), 0.0
     )
     absent = dict.fromkeys(("value_loss", "text_loss", "value_clip_fraction", "ratio_error"))
     assert StepResult(**figures, **absent, outcomes=outcomes, learning_rates={}).skipped is expected
@@ -400,7 +403,7 @@ def test_a_response_without_score_is_in_no_figure_of_a_batch_it_shares():
     assert result.num_tokens == tokens_of(0, 2)
     assert result.entropy == pytest.approx(0.25)
     divergence = math.exp(-0.5) + 0.5 - 1
-    assert result.policy_loss == pytest.approx(-1.0 + 0.3 * divergence - 0.1 * 0.25)
+    assert result.loss == pytest.approx(-1.0 + 0.3 * divergence - 0.1 * 0.25)
 
 
 @pytest.mark.parametrize(

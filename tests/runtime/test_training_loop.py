@@ -1,10 +1,14 @@
 """When a training loop evaluates, and when it gives up steps that change no weight."""
 
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
+import scipy.stats
+import torch
 
-from dschat_lora.runtime.loop import Progress, TrainingLoop
+from dschat_lora.runtime.loop import EvalResults, Progress, TrainingLoop
 
 
 def steps_made(skips, *, steps, interval=0, per_epoch=100, scales_loss=False):
@@ -65,3 +69,38 @@ def test_a_run_whose_gradient_stays_infinite_is_given_up(skips, steps, scales_lo
 )
 def test_a_run_with_skipped_steps_goes_on(skips, scales_loss):
     assert steps_made(skips, steps=9, scales_loss=scales_loss) == [0, 9]
+
+
+def test_the_change_of_the_same_samples_has_the_error_of_a_paired_t_test(monkeypatch):
+    """Also after a resumption; not where other samples count, or may be in another order."""
+    lines = []
+    run = SimpleNamespace(
+        log=SimpleNamespace(write=lambda kind, step, found: lines.append(found), say_metrics=str)
+    )
+    before = torch.tensor([1.0, math.nan, 2.0, 4.0, 8.0])
+    after = torch.tensor([1.5, math.nan, 2.25, 4.0, 9.0])
+    judged = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    first = EvalResults(run, lambda step, found: "")
+    first.add(0, {"reward": 3.75}, {"reward": before, "judge": judged})
+    first.add(5, {"reward": 0.0}, {"reward": before.flip(0), "judge": judged})
+    state = json.loads(json.dumps(first.state()))
+
+    def resumed():
+        again = EvalResults(run, lambda step, found: "")
+        again.restore(state)
+        assert {*again.by_step} == {0, 5}
+        again.add(9, {"reward": 4.1875}, {"reward": after, "judge": before})
+        return lines[-1]
+
+    known = ~before.isnan()
+    t = scipy.stats.ttest_rel(after[known], before[known]).statistic
+    found = resumed()
+    assert found.keys() == {"reward", "reward_change_standard_error"}
+    change = float((after - before)[known].mean())
+    assert change / found["reward_change_standard_error"] == pytest.approx(t)
+    assert lines[0].keys() == {"reward"}  # the first changes nothing
+    assert lines[1].keys() == {"reward", "judge_change_standard_error"}
+    monkeypatch.setattr("dschat_lora.runtime.loop.world_size", lambda: 2)
+    assert resumed().keys() == {"reward"}
+    state.pop("first")  # as an earlier version left it
+    assert resumed().keys() == {"reward"}
