@@ -206,6 +206,8 @@ def check_identity(
         if isinstance(value, DataIdentity):
             words = value.difference(before)
         else:
+            if isinstance(before, Mapping):  # a digest, of data that this run has none of
+                before = f"{before.get('samples')} samples"
             words = None if before == value else f"(was {before}, now {value})"
         if words is not None:
             differences[name] = f"{_IDENTITY[name]} {words}"
@@ -213,10 +215,7 @@ def check_identity(
         for name in differences.keys() & _OF_DATA:
             say_once(f"  note         accepted as it is: {differences.pop(name)}")
     if differences:
-        is_data = any(isinstance(now[name], DataIdentity) for name in differences)
-        hint = (
-            "; --accept_changed_data goes on" if is_data and differences.keys() <= _OF_DATA else ""
-        )
+        hint = "; --accept_changed_data goes on" if differences.keys() <= _OF_DATA else ""
         raise ValueError(
             f"--resume_from_checkpoint {checkpoint}: the run was another one; what differs: "
             f"{'; '.join(differences.values())}{hint}"
