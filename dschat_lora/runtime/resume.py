@@ -206,9 +206,9 @@ def check_identity(
         if isinstance(value, DataIdentity):
             words = value.difference(before)
         else:
-            if isinstance(before, Mapping):  # a digest, of data that this run has none of
-                before = f"{before.get('samples')} samples"
             words = None if before == value else f"(was {before}, now {value})"
+            if words and isinstance(before, Mapping) and "blocks" in before:  # a digest
+                words = f"(was {before.get('samples')} samples, now {value})"
         if words is not None:
             differences[name] = f"{_IDENTITY[name]} {words}"
     if accepts_changed_data:
