@@ -177,7 +177,7 @@ def outcomes(service, client):
 
 
 def assert_near(found, expected):
-    """As passes of other shapes give: of small gradients Adam makes more than of their roundings."""
+    """As passes of other shapes give; Adam enlarges the roundings of small gradients."""
     for outcome, wanted in zip(found[1], expected[1], strict=True):
         assert outcome.keys() == wanted.keys()
         for name, value in wanted.items():
