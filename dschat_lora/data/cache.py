@@ -43,6 +43,10 @@ def load_or_build(
     with _building(directory) as temporary:
         # Of a process that was killed before it renamed the directory.
         (temporary / MANIFEST).unlink(missing_ok=True)
+        for path in list(temporary.rglob("*")):
+            plain = path.is_dir() or (path.is_file() and path.stat().st_nlink == 1)
+            if path.is_symlink() or not plain:  # what is written to it would be elsewhere
+                path.unlink()
         content = build(temporary)
         files = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}
         manifest = {"name": directory.name, "files": files, "content": content}

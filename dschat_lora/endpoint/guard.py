@@ -22,6 +22,7 @@ from dschat_lora.config.values import LOCAL_HOSTS
 from dschat_lora.report.terminal import note
 
 MAX_BODY_BYTES = 2**20
+MAX_BODIES_BYTES = 2**30  # of all requests that are not answered
 MAX_DEPTH = 64
 # A body must come in BODY_SECONDS, and one more for each BODY_RATE bytes of it that came.
 BODY_SECONDS, BODY_RATE = 30, 2**18
@@ -93,6 +94,7 @@ class Guard:
     ) -> None:
         self._app, self._token, self._public, self._most = app, token, public, most
         self._is_local = host in LOCAL_HOSTS
+        self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer with an error."""
@@ -103,7 +105,16 @@ class Guard:
         # Nothing else is there, such as web sockets.
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        started, size = False, 0
+
+        def take(count: int) -> None:
+            nonlocal size
+            size += count
+            self._held += count
+            if size > most:
+                raise ApiError(413, f"the body is larger than {most:,} bytes")
+            if self._held > MAX_BODIES_BYTES:
+                raise ApiError(503, "requests with large bodies wait; ask again later")
 
         async def watched(message: Message) -> None:
             nonlocal started
@@ -112,9 +123,10 @@ class Guard:
             with suppress(LocalProtocolError):
                 await send(message)
 
+        most = self._most(scope["path"])
         try:
             self._check(Headers(scope=scope), scope["path"])
-            await self._app(scope, _bounded(receive, self._most(scope["path"])), watched)
+            await self._app(scope, _bounded(receive, take), watched)
         except ApiError as error:
             await JSONResponse(error.body, error.status)(scope, receive, watched)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
@@ -125,6 +137,8 @@ class Guard:
             if not started:  # else the server closes the connection of a response without end
                 body = ApiError(500, f"the server failed: {name}; its log says where").body
                 await JSONResponse(body, 500)(scope, receive, watched)
+        finally:
+            self._held -= size
 
     def _check(self, headers: Headers, path: str) -> None:
         host = headers.get("host", "").lower()  # the only one: h11 refuses two
@@ -143,8 +157,8 @@ class Guard:
                 raise ApiError(401, message, code="invalid_api_key")
 
 
-def _bounded(receive: Receive, most: int) -> Receive:
-    """``receive``, whose body is refused where it is too large or does not come in time."""
+def _bounded(receive: Receive, take: Callable[[int], None]) -> Receive:
+    """``receive``, whose body must come in time; ``take`` is told the bytes that came."""
     size, whole, start = 0, False, math.nan
 
     async def bounded() -> Message:
@@ -158,10 +172,10 @@ def _bounded(receive: Receive, most: int) -> Receive:
             message = await asyncio.wait_for(receive(), start + seconds - now)
         except TimeoutError as error:
             raise ApiError(408, f"the body did not come within {seconds:.0f} seconds") from error
-        size += len(message.get("body", b""))
+        count = len(message.get("body", b""))
+        size += count
+        take(count)
         whole = not message.get("more_body", False)
-        if size > most:
-            raise ApiError(413, f"the body is larger than {most:,} bytes")
         return message
 
     return bounded

@@ -207,16 +207,15 @@ def check_identity(
             words = value.difference(before)
         else:
             words = None if before == value else f"(was {before}, now {value})"
+            if words and isinstance(before, Mapping) and "blocks" in before:  # a digest
+                words = f"(was {before.get('samples')} samples, now {value})"
         if words is not None:
             differences[name] = f"{_IDENTITY[name]} {words}"
     if accepts_changed_data:
         for name in differences.keys() & _OF_DATA:
             say_once(f"  note         accepted as it is: {differences.pop(name)}")
     if differences:
-        is_data = any(isinstance(now[name], DataIdentity) for name in differences)
-        hint = (
-            "; --accept_changed_data goes on" if is_data and differences.keys() <= _OF_DATA else ""
-        )
+        hint = "; --accept_changed_data goes on" if differences.keys() <= _OF_DATA else ""
         raise ValueError(
             f"--resume_from_checkpoint {checkpoint}: the run was another one; what differs: "
             f"{'; '.join(differences.values())}{hint}"

@@ -66,6 +66,24 @@ def test_what_is_no_directory_is_not_built_in(tmp_path, left, kind):
     assert list(elsewhere.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "folder"])
+def test_nothing_is_built_through_links_in_what_was_left(tmp_path, left, kind):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "data").write_text("mine")
+    left.mkdir()
+    if kind == "link":
+        (left / "data").symlink_to(mine / "data")
+    elif kind == "hard link":
+        os.link(mine / "data", left / "data")
+    elif kind == "pipe":
+        os.mkfifo(left / "data")
+    else:
+        (left / "parts").symlink_to(mine)
+    assert check(tmp_path) == ["data"]
+    assert (mine / "data").read_text() == "mine"
+
+
 def test_a_file_system_without_locks_has_a_cache(tmp_path, left, monkeypatch):
     def flock(lock, operation):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -112,6 +112,26 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_whole(port, path):
     assert ask(port, CHUNKED.replace(b"/echo", path) + chunk * 17).startswith(b"HTTP/1.1 413")
 
 
+def test_all_bodies_together_are_bounded(port, monkeypatch):
+    monkeypatch.setattr(guard, "BODY_SECONDS", 30.0)
+    monkeypatch.setattr(guard, "MAX_BODIES_BYTES", 100_000)
+    head = HEAD + b"Content-Length: 60002\r\n\r\n"
+    text = b'"%b"' % (b"x" * 60_000)
+    for _ in range(3):  # what was answered, or given up, is not held
+        with connect(port) as slow:
+            slow.sendall(head + text[:-1])
+            time.sleep(0.05)
+            assert ask(port, head + text).startswith(b"HTTP/1.1 503")
+            assert ask(port).startswith(b"HTTP/1.1 200")
+            slow.sendall(text[-1:])
+            assert slow.recv(1000).startswith(b"HTTP/1.1 200")
+        assert ask(port, head + text).startswith(b"HTTP/1.1 200")
+        with connect(port) as gone:
+            gone.sendall(head + text[:-1])
+            time.sleep(0.05)
+        time.sleep(0.05)
+
+
 def test_a_body_that_comes_fast_enough_may_take_longer(port, monkeypatch):
     monkeypatch.setattr(guard, "BODY_RATE", 10)
     with connect(port) as connection:

@@ -483,7 +483,8 @@ def test_run_of_the_same_identity_is_let_through(earlier):
 def test_each_part_of_the_identity_counts(earlier, name, text):
     with pytest.raises(ValueError, match="another one") as error:
         check_identity(earlier(), IDENTITY | {name: "other"})
-    assert str(error.value).endswith(f"the run was another one; what differs: {text}")
+    hint = "; --accept_changed_data goes on" * (name in ("train_data", "eval_data", "rows"))
+    assert str(error.value).endswith(f"the run was another one; what differs: {text}{hint}")
 
 
 def test_every_difference_of_identity_is_listed(earlier):
@@ -519,6 +520,20 @@ def test_data_that_changed_are_refused_with_the_place_or_accepted_by_an_option(e
     with pytest.raises(ValueError, match="another one") as error:
         check_identity(checkpoint, found, accepts_changed_data=True)
     assert str(error.value).endswith("what differs: the tokenizer (was bb, now other)")
+
+
+def test_what_the_run_has_none_of_differs_in_a_few_words(earlier):
+    data = TokenSet.of([SequenceSample.of([n, n], [-100, n]) for n in range(70)]).identity
+    checkpoint = earlier()
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["identity"] |= {"text": data.digest.to_dict(), "deepspeed_processes": 2}
+    state["identity"]["streams"] = {"epoch": ["seed"]}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="another one") as error:
+        check_identity(checkpoint, IDENTITY | {"streams": {"epoch": ["seed"]}})
+    processes, text = str(error.value).split("what differs: ")[1].split("; ")
+    assert processes.endswith("(was 2, now None)")
+    assert text == "the pretraining text (was 70 samples, now None)"
 
 
 def test_changed_data_are_accepted_of_a_checkpoint_alone(earlier):

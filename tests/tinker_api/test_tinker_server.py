@@ -167,8 +167,10 @@ def test_a_loss_falls_and_equal_seeds_give_equal_numbers(client):
         steps = [each.optim_step(ADAM) for each in trainers]
         losses.append([each.result().metrics["loss:sum"] for each in sent])
         assert all(each.result().metrics["grad_norm"] > 0 for each in steps)
-    assert losses[0] == [losses[0][0]] * 3  # a new adapter is its base
-    assert all(one == same != other for one, same, other in losses[1:])
+    # A pass of several runs has another shape than one alone.
+    assert losses[0] == pytest.approx([losses[0][0]] * 3, rel=1e-5)  # a new adapter is its base
+    for one, same, other in losses[1:]:
+        assert same == pytest.approx(one, rel=1e-3) != other
     assert all(last < first / 2 for first, last in zip(losses[0], losses[-1], strict=True))
 
 

@@ -162,6 +162,32 @@ def assert_same(found, expected):
     assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
 
 
+def outcomes(service, client):
+    """Numbers of each request that was sent, by name; the words of one that failed."""
+    found = []
+    for request_id in client.request_ids[1:-1]:
+        outcome = result(service, request_id)
+        if isinstance(outcome, dict):
+            found.append(outcome.get("metrics", outcome))
+        else:
+            outputs = enumerate(outcome.loss_fn_outputs)
+            lists = {f"{n} {k}": v.tolist() for n, each in outputs for k, v in each.items()}
+            found.append(outcome.metrics | lists)
+    return found
+
+
+def assert_near(found, expected):
+    """As passes of other shapes give; Adam enlarges the roundings of small gradients."""
+    for outcome, wanted in zip(found[1], expected[1], strict=True):
+        assert outcome.keys() == wanted.keys()
+        for name, value in wanted.items():
+            near = value if isinstance(value, str) else pytest.approx(value, rel=1e-5, abs=1e-5)
+            assert outcome[name] == near
+    assert found[0].keys() == expected[0].keys()
+    for name, value in expected[0].items():
+        torch.testing.assert_close(found[0][name], value, atol=1e-5, rtol=0)
+
+
 @pytest.mark.thorough
 def test_runs_that_take_turns_on_a_base_get_what_each_gets_alone(start):
     kinds = [{"rank": 4}, {"rank": 7, "train_mlp": False}, {"rank": 2, "train_unembed": False}]
@@ -210,7 +236,7 @@ def test_runs_that_ask_at_once_share_a_pass_and_get_what_each_gets_alone(start):
         service = start(f"alone{number}", tokens_per_device=40)
         client = Client(service, **kind)
         ask(client, number)
-        alone.append(finished(service, client))
+        alone.append((finished(service, client)[0], outcomes(service, client)))
         assert service.worker.passes_of_several == 0
     together = start("together", tokens_per_device=40)
     clients = [Client(together, **kind) for kind in kinds]
@@ -222,7 +248,7 @@ def test_runs_that_ask_at_once_share_a_pass_and_get_what_each_gets_alone(start):
         ask(client, number)
     together.start()
     for client, expected in zip(clients, alone, strict=True):
-        assert_same(finished(together, client), expected)
+        assert_near((finished(together, client)[0], outcomes(together, client)), expected)
     assert together.worker.passes_of_several >= 5
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
 
 from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import read_json
+from dschat_lora.data.digests import BlockHasher, DataIdentity
 from dschat_lora.engine import failure_detection, gpu
 from dschat_lora.engine.distributed import (
     check_same,
@@ -229,10 +231,18 @@ def _identity(
         "stage": config.stage,
         "model": weights_fingerprint(base) if Path(base).is_dir() else base,
         "tokenizer": tokenizer_digest(tokenizer),
-        "train_data": _digest(splits["train"]),
+        "train_data": _data_identity(splits["train"]),
         "rows_per_step": rows * world_size(),
         **({"deepspeed_processes": world_size()} if config.deepspeed is not None else {}),
     }
+
+
+def _data_identity(split: TaskSplit) -> DataIdentity:
+    rows = [repr(example).encode() for example in split.examples]
+    hasher = BlockHasher()
+    values, offsets = np.frombuffer(b"".join(rows), np.uint8), np.cumsum([0, *map(len, rows)])
+    hasher.update({"row": (values, offsets)})
+    return DataIdentity(hasher.digest(), partial(_digest, split))
 
 
 def _digest(split: TaskSplit) -> str:
