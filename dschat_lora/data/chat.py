@@ -3,15 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from dschat_lora.config.data import parse_variables
-from dschat_lora.config.files import parse_json
 from dschat_lora.data.encoder import Tokenizer
-from dschat_lora.data.messages import Message
+from dschat_lora.data.messages import Message, tool_schemas
 from dschat_lora.data.template_process import template_process
 from dschat_lora.data.templates import (
     BUILT_IN_TEMPLATE,
@@ -81,21 +79,10 @@ class Chat:
         """
         if not values.keys() & {"tools", "chat_template_kwargs"}:
             return self
-        tools = values.get("tools")
-        if isinstance(tools, str):  # as some files hold it; text that is none is refused
-            with suppress(ValueError):
-                tools = parse_json(tools)
-        if tools is not None and not (
-            isinstance(tools, list)
-            and all(
-                isinstance(each, dict) and all(isinstance(k, str) for k in each) for each in tools
-            )
-        ):
-            raise ValueError(f"`tools` must be a list of JSON schemas, found {tools!s:.200}")
         own = parse_variables(values.get("chat_template_kwargs"), "`chat_template_kwargs`")
         own = {name: value for name, value in own.items() if value is not None}
         variables = {**self.variables, **own}
-        return replace(self, variables=variables, tools=tools or None)
+        return replace(self, variables=variables, tools=tool_schemas(values.get("tools")))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Text of messages; with ``add_generation_prompt``, up to the assistant's turn.
