@@ -90,7 +90,7 @@ class Chat:
         Raises:
             ValueError: if the template refuses them, or for a role that the format lacks.
         """
-        if self.template == BUILT_IN_TEMPLATE and not self.tools:
+        if self.is_built_in:
             ask = add_generation_prompt
             text = render_built_in(messages, self.eos_text, add_generation_prompt=ask)
             if text is not None:
@@ -110,6 +110,11 @@ class Chat:
         if self.tokenizer.chat_template is None:
             return BUILT_IN_TEMPLATE
         return self.tokenizer.get_chat_template(tools=self.tools)
+
+    @cached_property
+    def is_built_in(self) -> bool:
+        """Whether the built-in format is used, and without tools, which it refuses."""
+        return self.template == BUILT_IN_TEMPLATE and not self.tools
 
     @cached_property
     def has_marks(self) -> bool:
@@ -171,7 +176,11 @@ class Chat:
 
     def _has_end(self, text: str) -> bool:
         """Whether a special token ends a text, white space aside."""
-        return text.rstrip().endswith((*self._tokens.special, self.eos_text or PROBE))
+        return text.rstrip().endswith(self._ends)
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        return (*self._tokens.special, self.eos_text or PROBE)
 
     def is_ended(self, text: str) -> bool:
         """Whether a token other than end-of-sequence, white space aside, ends an answer's text."""

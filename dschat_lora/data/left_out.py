@@ -31,6 +31,8 @@ def left_out(
         ValueError: for a message or call that is left out, without which the others mean something
             else.
     """
+    if chat.is_built_in and all(len(message) == 2 for message in messages):
+        return ()  # it refuses what it does not write
     missing = _unwritten(messages, chat, asks)
     for index in answers[:-1] if missing else ():
         earlier = _unwritten(messages[: index + 1], chat, False)
