@@ -6,7 +6,6 @@ from typing import Any
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
-from dschat_lora.data.rows import HEAD_ROWS
 from dschat_lora.data.token_files import Tally, quantile
 
 MAX_SHOWN = 5  # bad rows that are quoted in the table
@@ -63,7 +62,6 @@ class DataAudit:
     # rows of several samples, of which some are too long and left out
     partly_dropped_rows: int = 0
     eval_partly_dropped_rows: int = 0
-    of_head: bool = False  # under --streaming: of the first rows of the training sources alone
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -161,7 +159,6 @@ class DataAudit:
     def lines(self) -> list[str]:
         """A short table for people, warnings last."""
         types = ", ".join(f"{count:,} {kind}" for kind, count in self.rows_by_type.items())
-        head = f"of the first {HEAD_ROWS:,} of each source: " if self.of_head else ""
         quantiles = ", ".join(f"{name} {n:,}" for name, n in self.length_quantiles.items())
         fate = "kept out of training" if self.overlap_removed else "still trained on"
         too_long = self._overlong_rows / max(1, self.train_rows)
@@ -172,7 +169,7 @@ class DataAudit:
         supervised = self.supervised_tokens / max(1, self.tokens)
         pieces = f"and {self.split_rows:,} cut into pieces " if self.split_rows else ""
         table = {
-            "rows": f"{head}{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
+            "rows": f"{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
             "repeated": f"{self.duplicate_rows:,} duplicates; {self.overlap_rows:,} of train in "
             f"eval, {fate}",
             "train": f"{self.train_rows:,} rows, {self.train_samples:,} samples, "
@@ -260,7 +257,6 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         },
         max_seq_len=config.max_seq_len,
         kind=rows.kind,
-        of_head=config.streaming,
     )
 
 
