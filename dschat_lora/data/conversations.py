@@ -40,8 +40,8 @@ def supervise(
     """
     answers = _learnt_answers(messages, first_target)
     if by_marks and chat.has_marks:
-        spans = _by_marks(messages, answers, chat, first_target)
-        return ConversationSamples("marks", (spans,), answers)
+        marked = _by_marks(messages, answers, chat, first_target)
+        return ConversationSamples("marks", (marked,), answers)
     renderings = [_render_around(messages, index, chat) for index in answers]
     spans = _turn_by_turn(messages, answers, renderings, chat)
     if spans is not None:
