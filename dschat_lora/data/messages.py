@@ -134,7 +134,7 @@ def tool_schemas(value: object) -> list[dict[str, Any]] | None:
 
     def read(given: object) -> object:
         with suppress(ValueError):  # text that is no JSON is refused as such
-            return parse_json(given or "null") if isinstance(given, str) else given
+            return parse_json(given) if isinstance(given, str) else given
         return given
 
     given = read(value)
