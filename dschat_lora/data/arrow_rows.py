@@ -5,7 +5,7 @@ in memory than on the disk. So values are counted before they become objects of 
 Parquet file so few rows are decoded at a time that none of its dictionaries makes them too large.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,33 @@ def rows_of(batch: Any, *, most: int) -> Iterator[dict[str, Any] | None]:
     for start in range(0, batch.num_rows, count):
         part = batch.slice(start, count)
         if _size(part) <= most:
-            yield from part.to_pylist()
+            yield from map(without_absent, part.to_pylist())
             continue
         for row in (part.slice(i, 1) for i in range(part.num_rows)):
-            yield None if _size(row) > most else row.to_pylist()[0]
+            yield None if _size(row) > most else without_absent(row.to_pylist()[0])
+
+
+def without_absent(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row, of whose messages and tools no object has a null key.
+
+    Arrow gives all objects of a column the same keys: an argument of one tool is null in the calls
+    of all others.
+    """
+    return {
+        name: _without_null(value) if name == "tools" or _is_told(value) else value
+        for name, value in row.items()
+    }
+
+
+def _is_told(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(each) for key, each in value.items() if each is not None}
+    return list(map(_without_null, value)) if isinstance(value, list) else value
 
 
 def _size(array: Any) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
+from dschat_lora.data.rows import HEAD_ROWS
 from dschat_lora.data.token_files import Tally, quantile
 
 MAX_SHOWN = 5  # bad rows that are quoted in the table
@@ -157,8 +158,8 @@ class DataAudit:
         }
         return tuple(text for text, applies in doubts.items() if applies)
 
-    def lines(self) -> list[str]:
-        """A short table for people, warnings last."""
+    def lines(self, *, of_head: bool = False) -> list[str]:
+        """A short table for people, warnings last; ``of_head``: of a stream's first rows alone."""
         types = ", ".join(f"{count:,} {kind}" for kind, count in self.rows_by_type.items())
         quantiles = ", ".join(f"{name} {n:,}" for name, n in self.length_quantiles.items())
         fate = "kept out of training" if self.overlap_removed else "still trained on"
@@ -169,8 +170,9 @@ class DataAudit:
         )
         supervised = self.supervised_tokens / max(1, self.tokens)
         pieces = f"and {self.split_rows:,} cut into pieces " if self.split_rows else ""
+        head = f"of the first {HEAD_ROWS:,} of each source: " if of_head else ""
         table = {
-            "rows": f"{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
+            "rows": f"{head}{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
             "repeated": f"{self.duplicate_rows:,} duplicates; {self.overlap_rows:,} of train in "
             f"eval, {fate}",
             "train": f"{self.train_rows:,} rows, {self.train_samples:,} samples, "

@@ -3,15 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from dschat_lora.config.data import parse_variables
-from dschat_lora.config.files import parse_json
 from dschat_lora.data.encoder import Tokenizer
-from dschat_lora.data.messages import Message
+from dschat_lora.data.messages import Message, tool_schemas
 from dschat_lora.data.template_process import template_process
 from dschat_lora.data.templates import (
     BUILT_IN_TEMPLATE,
@@ -81,21 +79,10 @@ class Chat:
         """
         if not values.keys() & {"tools", "chat_template_kwargs"}:
             return self
-        tools = values.get("tools")
-        if isinstance(tools, str):  # as some files hold it; text that is none is refused
-            with suppress(ValueError):
-                tools = parse_json(tools)
-        if tools is not None and not (
-            isinstance(tools, list)
-            and all(
-                isinstance(each, dict) and all(isinstance(k, str) for k in each) for each in tools
-            )
-        ):
-            raise ValueError(f"`tools` must be a list of JSON schemas, found {tools!s:.200}")
         own = parse_variables(values.get("chat_template_kwargs"), "`chat_template_kwargs`")
         own = {name: value for name, value in own.items() if value is not None}
         variables = {**self.variables, **own}
-        return replace(self, variables=variables, tools=tools or None)
+        return replace(self, variables=variables, tools=tool_schemas(values.get("tools")))
 
     def render_prompt(self, messages: Sequence[Message]) -> str:
         """Text up to where the model speaks: up to its turn, or to the end of its own last words.
@@ -123,7 +110,7 @@ class Chat:
         Raises:
             ValueError: if the template refuses them, or for a role that the format lacks.
         """
-        if self.template == BUILT_IN_TEMPLATE and not (self.tools or continue_final_message):
+        if self.is_built_in and not continue_final_message:
             ask = add_generation_prompt
             text = render_built_in(messages, self.eos_text, add_generation_prompt=ask)
             if text is not None:
@@ -145,6 +132,11 @@ class Chat:
         if self.tokenizer.chat_template is None:
             return BUILT_IN_TEMPLATE
         return self.tokenizer.get_chat_template(tools=self.tools)
+
+    @cached_property
+    def is_built_in(self) -> bool:
+        """Whether the built-in format is used, and without tools, which it refuses."""
+        return self.template == BUILT_IN_TEMPLATE and not self.tools
 
     @cached_property
     def has_marks(self) -> bool:
@@ -206,7 +198,11 @@ class Chat:
 
     def _has_end(self, text: str) -> bool:
         """Whether a special token ends a text, white space aside."""
-        return text.rstrip().endswith((*self._tokens.special, self.eos_text or PROBE))
+        return text.rstrip().endswith(self._ends)
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        return (*self._tokens.special, self.eos_text or PROBE)
 
     def is_ended(self, text: str) -> bool:
         """Whether a token other than end-of-sequence, white space aside, ends an answer's text."""

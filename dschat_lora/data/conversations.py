@@ -19,6 +19,7 @@ class ConversationSamples:
 
     method: Method
     samples: tuple[tuple[Span, ...], ...]
+    answers: Sequence[int]  # numbers of the messages that are learnt
 
 
 def supervise(
@@ -37,32 +38,33 @@ def supervise(
     Raises:
         ValueError: if there is no answer to train on, or the template leaves out what it says.
     """
-    answers = learnt_answers(messages, first_target)
+    answers = _learnt_answers(messages, first_target)
     if by_marks and chat.has_marks:
-        return ConversationSamples("marks", (_by_marks(messages, answers, chat, first_target),))
+        marked = _by_marks(messages, answers, chat, first_target)
+        return ConversationSamples("marks", (marked,), answers)
     renderings = [_render_around(messages, index, chat) for index in answers]
     spans = _turn_by_turn(messages, answers, renderings, chat)
     if spans is not None:
-        return ConversationSamples("turns", (spans,))
+        return ConversationSamples("turns", (spans,), answers)
     pairs = zip(answers, renderings, strict=True)
-    return ConversationSamples(
-        "answers", tuple(_alone(messages, i, *texts, chat) for i, texts in pairs)
-    )
+    samples = tuple(_alone(messages, i, *texts, chat) for i, texts in pairs)
+    return ConversationSamples("answers", samples, answers)
 
 
 def prompt_spans(
     messages: Sequence[Message], chat: Chat, *, first_target: int = 0
-) -> tuple[Span, ...]:
-    """All before the last answer that is learnt, as the model sees it when it speaks."""
-    answers = learnt_answers(messages, first_target)
+) -> tuple[int, tuple[Span, ...]]:
+    """The number of the last answer that is learnt, and all before it as the model sees it."""
+    answers = _learnt_answers(messages, first_target)
     renderings = (_render_around(messages, index, chat) for index in answers)
     spans = None if chat.has_marks else _turn_by_turn(messages, answers, renderings, chat)
     if spans is not None:
-        return spans[:-1]
-    return (Span(chat.render(messages[: answers[-1]], add_generation_prompt=True), target=False),)
+        return answers[-1], spans[:-1]
+    text = chat.render(messages[: answers[-1]], add_generation_prompt=True)
+    return answers[-1], (Span(text, target=False),)
 
 
-def learnt_answers(messages: Sequence[Message], first_target: int) -> list[int]:
+def _learnt_answers(messages: Sequence[Message], first_target: int) -> list[int]:
     """Numbers of the answers from ``first_target`` on that are trained on.
 
     Raises:

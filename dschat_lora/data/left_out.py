@@ -7,9 +7,8 @@ from typing import Any
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.messages import WEIGHT, Message, called_function, content_text
 from dschat_lora.data.templates import PROBE
+from dschat_lora.data.thoughts import KEYS
 
-# Keys of a message that hold what was thought before it was said.
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _MOST_SHAPES = 4096  # of conversations, that are remembered
 Place = tuple[int, str]  # number of a message, and which part of it
 
@@ -32,6 +31,8 @@ def left_out(
         ValueError: for a message or call that is left out, without which the others mean something
             else.
     """
+    if chat.is_built_in and all(len(message) == 2 for message in messages):
+        return ()  # it refuses what it does not write
     missing = _unwritten(messages, chat, asks)
     for index in answers[:-1] if missing else ():
         earlier = _unwritten(messages[: index + 1], chat, False)
@@ -79,13 +80,12 @@ def _probe(messages: Sequence[Message], chat: Chat, asks: bool) -> set[Place]:
         return f"{PROBE}{len(places) - 1}{PROBE}"
 
     marked = [_marked(index, message, stand_in) for index, message in enumerate(messages)]
-    tools = None
-    if chat.tools and called_function(chat.tools[0]).get("name"):
-        named = {**called_function(chat.tools[0]), "name": stand_in(-1, "tools")}
-        is_bare = called_function(chat.tools[0]) is chat.tools[0]
-        tools = [named if is_bare else {**chat.tools[0], "function": named}]
+    tools = chat.tools
+    if tools and isinstance(tools[0].get("function"), dict):
+        named = {**tools[0]["function"], "name": stand_in(-1, "tools")}
+        tools = [{**tools[0], "function": named}]
     try:
-        text = replace(chat, tools=tools or chat.tools).render(marked, add_generation_prompt=asks)
+        text = replace(chat, tools=tools).render(marked, add_generation_prompt=asks)
     except ValueError:
         return set()  # what stands in is no such value as the template wants
     return {place for n, place in enumerate(places) if f"{PROBE}{n}{PROBE}" not in text}
@@ -121,7 +121,7 @@ def _marked(index: int, message: Message, stand_in: Any) -> Message:
         if _thought_in(message):
             thought = stand_in(index, "thoughts")
             made["content"] = f"<think>\n{thought}\n</think>\n\n{made['content']}"
-    thoughts = [key for key in THOUGHTS if isinstance(made.get(key), str) and made[key].strip()]
+    thoughts = [key for key in KEYS if isinstance(made.get(key), str) and made[key].strip()]
     if message["role"] == "assistant" and thoughts:  # a template reads one of them
         made |= dict.fromkeys(thoughts, stand_in(index, "thoughts"))
     if calls := message.get("tool_calls"):

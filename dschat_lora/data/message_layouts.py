@@ -28,7 +28,7 @@ LEARNT_BY = (WEIGHT, "loss_weight", "loss_scale", "train", "training", "loss")
 # What is learnt of a message in a form of their own.
 _PARTLY = ("train_detail", "training_detail", "mask", "masked", "loss_mask")
 _FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-_PLAIN = {"role", "content"}
+_PLAIN = ("system", "user", "assistant")  # roles that are everybody's
 
 
 class EmptyTextError(ValueError):
@@ -59,7 +59,9 @@ def standard_messages(column: str, items: Sequence[Any]) -> list[Any]:
     """
     made: list[Any] = []
     for number, item in enumerate(items, 1):
-        if not isinstance(item, dict) or (item.keys() == _PLAIN and _is_plain(item)):
+        if not isinstance(item, dict) or (
+            len(item) == 2 and item.get("role") in _PLAIN and isinstance(item.get("content"), str)
+        ):
             made.append(item)
             continue
         where = f"`{column}` item {number}"
@@ -75,11 +77,6 @@ def standard_messages(column: str, items: Sequence[Any]) -> list[Any]:
             found = {**made.pop(), "tool_calls": calls}
         made.append(found)
     return made
-
-
-def _is_plain(item: dict[str, Any]) -> bool:
-    role = item["role"]
-    return isinstance(item["content"], str) and isinstance(role, str) and role not in _OLDER
 
 
 def _standard(where: str, item: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Checks of messages: their role, content and tool calls."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from dschat_lora.config.files import parse_json
@@ -120,6 +121,36 @@ def call_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{what} must be an object or its JSON, found {given!r:.200}")
     return value
+
+
+def tool_schemas(value: object) -> list[dict[str, Any]] | None:
+    """Functions that messages may call, each in the form of OpenAI; None without any.
+
+    ``value`` is a list or its JSON; a function is an object or its JSON, in ``function`` or bare.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+
+    def read(given: object) -> object:
+        with suppress(ValueError):  # text that is no JSON is refused as such
+            return parse_json(given) if isinstance(given, str) else given
+        return given
+
+    given = read(value)
+    tools = [read(each) for each in given] if isinstance(given, list) else given or []
+    if not isinstance(tools, list) or not all(
+        isinstance(each, dict) and all(isinstance(key, str) for key in each) for each in tools
+    ):
+        raise ValueError(f"`tools` must be a list of JSON schemas, found {value!s:.200}")
+    made = []
+    for each in tools:
+        is_bare = "function" not in each and isinstance(each.get("name"), str)
+        if is_bare and each.get("type") in (None, "function"):
+            own = {key: value for key, value in each.items() if key != "type"}
+            each = {"type": "function", "function": own}
+        made.append(each)
+    return made or None
 
 
 def with_arguments(message: Message, write: Callable[[dict[str, Any]], Any] = dict) -> Message:

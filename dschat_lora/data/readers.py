@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr, NamedTuple, cast
 
 from dschat_lora.config.files import TOO_DEEP, json_object
-from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of
+from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of, without_absent
 from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source, kind_of_file
@@ -136,7 +136,9 @@ def iter_unread(source: Source) -> Iterator[RawRow | Line]:
 def _iter_all(source: Source) -> Iterator[RawRow | Line]:
     if source.hub_name is not None:
         yield from hub_rows(source.hub_name, load_hub(source, streaming=source.streaming))
+    of_arrow = hasattr(source.rows, "features")  # as `datasets` has rows
     for index, values in enumerate(() if source.rows is None else source.rows):
+        values = without_absent(values) if of_arrow else values
         yield _object_row(f"{source.name}[{index}]", _plain(values))
     for file in source.files:
         yield from iter_unread_file(file)
@@ -147,7 +149,7 @@ def hub_rows(
 ) -> Iterator[RawRow]:
     """Rows of a hub data set, or of a shard of it from ``start`` on."""
     for number, values in enumerate(rows, start=start.row + 1):
-        yield RawRow(f"{name}:{number}", dict(values))
+        yield RawRow(f"{name}:{number}", without_absent(values))
 
 
 def _plain(value: Any) -> Any:

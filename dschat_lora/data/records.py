@@ -10,7 +10,6 @@ from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import (
     Method,
     answer_spans,
-    learnt_answers,
     prompt_spans,
     supervise,
 )
@@ -140,15 +139,14 @@ def _rendered(
         lost = left_out(prompt, chat, asks=True)
         return (TextRecord(row.location, row.kind, (Span(text, target=False),), left_out=lost),)
     messages = [*prompt, *row.values["messages" if row.kind == "conversation" else "completion"]]
-    answers = learnt_answers(messages, len(prompt))
     if kind == "prompts":
-        spans = prompt_spans(messages, chat, first_target=len(prompt))
-        lost = left_out(messages[: answers[-1]], chat, asks=True)
+        last, spans = prompt_spans(messages, chat, first_target=len(prompt))
+        lost = left_out(messages[:last], chat, asks=True)
         return (TextRecord(row.location, row.kind, spans, left_out=lost),)
     by_marks = kind == "samples"
     found = supervise(messages, chat, first_target=len(prompt), by_marks=by_marks)
-    alone = answers if found.method == "answers" else ()
-    lost = left_out(messages[: answers[-1] + 1], chat, answers=alone)
+    alone = found.answers if found.method == "answers" else ()
+    lost = left_out(messages[: found.answers[-1] + 1], chat, answers=alone)
     if any(WEIGHT in message for message in messages[len(prompt) :]):
         lost = (*lost, "answers of weight 0, from the loss")
     records: list[TextRecord] = []

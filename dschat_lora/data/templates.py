@@ -246,7 +246,9 @@ def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Mess
         if "tool_calls" in fitted and not facts.takes_no_content:
             fitted.setdefault("content", "")
         content = fitted.get("content")
-        if isinstance(content, list) and not facts.takes_parts:
+        # Some take parts of what the user says alone.
+        as_text = facts.takes_text and message["role"] != "user"
+        if isinstance(content, list) and (as_text or not facts.takes_parts):
             fitted["content"] = content_text(content)
         elif isinstance(content, str) and by_parts:
             fitted["content"] = [{"type": "text", "text": content}]

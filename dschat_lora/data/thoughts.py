@@ -26,8 +26,10 @@ class EmptyThought(NamedTuple):
 
     def find(self, text: str, begin: int) -> tuple[int, int] | None:
         """Start and end of the one that an answer begins with, which is said from ``begin`` on."""
+        if not self.text:
+            return None
         core = self.text.rstrip()
-        start = text.find(core, max(0, begin - len(core) + 1)) if core else -1
+        start = text.find(core, max(0, begin - len(core) + 1))
         # Only the answer's header may precede it; its opening may be part of the prompt.
         if start < 0 or not (start <= begin or self.before.endswith(text[begin:start])):
             return None

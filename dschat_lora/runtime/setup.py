@@ -118,7 +118,7 @@ def read_data(
         },
         remedy="give all hosts the same files",
     )
-    for line in prepared.audit.lines():
+    for line in prepared.audit.lines(of_head=data.streaming):
         run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
     run.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})

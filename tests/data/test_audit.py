@@ -120,6 +120,12 @@ def test_the_table_shows_the_counts():
     ]
 
 
+def test_the_table_of_a_stream_says_which_rows_it_counts():
+    plain, streamed = make().lines(), make().lines(of_head=True)
+    assert streamed[0] == "rows         of the first 1,000 of each source: " + plain[0][13:]
+    assert streamed[1:] == plain[1:]
+
+
 def test_an_audit_survives_its_dictionary():
     assert DataAudit.from_dict(make().to_dict()) == make()
 

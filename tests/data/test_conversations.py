@@ -9,6 +9,7 @@ from hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span, end_tokens
 from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.messages import tool_schemas
 from dschat_lora.data.prepare import prepare, preview
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import answers_of, to_records
@@ -138,7 +139,28 @@ def test_tools_reach_the_template_as_a_list_or_as_its_json():
     ((prompt, _),) = texts(row | {"tools": tools}, "qwen3")
     assert json.dumps(tools[0]) in prompt
     assert texts(row | {"tools": json.dumps(tools)}, "qwen3")[0][0] == prompt
-    assert texts(row | {"tools": []}, "qwen3") == texts(row, "qwen3")
+    for same in ([json.dumps(tools[0])], [tools[0]["function"]]):
+        assert texts(row | {"tools": same}, "qwen3")[0][0] == prompt
+    for none in ([], ""):
+        assert texts(row | {"tools": none}, "qwen3") == texts(row, "qwen3")
+        assert tool_schemas(none) is None  # some templates ask whether tools are none
+
+
+def test_a_thought_that_the_built_in_format_has_no_place_for_is_told():
+    (record,) = records({"messages": [USER, ANSWER | {"thinking": "t"}]}, build_byte_tokenizer())
+    assert record.left_out == ("thoughts, by the chat template",)
+
+
+def test_parts_of_a_tool_s_result_are_its_text_where_a_template_takes_those_of_the_user_alone():
+    call = {"function": {"name": "f", "arguments": {}}}
+    asked = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
+    for name in ("glm4moe", "qwen3_vl"):
+        of_parts, of_text = (
+            texts({"messages": [*asked, {"role": "tool", "content": result}, ANSWER]}, name)
+            for result in (parts, "42")
+        )
+        assert of_parts == of_text
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "smolvlm", "lfm2"])

@@ -9,9 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.readers import RowError, iter_file, iter_rows
+from dschat_lora.data.readers import RowError, hub_rows, iter_file, iter_rows
 from dschat_lora.data.rows import EmptyRowError, check_sources, parse_row
-from dschat_lora.data.sources import find_source
+from dschat_lora.data.sources import Source, find_source
 
 PAIR = {"prompt": "p", "completion": "c"}
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -183,6 +183,28 @@ def test_parquet_rows_count_from_one_and_null_columns_are_absent(tmp_path):
     path.write_bytes(b"PAR1 no")
     with pytest.raises(ValueError, match=r"train\.parquet cannot be read"):
         list(iter_file(path))
+
+
+def test_arguments_that_arrow_adds_to_the_calls_of_other_tools_are_absent(tmp_path):
+    from datasets import Dataset
+
+    def row(name, **arguments):
+        call = {"function": {"name": name, "arguments": arguments}}
+        schema = {"properties": {key: {"type": "integer"} for key in arguments}}
+        return {
+            "messages": [TURNS[0], {"role": "assistant", "tool_calls": [call]}],
+            "tools": [{"type": "function", "function": {"name": name, "parameters": schema}}],
+            "tests": [{"input": None}],
+        }
+
+    rows = [row("f", a=1), row("g", b=2) | {"tests": [{"input": "i"}]}]
+    table, path = pa.Table.from_pylist(rows), tmp_path / "train.parquet"
+    pa.parquet.write_table(table, path)
+    assert table.to_pylist() != rows
+    assert [raw.values for raw in iter_file(path)] == rows
+    own = Source("data_path", "rows", (), rows=Dataset(table))
+    assert [raw.values for raw in iter_rows(own)] == rows
+    assert [raw.values for raw in hub_rows("org/name", Dataset(table))] == rows
 
 
 def test_a_directory_gives_its_data_files_in_name_order(jsonl, tmp_path):
