@@ -37,9 +37,7 @@ class EmptyThought(NamedTuple):
         return max(start, begin), end
 
     def is_held(self, message: Message) -> bool:
-        """Whether the message itself holds an empty thought."""
-        if any(isinstance(message.get(key), str) and not message[key].strip() for key in KEYS):
-            return True
+        """Whether the message's content holds an empty thought; an empty key says that it has none."""
         thought, closing, _ = content_text(message.get("content")).partition(self.closing)
         return bool(closing) and not thought.strip().removeprefix(self.opening).strip()
 

@@ -272,8 +272,9 @@ def test_the_preview_shows_an_empty_thought_as_not_supervised(jsonl):
 
 
 def test_an_empty_thought_that_the_file_holds_is_learnt():
-    for held in (HELD, {**HELD, "content": "b", "reasoning_content": ""}):
-        assert tokens({"messages": [USER, held]}, "qwen3")[0][1] == THINK + "b<|im_end|>"
+    assert tokens({"messages": [USER, HELD]}, "qwen3")[0][1] == THINK + "b<|im_end|>"
+    without = {**HELD, "content": "b", "reasoning_content": ""}  # as tables fill a column
+    assert tokens({"messages": [USER, without]}, "qwen3")[0][1] == "b<|im_end|>"
 
 
 @pytest.mark.parametrize("name", ["deepseekv3", "nemotron_3_nano", "qwen3", "gptoss", "glm4moe"])
