@@ -138,6 +138,11 @@ class Chat:
         """Whether the built-in format is used, and without tools, which it refuses."""
         return self.template == BUILT_IN_TEMPLATE and not self.tools
 
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The text of each of the tokenizer's special tokens."""
+        return self._tokens.special
+
     @cached_property
     def has_marks(self) -> bool:
         """Whether the template marks what the assistant generates."""

@@ -133,8 +133,8 @@ def _realigned(
     if shared >= end:
         # The prompt for an answer of this kind ends sooner: without the opening of a thought.
         return before[:shared], after
-    # The answer changes how what precedes it is rendered.
-    opening = before[end:]
+    # The answer changes how what precedes it is rendered; a token at its end may open the answer.
+    opening = before[end:] or next(filter(before.endswith, chat.special_tokens), "")
     start = after.rfind(opening, 0, header) if opening else -1
     if start < 0:
         raise ValueError(

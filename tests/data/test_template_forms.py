@@ -562,3 +562,21 @@ def test_an_empty_thought_in_letters_is_found_where_a_text_begins_with_a_space()
     learnt, ids = plain_texts(tokenizer, {"messages": said("b")})
     assert learnt == ["b", "</s>"]
     assert ids == ["\u2581", *"One?a<think></think>b", "</s>"]
+
+
+def test_a_system_message_that_stands_with_the_last_question_stays_in_the_prompt():
+    said = "{{ messages[0].content ~ '; ' }}"
+    template = by_role(
+        user=f"[INST]{{% if loop.last %}}{said}{{% endif %}}$[/INST]", said=" ${{ eos_token }}"
+    )
+    tokenizer = build_tokenizer_with(["[INST]", "[/INST]"], eos=EOS, template=template)
+    turns = [{"role": "system", "content": "Be kind."}, *ONE, *TWO]
+    row = parse_row(RawRow("f:1", {"messages": turns}))
+    found = to_records(row, Chat(tokenizer, EOS))
+    # by hand, as the model is asked in each turn
+    first, second = "[INST]Be kind.; One?[/INST]", "[INST]Be kind.; Two?[/INST]"
+    assert [record.prompt for record in found] == [
+        first,
+        f"[INST]One?[/INST] First.{EOS}{second}",
+    ]
+    assert [record.completion for record in found] == [f" First.{EOS}", f" Second.{EOS}"]
