@@ -42,22 +42,37 @@ _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
 
 
 @overload
-def option(*, help: str, section: str | None = None, hint: str = "") -> Any: ...
+def option(
+    *, help: str, section: str | None = None, hint: str = "", settled: bool = False
+) -> Any: ...
 
 
 @overload
-def option(default: ValueT, *, help: str, section: str | None = None, hint: str = "") -> ValueT: ...
+def option(
+    default: ValueT,
+    *,
+    help: str,
+    section: str | None = None,
+    hint: str = "",
+    settled: bool = False,
+) -> ValueT: ...
 
 
 def option(
-    default: object = dataclasses.MISSING, *, help: str, section: str | None = None, hint: str = ""
+    default: object = dataclasses.MISSING,
+    *,
+    help: str,
+    section: str | None = None,
+    hint: str = "",
+    settled: bool = False,
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
     The help shows it in ``section``, or in that of its class. ``hint`` follows the message about
-    a value that is not allowed.
+    a value that is not allowed. ``settled``: what the value is by default other things say, and
+    the help does, so that it shows none, unless a stage has one of its own.
     """
-    metadata = {"help": help, "section": section, "hint": hint}
+    metadata = {"help": help, "section": section, "hint": hint, "settled": settled}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -385,7 +400,8 @@ def option_fields(
             yield from option_fields(nested, inner, field.metadata["defaults"], within)
         elif _is_option(field):
             own = copy.copy(field)
-            own.default = defaults.get(field.name, field.default)
+            usual = None if field.metadata["settled"] else field.default
+            own.default = defaults.get(field.name, usual)
             shown = field.metadata["section"] or section or getattr(config_class, "section", OTHER)
             own.metadata = types.MappingProxyType({**field.metadata, "section": shown})
             yield prefix + field.name, (own, annotations[field.name])

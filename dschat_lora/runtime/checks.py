@@ -7,6 +7,7 @@ returns None.
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -351,6 +352,40 @@ def check_data_is_named(given: frozenset[str]) -> None:
         raise ValueError(
             "--data_path names no data; give a file, or leave it out for the bundled data"
         )
+
+
+def check_bundled_data_fits(source: ModelSource, *, stage: str, role: str = "") -> None:
+    """Refuse the bundled data for another model than the bundled one and what was made of it.
+
+    Raises:
+        ValueError: naming the command with data.
+    """
+    if not _is_from_bundled(source):
+        typed = f"--{role}model_name_or_path {shlex.quote(str(source.adapter or source.base))}"
+        raise ValueError(
+            f"{typed} needs data of its own, as the bundled data is for the bundled model: "
+            f"dschat-lora {stage} {typed} --data_path FILE"
+        )
+
+
+def _is_from_bundled(source: ModelSource) -> bool:
+    """Whether runs led from the bundled model to this one, as their run.json have it."""
+    seen = set()
+    while not source.bundled and source.base not in seen:
+        seen.add(source.base)
+        base = Path(source.base)  # RUN/model, or RUN/actor/model in step 3
+        role = base.parent.name if base.parent.name in ("actor", "critic") else ""
+        record = (base.parent.parent if role else base.parent) / "run.json"
+        if not record.is_file():
+            return False
+        try:
+            options = read_json(record)["config"]
+            source = find_model(
+                options[f"{role}_model_name_or_path" if role else "model_name_or_path"]
+            )
+        except (ValueError, KeyError, TypeError):
+            return False
+    return source.bundled
 
 
 def check_function(option: str, name: str) -> None:
