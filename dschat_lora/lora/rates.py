@@ -81,8 +81,9 @@ def capacity_warnings(
 ) -> list[str]:
     """Warnings of what adapters bear less well than all weights, by "LoRA Without Regret".
 
-    A packed row is one of the samples: it is as long as one. ``parameters`` are those that train, ``tokens`` the supervised ones of the data; a rank as
-    large as the ``width`` of the hidden states is no low one.
+    Of the samples of a step a packed row is one, as it is as long as one. ``parameters`` are those
+    that train, ``tokens`` the supervised ones of the data; a rank as large as the ``width`` of the
+    hidden states is no low one.
     """
     if lora.lora_dim == 0:
         return []

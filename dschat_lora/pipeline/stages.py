@@ -207,7 +207,6 @@ def _continues_adapter(name: str | None) -> bool | None:
 
 def write_placeholder(home: Path, config: SupervisedConfig | RlhfConfig) -> None:
     """A placeholder for a run's output, with all that later stages' checks read."""
-    run = home
     if isinstance(config, RlhfConfig):
         home, model = home / "actor", config.actor.model(config.load)
         lora = config.actor.lora(config.classic.only_optimize_lora)
@@ -223,8 +222,9 @@ def write_placeholder(home: Path, config: SupervisedConfig | RlhfConfig) -> None
         architecture = "ForSequenceClassification" if scores else "ForCausalLM"
         fields = model_fields(source) | {"architectures": [architecture]}
         write_config(home / "model", fields)
-    record = {"config": flatten(config)}  # by which the bundled data is known to fit
-    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+        vocabulary = Path(source.tokenizer) / "tokenizer.json"
+        if vocabulary.is_file():
+            (home / "model" / vocabulary.name).symlink_to(vocabulary)
 
 
 def with_placeholders(stage: str, options: Mapping[str, Any], home: Path) -> dict[str, Any]:

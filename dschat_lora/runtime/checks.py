@@ -24,6 +24,7 @@ from dschat_lora.checkpoint.manifest import (
     weight_map,
 )
 from dschat_lora.checkpoint.quantization import stored_bits
+from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
@@ -360,7 +361,7 @@ def check_bundled_data_fits(source: ModelSource, *, stage: str, role: str = "") 
     Raises:
         ValueError: naming the command with data.
     """
-    if not _is_from_bundled(source):
+    if not _reads_bundled_text(source):
         typed = f"--{role}model_name_or_path {shlex.quote(str(source.adapter or source.base))}"
         raise ValueError(
             f"{typed} needs data of its own, as the bundled data is for the bundled model: "
@@ -368,24 +369,16 @@ def check_bundled_data_fits(source: ModelSource, *, stage: str, role: str = "") 
         )
 
 
-def _is_from_bundled(source: ModelSource) -> bool:
-    """Whether runs led from the bundled model to this one, as their run.json have it."""
-    seen = set()
-    while not source.bundled and source.base not in seen:
-        seen.add(source.base)
-        base = Path(source.base)  # RUN/model, or RUN/actor/model in step 3
-        role = base.parent.name if base.parent.name in ("actor", "critic") else ""
-        record = (base.parent.parent if role else base.parent) / "run.json"
-        if not record.is_file():
-            return False
-        try:
-            options = read_json(record)["config"]
-            source = find_model(
-                options[f"{role}_model_name_or_path" if role else "model_name_or_path"]
-            )
-        except (ValueError, KeyError, TypeError):
-            return False
-    return source.bundled
+def _reads_bundled_text(source: ModelSource) -> bool:
+    """Whether a model has the vocabulary of the bundled one, as what runs make of that has."""
+    if source.bundled:
+        return True
+    file = Path(source.tokenizer) / "tokenizer.json"
+    try:
+        own, bundled = (read_json(each) for each in (file, BUNDLED_MODEL / "tokenizer.json"))
+        return bool(own["model"]["vocab"] == bundled["model"]["vocab"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def check_function(option: str, name: str) -> None:
