@@ -187,7 +187,7 @@ def sft(
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage
+        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
@@ -398,7 +398,7 @@ def reward(
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage
+        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
@@ -621,7 +621,7 @@ def dpo(
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage
+        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
@@ -931,7 +931,7 @@ def rlhf(
         actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage
+        actor_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         actor_lora_learning_rate (float): peak rate of the adapter
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -943,7 +943,7 @@ def rlhf(
         critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage
+        critic_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         critic_lora_learning_rate (float): peak rate of the adapter
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -1340,7 +1340,7 @@ def distill(
         actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage
+        actor_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         actor_lora_learning_rate (float): peak rate of the adapter
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -1352,7 +1352,7 @@ def distill(
         critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage
+        critic_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         critic_lora_learning_rate (float): peak rate of the adapter
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt

@@ -117,7 +117,7 @@ def _planned(
 ) -> Planned:
     usable = None if card is None else card.usable_bytes
     given = resolved(plan, usable)
-    options = restated(options, STAGES[name].config)
+    options = restated(options, given.config)
     data = _audit(name, given.config, options)
     found = Planned(name, options, processes, given, card, {}, data=data)
     if usable is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.config.options import command_line, fail, value_text
+from dschat_lora.config.options import build_config, command_line, fail, value_text
 from dschat_lora.config.staging import write_whole
 from dschat_lora.pipeline.launch import Relay, launch_command, launcher_command, typed_command
 from dschat_lora.pipeline.recipe import Recipe, check_stages, read_recipe
@@ -152,7 +152,9 @@ def _run_stages(recipe: Recipe, steps: Mapping[str, How], relay: Relay, *, again
 def _options(recipe: Recipe, stage: str, how: How) -> dict[str, Any]:
     """The options of a stage, with where it writes and how it begins."""
     home = {"output_dir": str(recipe.directory / stage)}
-    options = restated(recipe.stages[stage], STAGES[stage].config)
+    options = recipe.stages[stage]
+    if all(Path(options[name]).expanduser().exists() for name in recipe.sources(stage)):
+        options = restated(options, build_config(STAGES[stage].config, options))
     return {**options, **home, **_DIRECTORY_OPTIONS.get(how, {})}
 
 

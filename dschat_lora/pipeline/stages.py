@@ -170,20 +170,17 @@ def with_verb_defaults(
     return with_options(config, found) if found else config
 
 
-def restated(options: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
-    """Options of a file for a verb on a command line: all weights train where they say no rank.
+def restated(options: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """``options``, as of a file, for a verb: that says where all weights train as they say no rank.
 
-    That is said where the models that they name are here, and no adapters.
+    ``config`` is what they are, or what they come to by the check of the stage.
     """
-    config = build_config(config_class, options)
-    values = flatten(config)
-    ranks = {
-        f"{role}lora_dim": 0
-        for role in _roles(config)
-        if not _follows_actor(role, values)
-        and _continues_adapter(values[f"{role}model_name_or_path"]) is False
-    }
-    return {**ranks, **options}
+    values, found = flatten(config), dict(options)
+    for role in _roles(config):
+        starts_anew = not _continues_adapter(values[f"{role}model_name_or_path"])
+        if starts_anew and not (values[f"{role}lora_dim"] or _follows_actor(role, values)):
+            found.setdefault(f"{role}lora_dim", 0)
+    return found
 
 
 def _roles(config: Any) -> tuple[str, ...]:
@@ -197,12 +194,11 @@ def _follows_actor(role: str, values: Mapping[str, Any]) -> bool:
     return role == "critic_" and values["critic_model_name_or_path"] is None
 
 
-def _continues_adapter(name: str | None) -> bool | None:
-    """Whether a model is an adapter; None of one that is not here, which checks may know or not."""
+def _continues_adapter(name: str | None) -> bool:
     try:
         return find_model(name).adapter is not None
     except ValueError:
-        return None
+        return False  # a check says what is wrong with the name, or a plan knows it
 
 
 def write_placeholder(home: Path, config: SupervisedConfig | RlhfConfig) -> None:

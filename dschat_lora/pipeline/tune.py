@@ -146,7 +146,7 @@ def make_search(
     checked = check_stage(
         stage, {**options, **{f"{role}lora_dim": rank for rank in config.ranks[:1]}}, processes
     )
-    values, options = flatten(checked), restated(options, STAGES[stage].config)
+    values, options = flatten(checked), restated(options, checked)
     adapts = bool(config.ranks or values[f"{role}lora_dim"])
     rate = f"{role}lora_learning_rate" if adapts else f"{role}learning_rate"
     centre = options[rate] if rate in options else _ruled_rate(checked, stage, adapts=adapts)
