@@ -305,7 +305,6 @@ def test_plans_are_of_what_would_train():
 
     assert command("sft", "Qwen/Qwen3-0.6B").endswith("--lora_dim 16")
     assert "--lora_dim 0" in command("sft", "Qwen/Qwen3-0.6B", lora_dim=0)
-    assert command("sft", "adapter") == "dschat-lora sft --model_name_or_path adapter"
 
 
 # ---------------------------------------------------------------------------- data
