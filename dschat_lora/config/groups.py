@@ -207,9 +207,9 @@ class LoraConfig:
 
     lora_dim: int = option(
         0,
-        help="rank r of the update; 0 trains every weight; default: that of the adapter that is "
-        "continued, else 16, in the scripts of training/ and with --config 0",
-        settled=True,
+        help="rank r of the update; 0 trains every weight",
+        settled="that of the adapter that is continued, else 16, in the scripts of training/ and "
+        "with --config 0",
     )
     lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
     lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")

@@ -42,9 +42,7 @@ _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
 
 
 @overload
-def option(
-    *, help: str, section: str | None = None, hint: str = "", settled: bool = False
-) -> Any: ...
+def option(*, help: str, section: str | None = None, hint: str = "", settled: str = "") -> Any: ...
 
 
 @overload
@@ -54,7 +52,7 @@ def option(
     help: str,
     section: str | None = None,
     hint: str = "",
-    settled: bool = False,
+    settled: str = "",
 ) -> ValueT: ...
 
 
@@ -64,13 +62,13 @@ def option(
     help: str,
     section: str | None = None,
     hint: str = "",
-    settled: bool = False,
+    settled: str = "",
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
     The help shows it in ``section``, or in that of its class. ``hint`` follows the message about
-    a value that is not allowed. ``settled``: what the value is by default other things say, and
-    the help does, so that it shows none, unless a stage has one of its own.
+    a value that is not allowed. ``settled`` says in words what other things make of the
+    default, which the help then shows in its place, unless a stage has a default of its own.
     """
     metadata = {"help": help, "section": section, "hint": hint, "settled": settled}
     return dataclasses.field(default=default, metadata=metadata)
@@ -400,10 +398,14 @@ def option_fields(
             yield from option_fields(nested, inner, field.metadata["defaults"], within)
         elif _is_option(field):
             own = copy.copy(field)
-            usual = None if field.metadata["settled"] else field.default
-            own.default = defaults.get(field.name, usual)
+            about, settled = field.metadata["help"], field.metadata["settled"]
+            own.default = defaults.get(field.name, None if settled else field.default)
+            if settled and field.name not in defaults:
+                about += f"; default: {settled}"
             shown = field.metadata["section"] or section or getattr(config_class, "section", OTHER)
-            own.metadata = types.MappingProxyType({**field.metadata, "section": shown})
+            own.metadata = types.MappingProxyType(
+                {**field.metadata, "help": about, "section": shown}
+            )
             yield prefix + field.name, (own, annotations[field.name])
 
 

@@ -34,9 +34,9 @@ class RoleConfig:
     )
     lora_dim: int = option(
         0,
-        help="rank of a new adapter; 0 trains all weights; default: that of the adapter that is "
-        "continued, else 16, in the script of training/ and with --config 0",
-        settled=True,
+        help="rank of a new adapter; 0 trains all weights",
+        settled="that of the adapter that is continued, else 16, in the script of training/ and "
+        "with --config 0",
     )
     lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
     use_rslora: bool = option(False, help="scale by lora_alpha / sqrt(lora_dim)")
