@@ -81,6 +81,7 @@ def launched(monkeypatch):
         ("--lora_dim 8", 8, 8),
         ("--model_name_or_path adapter", 4, 4),
         ("--config silent.yaml", 0, 0),
+        ("--config=silent.yaml", 0, 0),
         ("--config=silent.yaml --model_name_or_path adapter", 4, 4),
         ("--config says.yaml", 8, 8),
         ("--config silent.yaml --lora_dim 2", 2, 2),
@@ -167,6 +168,7 @@ def test_a_rate_without_effect_is_noted_where_nothing_else_is_said(checked, caps
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("error")
         checked("verb", "sft", "--lora_dim 4 --learning_rate 1e-3")
+        checked("verb", "rlhf", words)
 
 
 def test_a_rate_that_is_to_be_found_is_not_given_too(checked):
