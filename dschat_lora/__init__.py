@@ -1,8 +1,8 @@
 """LoRA RLHF on DeepSpeed: supervised fine-tuning, reward model or DPO, PPO.
 
     import dschat_lora as dl
-    sft = dl.sft("Qwen/Qwen3-0.6B", data=rows, lora_dim=16, max_steps=200)
-    better = dl.rlhf(sft, data=prompts, algorithm="grpo", rewards=[is_right], num_generations=8)
+    sft = dl.sft("Qwen/Qwen3-0.6B", data=rows, max_steps=200)
+    better = dl.rlhf(sft, data=prompts, algorithm="grpo", rewards=[is_right])
     better.generate(["What is 2 plus 3?"])
 
 Each name is imported when it is used: to import the package is quick.

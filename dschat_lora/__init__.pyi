@@ -60,6 +60,7 @@ def sft(
     shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
+    train_empty_think: bool = False,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
@@ -81,7 +82,7 @@ def sft(
     early_stopping_patience: int = 0,
     lr_probe: int = 0,
     seed: int = 1234,
-    lora_dim: int = 0,
+    lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
     lora_dropout: float = 0.0,
@@ -95,6 +96,7 @@ def sft(
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
+    accept_changed_data: bool = False,
     save_interval: int = 500,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
@@ -182,13 +184,14 @@ def sft(
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
         num_train_epochs (int): passes over the data; 0 evaluates only
         max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of adapters too
-        lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
+        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
+        lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
         num_warmup_steps (int): optimizer steps of linear warm-up
@@ -203,7 +206,7 @@ def sft(
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         seed (int): seed of initialisation, order and sampling
-        lora_dim (int): rank r of the update; 0 trains every weight
+        lora_dim (int | None): rank r of the update; 0 trains every weight; default: that of the adapter that is continued, else 16, in the scripts of training/ and with --config 0
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
@@ -217,6 +220,7 @@ def sft(
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
@@ -289,6 +293,7 @@ def reward(
     shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
+    train_empty_think: bool = False,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
@@ -310,7 +315,7 @@ def reward(
     early_stopping_patience: int = 0,
     lr_probe: int = 0,
     seed: int = 1234,
-    lora_dim: int = 0,
+    lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
     lora_dropout: float = 0.0,
@@ -327,6 +332,7 @@ def reward(
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
+    accept_changed_data: bool = False,
     save_interval: int = 500,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
@@ -393,13 +399,14 @@ def reward(
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
         num_train_epochs (int): passes over the data; 0 evaluates only
         max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of adapters too
-        lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
+        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
+        lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
         num_warmup_steps (int): optimizer steps of linear warm-up
@@ -414,7 +421,7 @@ def reward(
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         seed (int): seed of initialisation, order and sampling
-        lora_dim (int): rank r of the update; 0 trains every weight
+        lora_dim (int | None): rank r of the update; 0 trains every weight; default: that of the adapter that is continued, else 16, in the scripts of training/ and with --config 0
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
@@ -431,6 +438,7 @@ def reward(
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
@@ -504,6 +512,7 @@ def dpo(
     shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
+    train_empty_think: bool = False,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
@@ -525,7 +534,7 @@ def dpo(
     early_stopping_patience: int = 0,
     lr_probe: int = 0,
     seed: int = 1234,
-    lora_dim: int = 0,
+    lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
     lora_dropout: float = 0.0,
@@ -549,6 +558,7 @@ def dpo(
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
+    accept_changed_data: bool = False,
     save_interval: int = 500,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
@@ -616,13 +626,14 @@ def dpo(
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
         num_train_epochs (int): passes over the data; 0 evaluates only
         max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
         per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
         gradient_accumulation_steps (int): micro-batches per optimizer step
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of adapters too
-        lora_learning_rate (float | None): peak rate of the adapters; default 5e-4, DPO 1e-5
+        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
+        lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
         lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
         num_warmup_steps (int): optimizer steps of linear warm-up
@@ -637,7 +648,7 @@ def dpo(
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         seed (int): seed of initialisation, order and sampling
-        lora_dim (int): rank r of the update; 0 trains every weight
+        lora_dim (int | None): rank r of the update; 0 trains every weight; default: that of the adapter that is continued, else 16, in the scripts of training/ and with --config 0
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
@@ -661,6 +672,7 @@ def dpo(
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
@@ -711,7 +723,7 @@ def rlhf(
     callbacks: Sequence[Callback] = (),
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
-    actor_lora_dim: int = 0,
+    actor_lora_dim: int | None = None,
     actor_lora_alpha: float = 32.0,
     actor_use_rslora: bool = False,
     actor_expert_lora_dim: int | None = None,
@@ -723,7 +735,7 @@ def rlhf(
     actor_weight_decay: float = 0.0,
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None,
     actor_gradient_checkpointing: bool | Literal['auto'] = 'auto',
-    critic_lora_dim: int = 0,
+    critic_lora_dim: int | None = None,
     critic_lora_alpha: float = 32.0,
     critic_use_rslora: bool = False,
     critic_expert_lora_dim: int | None = None,
@@ -774,7 +786,7 @@ def rlhf(
     enable_ema: bool = False,
     ema_decay: float = 0.992,
     only_optimize_lora: bool = True,
-    num_generations: int = 1,
+    num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: str = 'own',
@@ -850,6 +862,7 @@ def rlhf(
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
+    accept_changed_data: bool = False,
     save_interval: int = 500,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
@@ -925,25 +938,25 @@ def rlhf(
         **options: those of ``dschat-lora rlhf --help``, by their names.
 
     Options:
-        actor_lora_dim (int): rank of a new adapter; an adapter that is there is continued; 0 trains all weights
+        actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: that of the adapter that is continued, else 16, in the script of training/ and with --config 0
         actor_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         actor_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
         actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of the adapter too
+        actor_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         actor_lora_learning_rate (float): peak rate of the adapter
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
         actor_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
-        critic_lora_dim (int): rank of a new adapter; an adapter that is there is continued; 0 trains all weights
+        critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: that of the adapter that is continued, else 16, in the script of training/ and with --config 0
         critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
         critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of the adapter too
+        critic_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         critic_lora_learning_rate (float): peak rate of the adapter
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -988,7 +1001,7 @@ def rlhf(
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
-        num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
+        num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
@@ -1064,6 +1077,7 @@ def rlhf(
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
@@ -1126,7 +1140,7 @@ def distill(
     callbacks: Sequence[Callback] = (),
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
-    actor_lora_dim: int = 0,
+    actor_lora_dim: int | None = None,
     actor_lora_alpha: float = 32.0,
     actor_use_rslora: bool = False,
     actor_expert_lora_dim: int | None = None,
@@ -1138,7 +1152,7 @@ def distill(
     actor_weight_decay: float = 0.0,
     actor_zero_stage: Literal[0, 1, 2, 3] | None = None,
     actor_gradient_checkpointing: bool | Literal['auto'] = 'auto',
-    critic_lora_dim: int = 0,
+    critic_lora_dim: int | None = None,
     critic_lora_alpha: float = 32.0,
     critic_use_rslora: bool = False,
     critic_expert_lora_dim: int | None = None,
@@ -1189,7 +1203,7 @@ def distill(
     enable_ema: bool = False,
     ema_decay: float = 0.992,
     only_optimize_lora: bool = True,
-    num_generations: int = 1,
+    num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: str = 'own',
@@ -1265,6 +1279,7 @@ def distill(
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
+    accept_changed_data: bool = False,
     save_interval: int = 500,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
@@ -1334,25 +1349,25 @@ def distill(
         **options: those of ``dschat-lora distill --help``, by their names.
 
     Options:
-        actor_lora_dim (int): rank of a new adapter; an adapter that is there is continued; 0 trains all weights
+        actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: that of the adapter that is continued, else 16, in the script of training/ and with --config 0
         actor_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         actor_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
         actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of the adapter too
+        actor_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         actor_lora_learning_rate (float): peak rate of the adapter
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
         actor_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
-        critic_lora_dim (int): rank of a new adapter; an adapter that is there is continued; 0 trains all weights
+        critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: that of the adapter that is continued, else 16, in the script of training/ and with --config 0
         critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
         critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float | Literal['auto']): peak rate of base weights, where they train; auto: by published rules for width and stage, that of the adapter too
+        critic_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         critic_lora_learning_rate (float): peak rate of the adapter
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
@@ -1397,7 +1412,7 @@ def distill(
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
-        num_generations (int): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them
+        num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
@@ -1473,6 +1488,7 @@ def distill(
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
@@ -1692,6 +1708,7 @@ def audit(
     shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
+    train_empty_think: bool = False,
     near_duplicates: float | None = None,
     against: str | Sequence[str] = (),
     against_ngram: int = 13,
@@ -1736,6 +1753,7 @@ def audit(
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
+        train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
         near_duplicates (float | None): count rows whose text is near that of an earlier one: with at least this Jaccard similarity, in (0, 1], of their runs of 5 words, as 0.8
         against (str | Sequence[str]): count rows that share a run of --against_ngram words with these evaluation data, named as in --data_path
         against_ngram (int): words of a run; a shorter text is compared as a whole
@@ -1844,7 +1862,7 @@ class Trainer(_Trainer):
         max_grad_norm: float = 1.0,
         weight_decay: float = 0.0,
         seed: int = 1234,
-        lora_dim: int = 0,
+        lora_dim: int | None = None,
         lora_alpha: float = 32.0,
         target_modules: str | Sequence[str] = ('all-linear',),
         lora_dropout: float = 0.0,
@@ -1886,7 +1904,7 @@ class Trainer(_Trainer):
             max_grad_norm (float): gradients are clipped to this norm; 0: never
             weight_decay (float): decoupled weight decay; biases and norms exempt
             seed (int): seed of initialisation, order and sampling
-            lora_dim (int): rank r of the update; 0 trains every weight
+            lora_dim (int | None): rank r of the update; 0 trains every weight; default: that of the adapter that is continued, else 16, in the scripts of training/ and with --config 0
             lora_alpha (float): the update is scaled by lora_alpha / lora_dim
             target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
             lora_dropout (float): dropout on the adapter's input, in [0, 1)

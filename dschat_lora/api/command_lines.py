@@ -44,7 +44,14 @@ from dschat_lora.pipeline.launch import (
     split_launcher_options,
 )
 from dschat_lora.pipeline.recipe import options_of_stage
-from dschat_lora.pipeline.stages import STAGES, check_stage, planned_card
+from dschat_lora.pipeline.stages import (
+    RANK,
+    STAGES,
+    check_as_verb,
+    check_stage,
+    planned_card,
+    with_verb_defaults,
+)
 from dschat_lora.pipeline.verbs import parsed_config
 from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.seeds import run_seeds
@@ -75,11 +82,12 @@ def run_stage(
     argv: Sequence[str] | None = None,
     program: str | None = None,
     examples: str | None = None,
+    check: Callable[[Any], Any] | None = None,
 ) -> None:
-    """The main function of a stage of a pipeline."""
+    """The main function of a stage of a pipeline, by default with DeepSpeed-Chat's defaults."""
     run_main(
         STAGES[name].config,
-        STAGES[name].check,
+        check or STAGES[name].check,
         exits(stages.PROGRAMS[name]),
         description=description,
         argv=argv,
@@ -95,12 +103,24 @@ def stage(name: str, argv: list[str]) -> None:
     program = f"dschat-lora {name}"
     if launcher is None:
         about, examples = f"{SUMMARIES[name]}.", EXAMPLES[name] + _PROCESSES
-        run_stage(name, description=about, argv=rest, program=program, examples=examples)
+        run_stage(
+            name,
+            description=about,
+            argv=rest,
+            program=program,
+            examples=examples,
+            check=partial(check_as_verb, stage=name, rank=_rank(rest)),
+        )
         return
     read_file = partial(options_of_stage, name)
     config: Any = parse_config(STAGES[name].config, rest, program=program, read_file=read_file)
-    check_stage(name, typed_options(config), launcher.processes)
+    check_stage(name, typed_options(config), launcher.processes, rank=_rank(rest))
     launch_stage(name, launcher, rest)
+
+
+def _rank(argv: Sequence[str]) -> int:
+    """Rank of adapters where no option says one: 0 beside a file, which says what trains."""
+    return 0 if any(word.partition("=")[0] == "--config" for word in argv) else RANK
 
 
 def run_nlg(
@@ -226,7 +246,7 @@ def plan(argv: list[str]) -> None:
         read_file = partial(options_of_stage, what)
         program = f"dschat-lora plan {what}"
         config: Any = parse_config(STAGES[what].config, rest, program=program, read_file=read_file)
-        options = typed_options(config)
+        options = typed_options(with_verb_defaults(config, rank=_rank(rest)))
     elif rest:
         raise ValueError(
             f"unexpected argument {rest[0]!r}: stages with options of their own are "
@@ -252,7 +272,8 @@ def tune(argv: list[str]) -> None:
     config: Any = parse_config(STAGES[stage].config, rest, program=program, read_file=read_file)
     require_packages("dschat-lora tune", "optuna", extra="tune")
     search = build_config(TuneConfig, values)
-    late("pipeline.tune:run_tune")(search, stage, typed_options(config), launcher)
+    options = typed_options(with_verb_defaults(config, rank=_rank(rest)))
+    late("pipeline.tune:run_tune")(search, stage, options, launcher)
 
 
 def audit(argv: list[str]) -> None:

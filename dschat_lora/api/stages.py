@@ -16,7 +16,7 @@ from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.models.source import find_model
-from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.pipeline.stages import STAGES, check_as_verb
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.run_data import read_run, read_runs
@@ -324,7 +324,7 @@ def _train(
         stack.enter_context(only_run())
         stack.enter_context(run_in_process(quiet=quiet))
         stack.enter_context(shown_in_notebook(stage, quiet=quiet))
-        config = STAGES[stage].check(config)
+        config = check_as_verb(config, stage)
         caller = Caller(callbacks, in_python=True)
         path = PROGRAMS[stage].load()(config, caller)
     if path is None:

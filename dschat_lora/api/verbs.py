@@ -14,10 +14,10 @@ from dschat_lora.api.options import Data, Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.held import is_held
-from dschat_lora.config.options import build_config, options_in_python
+from dschat_lora.config.options import build_config, options_in_python, typed_options
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig, TuneConfig
-from dschat_lora.pipeline.stages import STAGES, planned_card
+from dschat_lora.pipeline.stages import STAGES, planned_card, with_verb_defaults
 from dschat_lora.report.markup import safe
 from dschat_lora.rl.builtin_rewards import is_builtin, is_remote
 from dschat_lora.rl.config import RewardsConfig
@@ -360,8 +360,8 @@ def _stage_options(
     named = {f"{role}model_name_or_path": model, "data_path": data}
     given = {name: value for name, value in named.items() if value is not None}
     typed = options_in_python(STAGES[stage].config, option_values({**options, **given}, stack))
-    build_config(STAGES[stage].config, typed)
-    return typed
+    config: Any = build_config(STAGES[stage].config, typed)
+    return typed | typed_options(with_verb_defaults(config))
 
 
 def _config(

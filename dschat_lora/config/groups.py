@@ -205,7 +205,12 @@ class ModelConfig(LoadConfig):
 class LoraConfig:
     section = "LoRA"
 
-    lora_dim: int = option(0, help="rank r of the update; 0 trains every weight")
+    lora_dim: int = option(
+        0,
+        help="rank r of the update; 0 trains every weight",
+        settled="that of the adapter that is continued, else 16, in the scripts of training/ and "
+        "with --config 0",
+    )
     lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
     lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
     use_rslora: bool = option(
@@ -342,11 +347,11 @@ class OptimConfig(ScheduleConfig):
 
     learning_rate: Rate = option(
         5e-5,
-        help="peak rate of base weights, where they train; auto: by published rules for width and "
-        "stage, that of adapters too",
+        help="peak rate of base weights or, where adapters alone train, theirs (but in the scripts "
+        "of training/); auto: by published rules for width and stage, that of adapters too",
     )
     lora_learning_rate: float | None = option(
-        None, help="peak rate of the adapters; default 5e-4, DPO 1e-5"
+        None, help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5"
     )
     lora_lr_multiplier: float | None = option(
         None,

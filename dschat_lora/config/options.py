@@ -43,22 +43,35 @@ _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
 
 
 @overload
-def option(*, help: str, section: str | None = None, hint: str = "") -> Any: ...
+def option(*, help: str, section: str | None = None, hint: str = "", settled: str = "") -> Any: ...
 
 
 @overload
-def option(default: ValueT, *, help: str, section: str | None = None, hint: str = "") -> ValueT: ...
+def option(
+    default: ValueT,
+    *,
+    help: str,
+    section: str | None = None,
+    hint: str = "",
+    settled: str = "",
+) -> ValueT: ...
 
 
 def option(
-    default: object = dataclasses.MISSING, *, help: str, section: str | None = None, hint: str = ""
+    default: object = dataclasses.MISSING,
+    *,
+    help: str,
+    section: str | None = None,
+    hint: str = "",
+    settled: str = "",
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
     The help shows it in ``section``, or in that of its class. ``hint`` follows the message about
-    a value that is not allowed.
+    a value that is not allowed. ``settled`` says in words what other things make of the
+    default, which the help then shows in its place, unless a stage has a default of its own.
     """
-    metadata = {"help": help, "section": section, "hint": hint}
+    metadata = {"help": help, "section": section, "hint": hint, "settled": settled}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -387,9 +400,14 @@ def option_fields(
             yield from option_fields(nested, inner, field.metadata["defaults"], within)
         elif _is_option(field):
             own = copy.copy(field)
-            own.default = defaults.get(field.name, field.default)
+            about, settled = field.metadata["help"], field.metadata["settled"]
+            own.default = defaults.get(field.name, None if settled else field.default)
+            if settled and field.name not in defaults:
+                about += f"; default: {settled}"
             shown = field.metadata["section"] or section or getattr(config_class, "section", OTHER)
-            own.metadata = types.MappingProxyType({**field.metadata, "section": shown})
+            own.metadata = types.MappingProxyType(
+                {**field.metadata, "help": about, "section": shown}
+            )
             yield prefix + field.name, (own, annotations[field.name])
 
 

@@ -304,8 +304,7 @@ class ModelsConfig:
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "sft": """examples:
-  dschat-lora sft --data_path mine.jsonl --lora_dim 16 \\
-    --model_name_or_path facebook/opt-1.3b
+  dschat-lora sft --data_path mine.jsonl --model_name_or_path facebook/opt-1.3b
   dschat-lora sft --config opt-1.3b --num_gpus 8 --deepspeed_config zero2""",
     "reward": """examples:
   dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
@@ -317,17 +316,16 @@ EXAMPLES: Mapping[str, str] = {
     "distill": """examples:
   dschat-lora distill --model_name_or_path output/sft \\
     --teacher_model_name_or_path output/rlhf --data_path prompts.jsonl
-  dschat-lora distill --model_name_or_path Qwen/Qwen3-0.6B --lora_dim 16 \\
+  dschat-lora distill --model_name_or_path Qwen/Qwen3-0.6B --data_path q.jsonl \\
     --teacher_model_name_or_path Qwen/Qwen3-8B --teacher_bits 4""",
     "plan": """examples:
-  dschat-lora plan sft --model_name_or_path Llama-3-8B --lora_dim 16 --for 24GB
+  dschat-lora plan sft --model_name_or_path Llama-3-8B --for 24GB
   dschat-lora plan rlhf --actor_model_name_or_path Qwen3-8B \\
-    --critic_model_name_or_path Qwen3-8B --actor_lora_dim 16 \\
-    --critic_lora_dim 16 --for H100
+    --critic_model_name_or_path Qwen3-8B --for H100
   dschat-lora plan llama-2-7b --for 48GB    every stage of a recipe
   dschat-lora plan dpo --model_name_or_path my/config.json --lora_dim 8 --json""",
     "tune": """examples:
-  dschat-lora tune sft --data_path mine.jsonl --lora_dim 16 --max_steps 200
+  dschat-lora tune sft --data_path mine.jsonl --max_steps 200
   dschat-lora tune dpo --model_name_or_path output/sft --ranks 8 64 --jobs 2
   dschat-lora tune sft --rates 1e-4 3e-4 1e-3 --seeds 3 --output_dir search""",
     "merge": """examples:

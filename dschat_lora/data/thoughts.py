@@ -37,7 +37,7 @@ class EmptyThought(NamedTuple):
         return max(start, begin), end
 
     def is_held(self, message: Message) -> bool:
-        """Whether the message's content holds an empty thought; an empty key says that it has none."""
+        """Whether the content holds an empty thought; an empty key says that there is none."""
         thought, closing, _ = content_text(message.get("content")).partition(self.closing)
         return bool(closing) and not thought.strip().removeprefix(self.opening).strip()
 

@@ -81,17 +81,18 @@ def capacity_warnings(
 ) -> list[str]:
     """Warnings of what adapters bear less well than all weights, by "LoRA Without Regret".
 
-    ``parameters`` are those that train, ``tokens`` the supervised ones of the data; a rank as
-    large as the ``width`` of the hidden states is no low one.
+    Of the samples of a step a packed row is one, as it is as long as one. ``parameters`` are those
+    that train, ``tokens`` the supervised ones of the data; a rank as large as the ``width`` of the
+    hidden states is no low one.
     """
     if lora.lora_dim == 0:
         return []
     found = []
     if samples_per_step > MOST_SAMPLES:
         found.append(
-            f"a step has about {samples_per_step:,.0f} samples: batches above {MOST_SAMPLES} cost "
-            "adapters more loss than full fine-tuning, whatever their rank; lower "
-            "--gradient_accumulation_steps, --per_device_train_batch_size or --max_seq_len"
+            f"a step has about {samples_per_step:,.0f} samples, a packed row counted as one: "
+            f"batches above {MOST_SAMPLES} cost adapters more loss than full fine-tuning, whatever "
+            "their rank; lower --gradient_accumulation_steps or --per_device_train_batch_size"
         )
     held, brought = BITS_PER_PARAMETER * parameters, BITS_PER_TOKEN * tokens
     if brought > held:

@@ -30,7 +30,7 @@ from dschat_lora.pipeline.plan import (
     with_recomputation,
 )
 from dschat_lora.pipeline.recipe import Recipe, checked_stages
-from dschat_lora.pipeline.stages import STAGES, check_stage, with_placeholders
+from dschat_lora.pipeline.stages import STAGES, check_stage, restated, with_placeholders
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.runtime.data_audit import STAGES as AUDITED
 from dschat_lora.runtime.memory import fewest
@@ -117,6 +117,7 @@ def _planned(
 ) -> Planned:
     usable = None if card is None else card.usable_bytes
     given = resolved(plan, usable)
+    options = restated(options, given.config)
     data = _audit(name, given.config, options)
     found = Planned(name, options, processes, given, card, {}, data=data)
     if usable is None:

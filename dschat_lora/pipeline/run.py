@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.config.options import command_line, fail, value_text
+from dschat_lora.config.options import build_config, command_line, fail, value_text
 from dschat_lora.config.staging import alone, check_within, write_whole
 from dschat_lora.pipeline.launch import Relay, launch_command, launcher_command, typed_command
 from dschat_lora.pipeline.recipe import Recipe, check_stages, read_recipe
+from dschat_lora.pipeline.stages import STAGES, restated
 from dschat_lora.report.directory import leftovers, read_object
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.markup import duration, short
@@ -149,7 +150,10 @@ def _run_stages(recipe: Recipe, steps: Mapping[str, How], relay: Relay, *, again
 def _options(recipe: Recipe, stage: str, how: How) -> dict[str, Any]:
     """The options of a stage, with where it writes and how it begins."""
     home = {"output_dir": str(recipe.directory / stage)}
-    return {**recipe.stages[stage], **home, **_DIRECTORY_OPTIONS.get(how, {})}
+    options = recipe.stages[stage]
+    if all(Path(options[name]).expanduser().exists() for name in recipe.sources(stage)):
+        options = restated(options, build_config(STAGES[stage].config, options))
+    return {**options, **home, **_DIRECTORY_OPTIONS.get(how, {})}
 
 
 def _typed(recipe: Recipe, stage: str, how: How) -> str:

@@ -1,4 +1,4 @@
-"""Stages of pipelines: options, checks, and placeholders for models that are not here yet.
+"""Stages: options, checks, their verbs' defaults, and placeholders for models not here yet.
 
 Published models and outputs of stages to come have placeholders, with all that checks read.
 """
@@ -21,8 +21,9 @@ from dschat_lora.checkpoint.adapter_config import (
     more_metadata,
     peft_fields,
 )
+from dschat_lora.checkpoint.history import read_state
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.config.options import build_config
+from dschat_lora.config.options import build_config, flatten, typed_options
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.models.source import ModelSource, find_model
@@ -30,8 +31,10 @@ from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.rl.config import DistillConfig, RlhfConfig
 from dschat_lora.rl.validation import check_rlhf
 from dschat_lora.runtime.checks import model_fields
+from dschat_lora.runtime.resume import is_first_rank, settle, with_options
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 
+RANK = 16  # of adapters of verbs and in Python, where nothing says one
 _CRITIC = "critic_model_name_or_path"
 _MODELS = (
     *("model_name_or_path", "actor_model_name_or_path", _CRITIC),
@@ -85,15 +88,17 @@ def planned_card(device: str | None) -> Card | None:
     return None if device is None else find_card(device)
 
 
-def check_stage(name: str, values: Mapping[str, Any], processes: int | None) -> Any:
-    """The stage's config after its own check, whose output is discarded.
+def check_stage(
+    name: str, values: Mapping[str, Any], processes: int | None, *, rank: int = 0
+) -> Any:
+    """The config of a stage's verb after its check, whose output is discarded.
 
-    ``processes`` is how many the launcher will start; None where it decides.
+    ``processes`` is how many the launcher will start; None where it decides. ``rank`` is that of
+    adapters where nothing says one.
 
     Raises:
         ValueError: as the stage would.
     """
-    stage = STAGES[name]
     if processes is None and "deepspeed_config" in values:
         values = {k: v for k, v in values.items() if k not in _OF_PROCESSES}
     # Without a number the launcher uses every GPU, which only the stage can count.
@@ -103,12 +108,97 @@ def check_stage(name: str, values: Mapping[str, Any], processes: int | None) -> 
     os.environ["WORLD_SIZE"] = str(processes or least)
     try:
         with redirect_stdout(io.StringIO()):
-            return stage.check(build_config(stage.config, values))
+            config: Any = build_config(STAGES[name].config, values)
+            return check_as_verb(config, name, rank=rank)
     finally:
         if before is None:
             del os.environ["WORLD_SIZE"]
         else:
             os.environ["WORLD_SIZE"] = before
+
+
+def check_as_verb(config: Any, stage: str, *, rank: int = RANK) -> Any:
+    """The config after the check of its stage, with the defaults of :func:`with_verb_defaults`.
+
+    A run that is resumed keeps what its checkpoint records, and other ranks wait for the first.
+    """
+    typed = frozenset(typed_options(config))
+    if is_first_rank() or not config.run.resume_from_checkpoint:
+        config = with_verb_defaults(settle(config, stage=stage), rank=rank, typed=typed)
+    return STAGES[stage].check(config)
+
+
+def with_verb_defaults(
+    config: Any, *, rank: int = RANK, typed: frozenset[str] | None = None
+) -> Any:
+    """The config with what is not typed of its adapters, as if it were; records then have it.
+
+    Each role that trains and has neither a rank, an adapter that it continues nor a checkpoint gets
+    adapters of ``rank``. Where adapters alone train, the learning rate that was ``typed``, by
+    default all that is given, is theirs, unless they have one of their own.
+
+    Raises:
+        ValueError: if the rate is to be found by ``--lr_probe`` too.
+    """
+    values, found = flatten(config), dict[str, Any]()
+    if not values["num_train_epochs"]:
+        return config
+    typed = config.given if typed is None else typed
+    before = read_state(Path(config.checkpoint))["config"] if config.checkpoint else {}
+    for role in _roles(config):
+        says_rank = f"{role}lora_dim" in config.given
+        # Without a reward model values start from the actor, with its rank.
+        leader = "actor_" if _follows_actor(role, values) else role
+        continues = _continues_adapter(values[f"{leader}model_name_or_path"])
+        if rank and leader == role and not (says_rank or continues or config.checkpoint):
+            found[f"{role}lora_dim"] = rank
+        settled = {**values, **found}[f"{role if says_rank else leader}lora_dim"]
+        rate, of_adapter = f"{role}learning_rate", f"{role}lora_learning_rate"
+        if (
+            # One that is typed again as it was means what it meant.
+            (rate in typed and values[rate] not in ("auto", before.get(rate)))
+            and ((continues or settled) and values["only_optimize_lora"])
+            and of_adapter not in typed
+            and values.get("lora_lr_multiplier") is None
+        ):
+            if values.get("lr_probe"):
+                raise ValueError(
+                    f"--lr_probe {values['lr_probe']} finds the rate that --{rate} "
+                    f"{values[rate]:g} gives; leave one out"
+                )
+            found[of_adapter] = values[rate]
+    return with_options(config, found) if found else config
+
+
+def restated(options: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """``options``, as of a file, for a verb: that says where all weights train as they say no rank.
+
+    ``config`` is what they are, or what they come to by the check of the stage.
+    """
+    values, found = flatten(config), dict(options)
+    for role in _roles(config):
+        starts_anew = not _continues_adapter(values[f"{role}model_name_or_path"])
+        if starts_anew and not (values[f"{role}lora_dim"] or _follows_actor(role, values)):
+            found.setdefault(f"{role}lora_dim", 0)
+    return found
+
+
+def _roles(config: Any) -> tuple[str, ...]:
+    """What the options of each model that trains begin with."""
+    if not isinstance(config, RlhfConfig):
+        return ("",)
+    return ("actor_", "critic_") if config.has_critic else ("actor_",)
+
+
+def _follows_actor(role: str, values: Mapping[str, Any]) -> bool:
+    return role == "critic_" and values["critic_model_name_or_path"] is None
+
+
+def _continues_adapter(name: str | None) -> bool:
+    try:
+        return find_model(name).adapter is not None
+    except ValueError:
+        return False  # a check says what is wrong with the name, or a plan knows it
 
 
 def write_placeholder(home: Path, config: SupervisedConfig | RlhfConfig) -> None:
@@ -128,6 +218,9 @@ def write_placeholder(home: Path, config: SupervisedConfig | RlhfConfig) -> None
         architecture = "ForSequenceClassification" if scores else "ForCausalLM"
         fields = model_fields(source) | {"architectures": [architecture]}
         write_config(home / "model", fields)
+        vocabulary = Path(source.tokenizer) / "tokenizer.json"
+        if vocabulary.is_file():
+            (home / "model" / vocabulary.name).symlink_to(vocabulary)
 
 
 def with_placeholders(stage: str, options: Mapping[str, Any], home: Path) -> dict[str, Any]:

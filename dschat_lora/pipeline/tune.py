@@ -42,7 +42,7 @@ from dschat_lora.pipeline.launch import (
     signal_ranks,
     typed_command,
 )
-from dschat_lora.pipeline.stages import STAGES, check_stage
+from dschat_lora.pipeline.stages import STAGES, check_stage, restated
 from dschat_lora.report.directory import check_idle, leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.markup import number, short
@@ -146,7 +146,7 @@ def make_search(
     checked = check_stage(
         stage, {**options, **{f"{role}lora_dim": rank for rank in config.ranks[:1]}}, processes
     )
-    values = flatten(checked)
+    values, options = flatten(checked), restated(options, checked)
     adapts = bool(config.ranks or values[f"{role}lora_dim"])
     rate = f"{role}lora_learning_rate" if adapts else f"{role}learning_rate"
     centre = options[rate] if rate in options else _ruled_rate(checked, stage, adapts=adapts)

@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -65,6 +66,14 @@ def say_once(text: str) -> None:
             log_once(text)
     except OSError:
         silence(1)
+
+
+def note_once(text: str) -> None:
+    """Print a note of a run or, where that is to print nothing, warn of it by a Python warning."""
+    if not _is_quiet:
+        say_once(f"  note         {text}")
+    elif os.environ.get("RANK", "0") == "0":
+        warnings.warn(text, stacklevel=2)
 
 
 class Viewer(Protocol):

@@ -17,11 +17,12 @@ from dschat_lora.config.groups import (
 )
 from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig
+from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig, by_algorithm
 from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin, is_remote
 from dschat_lora.rl.environment_adapters import ADAPTERS
 from dschat_lora.rl.role_config import RoleConfig, TeacherConfig
 
+GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 
@@ -110,10 +111,9 @@ class RolloutConfig:
         "instead of so many responses; 0: by responses",
         section="training",
     )
-    num_generations: int = option(
-        1,
-        help="responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not "
-        "compare them",
+    num_generations: int = by_algorithm(
+        "responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare "
+        "them (8, or fewer that divide --per_device_generation_batch_size; or 1)"
     )
     rollout_engine: str = option(
         "own",
@@ -232,6 +232,8 @@ class RolloutConfig:
         players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
         if len(players) > 1:
             raise ValueError(f"--{players[0]} and --{players[1]} both play episodes: give one")
+        if self.num_generations is None:
+            return
         at_a_time = self.per_device_generation_batch_size
         if self.num_generations > at_a_time:
             raise ValueError(
@@ -471,6 +473,11 @@ class RlhfConfig(StageConfig):
         require_numbers(self, ">= 0", "eval_prompts")
         if self.eval_prompts == 0 and "eval_ratio" not in self.given:
             object.__setattr__(self, "data", replace(self.data, eval_ratio=0.0))
+        if self.batch.num_generations is None:
+            rows = self.batch.per_device_generation_batch_size
+            most = GROUP_SIZE if self.ppo.rules.compares else 1
+            size = max(n for n in range(1, most + 1) if rows % n == 0)
+            object.__setattr__(self, "batch", replace(self.batch, num_generations=size))
         if self.ppo.correction is not None and not self.batch.do_sample:
             given = f"--importance_cap {self.ppo.importance_cap:g}"
             if not self.ppo.importance_cap:

@@ -6,7 +6,7 @@ from pathlib import Path
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.terminal import say_once
+from dschat_lora.report.terminal import note_once, say_once
 from dschat_lora.rl.config import RlhfConfig
 from dschat_lora.rl.role_config import RoleConfig, option_errors_for
 from dschat_lora.runtime.checks import (
@@ -211,10 +211,15 @@ def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
     for role in ("actor", "critic"):
         options: RoleConfig = getattr(config, role)
         frozen = options.lora_dim > 0 and config.classic.only_optimize_lora
-        if frozen and f"{role}_learning_rate" in given and options.learning_rate != "auto":
-            notes.append(
+        own = options.lora_learning_rate
+        if (
+            frozen
+            and f"{role}_learning_rate" in given
+            and options.learning_rate not in ("auto", own)  # or it is the adapter's
+        ):
+            note_once(
                 f"--{role}_learning_rate has no effect: the adapter alone trains, at "
-                f"--{role}_lora_learning_rate"
+                f"--{role}_lora_learning_rate {own:g}"
             )
         if not options.lora_dim and f"{role}_lora_learning_rate" in given:
             notes.append(f"--{role}_lora_learning_rate has no effect without --{role}_lora_dim")

@@ -33,7 +33,10 @@ class RoleConfig:
         "reward model's training, which scores answers and is where the critic starts",
     )
     lora_dim: int = option(
-        0, help="rank of a new adapter; an adapter that is there is continued; 0 trains all weights"
+        0,
+        help="rank of a new adapter; 0 trains all weights",
+        settled="that of the adapter that is continued, else 16, in the script of training/ and "
+        "with --config 0",
     )
     lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
     use_rslora: bool = option(False, help="scale by lora_alpha / sqrt(lora_dim)")
@@ -54,8 +57,9 @@ class RoleConfig:
     )
     learning_rate: Rate = option(
         9.65e-6,
-        help="peak rate of base weights, where they train; auto: by published rules for width and "
-        "stage, that of the adapter too",
+        help="peak rate of base weights or, where the adapter alone trains, its own (but in the "
+        "script of training/); auto: by published rules for width and stage, that of the adapter "
+        "too",
     )
     lora_learning_rate: float = option(5e-4, help="peak rate of the adapter")
     expert_learning_rate: float | None = option(

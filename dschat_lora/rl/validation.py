@@ -46,6 +46,7 @@ from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
     cache_directory,
+    check_bundled_data_fits,
     check_compile,
     check_data_is_named,
     check_divided,
@@ -368,6 +369,8 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
         read_chat_template(config.load.chat_template)
     if config.data.streaming:
         check_streaming(config)
+    if config.data.data_path != inputs.asked and not config.data.num_prompts:
+        check_bundled_data_fits(inputs.sources.actor, stage=config.stage, role="actor_")
     check_sources(config.data.data, "prompts")
     check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
     data = text_data(config)

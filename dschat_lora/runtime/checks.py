@@ -7,6 +7,7 @@ returns None.
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from dschat_lora.checkpoint.manifest import (
     weight_map,
 )
 from dschat_lora.checkpoint.quantization import stored_bits
+from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
@@ -351,6 +353,32 @@ def check_data_is_named(given: frozenset[str]) -> None:
         raise ValueError(
             "--data_path names no data; give a file, or leave it out for the bundled data"
         )
+
+
+def check_bundled_data_fits(source: ModelSource, *, stage: str, role: str = "") -> None:
+    """Refuse the bundled data for another model than the bundled one and what was made of it.
+
+    Raises:
+        ValueError: naming the command with data.
+    """
+    if not _reads_bundled_text(source):
+        typed = f"--{role}model_name_or_path {shlex.quote(str(source.adapter or source.base))}"
+        raise ValueError(
+            f"{typed} needs data of its own, as the bundled data is for the bundled model: "
+            f"dschat-lora {stage} {typed} --data_path FILE"
+        )
+
+
+def _reads_bundled_text(source: ModelSource) -> bool:
+    """Whether a model has the vocabulary of the bundled one, as what runs make of that has."""
+    if source.bundled:
+        return True
+    file = Path(source.tokenizer) / "tokenizer.json"
+    try:
+        own, bundled = (read_json(each) for each in (file, BUNDLED_MODEL / "tokenizer.json"))
+        return bool(own["model"]["vocab"] == bundled["model"]["vocab"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def check_function(option: str, name: str) -> None:

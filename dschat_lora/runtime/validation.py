@@ -38,11 +38,12 @@ from dschat_lora.models.option_checks import (
     position_limit,
 )
 from dschat_lora.models.source import ModelSource, find_model, trained_rope
-from dschat_lora.report.terminal import say_once
+from dschat_lora.report.terminal import note_once, say_once
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
     check_adapter_files,
+    check_bundled_data_fits,
     check_compile,
     check_data_is_named,
     check_divided,
@@ -128,12 +129,15 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         config = replace(config, data=replace(config.data, max_seq_len=length))
         check_budget(config)
         check_probe(config, rules)
+        bundled = config.data.data_path != asked
+        if bundled:
+            check_bundled_data_fits(source, stage=rules.name)
         check_data(config, rules, source)
         config = with_trackers(with_recomputation(with_deepspeed_json(config)), None)
         check_eval_tasks(config, rules)
         check_output_dir(config, None)
         check_source_is_kept(config.run, source)
-        announce(config, rules, source, bundled=config.data.data_path != asked)
+        announce(config, rules, source, bundled=bundled)
         return config
 
     return resolve_stage(config, check, stage=rules.name)
@@ -459,8 +463,12 @@ def announce(
         and "learning_rate" in given
         and (optim.learning_rate != "auto" or optim.lora_learning_rate is not None)
         and own_rate
+        and optim.lora_learning_rate != optim.learning_rate  # or it is theirs
     ):
-        notes.append("--learning_rate has no effect: adapters alone train, at --lora_learning_rate")
+        note_once(
+            "--learning_rate has no effect: adapters alone train, at --lora_learning_rate "
+            f"{optim.lora_learning_rate or optim.default_lora_learning_rate:g}"
+        )
     notes += parallel_without_effect(config.parallel)
     if "eot_token" in given and not config.model.add_eot_token:
         notes.append("--eot_token has no effect without --add_eot_token")

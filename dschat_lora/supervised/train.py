@@ -188,7 +188,7 @@ def size_warnings(
     counts = loader.counts
     return found + capacity_warnings(
         setup.config.lora,
-        samples_per_step=len(counts.tokens) / max(1, loader.steps_per_epoch),
+        samples_per_step=loader.num_rows / max(1, loader.steps_per_epoch),
         parameters=trained_elements(setup.adapted.model),
         tokens=int(counts.targets.sum()),
         width=setup.adapted.model.config.hidden_size,

@@ -444,9 +444,11 @@ def test_public_names():
 
 def test_editors_see_every_option_with_its_default_and_help():
     parameters = inspect.signature(dl.sft).parameters
-    assert parameters["lora_dim"].default == 0
-    assert parameters["lora_dim"].annotation == "int"
+    assert parameters["lora_dim"].default is None
+    assert parameters["lora_dim"].annotation == "int | None"
     assert "packing" in parameters
     assert "options" not in parameters
-    assert "    lora_dim (int): rank r of the update; 0 trains every weight" in dl.sft.__doc__
+    assert (
+        "    lora_dim (int | None): rank r of the update; 0 trains every weight" in dl.sft.__doc__
+    )
     assert "reward_weights" in inspect.signature(dl.rlhf).parameters

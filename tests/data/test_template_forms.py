@@ -477,8 +477,8 @@ def said(text, **keys):
     return [ONE[0], {"role": "assistant", "content": text, **keys}]
 
 
-# A thought of the file is learnt as it stands there, and an empty key holds none; by messages what is learnt
-# with the marks of MARKED, worked out by hand.
+# A thought of the file is learnt as it stands there, and an empty key holds none; by messages what
+# is learnt with the marks of MARKED, worked out by hand.
 HELD = {
     "none": (said("a"), ["a<|end|>"]),
     "null": (said("a", reasoning_content=None), ["a<|end|>"]),

@@ -111,6 +111,10 @@ def test_title_command_says_first_what_it_trains_on_what(title):
     assert "Traceback" not in title.err
 
 
+def test_title_command_does_not_warn_of_its_own_options(title):
+    assert "  warning  " not in title.out
+
+
 def test_title_command_learns(title, home):
     first, *_, last = metrics(home / "output" / "sft", "eval")
     assert last["perplexity"] < first["perplexity"]

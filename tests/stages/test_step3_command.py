@@ -478,8 +478,11 @@ MISTAKES = [
         ["--reward_function", "os.system(1)", "module:function"],
     ),
     (f"{GOOD} --judge_function judge", ["--judge_function", "judge", "module:function"]),
-    (f"{GOOD} --algorithm rloo", ["--algorithm rloo", "--num_generations", "2 or more", "1"]),
-    (f"{GOOD} --algorithm grpo", ["--algorithm grpo", "--num_generations"]),
+    (
+        f"{GOOD} --algorithm rloo --num_generations 1",
+        ["--algorithm rloo", "--num_generations", "2 or more", "1"],
+    ),
+    (f"{GOOD} --algorithm grpo --num_generations 1", ["--algorithm grpo", "--num_generations"]),
     (f"{GOOD} --algorithm a2c", ["--algorithm", "'a2c'", "ppo, rloo, grpo"]),
     (
         f"{GOOD} --max_prompt_seq_len 60 --max_answer_seq_len 10",
