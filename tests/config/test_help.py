@@ -203,7 +203,7 @@ def test_further_names_and_hints_of_options_belong_to_options(command_class):
             "--per_device_batch 1",
             "did you mean --per_device_train_batch_size or --per_device_eval_",
         ),
-        ("--lr 1", "--lora_learning_rate X is the adapter's rate, and --learning_rate X"),
+        ("--lr 1", "--learning_rate X is the rate of what trains"),
         ("--checkpoint a", "unknown option --checkpoint; see --help"),
         ("--lora 8", "unknown option --lora; see --help"),
         ("--gradient_acumulation_stepz 2", "did you mean --gradient_accumulation_steps?"),
