@@ -320,7 +320,7 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora distill --model_name_or_path Qwen/Qwen3-0.6B --lora_dim 16 \\
     --teacher_model_name_or_path Qwen/Qwen3-8B --teacher_bits 4""",
     "plan": """examples:
-  dschat-lora plan sft --model_name_or_path Llama-3-8B --lora_dim 16 --for 24GB
+  dschat-lora plan Qwen/Qwen3-0.6B --for 24GB
   dschat-lora plan rlhf --actor_model_name_or_path Qwen3-8B \\
     --critic_model_name_or_path Qwen3-8B --actor_lora_dim 16 \\
     --critic_lora_dim 16 --for H100
