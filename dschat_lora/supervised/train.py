@@ -281,7 +281,7 @@ def finish(
             f"difference {report.max_abs_logit:.2g}, KL {report.kl_nats_per_token:.2g} nats per "
             "token"
         )
-    say_next_steps(run)
+    say_next_steps(run, has_pairs=setup.data.audit.rows_by_type.keys() == {"preference"})
 
 
 def probe_batch(samples: TokenSet, tokenizer: Tokenizer, *, max_length: int) -> torch.Tensor:
