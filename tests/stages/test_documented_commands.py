@@ -21,7 +21,7 @@ pytestmark = pytest.mark.stage
 MAIN = ROOT / "dschat_lora" / "__main__.py"
 SHORT = "--max_steps 2 --eval_iters 1 --sample_generations 1"
 SHORTENED = {
-    "sft": f"{SHORT} --per_device_train_batch_size 2",
+    "sft": f"{SHORT} --per_device_train_batch_size 2 --lora_dim 16",
     "reward": "--max_steps 2 --eval_iters 1 --per_device_train_batch_size 2",
     "dpo": "--max_steps 2 --eval_iters 1 --per_device_train_batch_size 2 "
     "--no-precompute_ref_log_probs",
@@ -118,9 +118,7 @@ def test_commands_that_runs_name_as_next_run_in_order(rows, verbs, launcher, tmp
     while waiting:
         words = waiting.pop(0)
         ran.append(words[0])
-        rank = {"rlhf": "--actor_lora_dim", "sft": "--lora_dim", "reward": "--lora_dim"}
-        more = [rank[words[0]], "4"] if words[0] in rank else []
-        _, _, after = run(launcher, tmp_path, *words, *more).out().partition("next:\n")
+        _, _, after = run(launcher, tmp_path, *words).out().partition("next:\n")
         waiting += [
             shlex.split(line)[1:] for line in re.findall(r"^  (dschat-lora .*)", after, re.M)
         ]
