@@ -15,6 +15,7 @@ from dschat_lora.config.options import (
     chosen_verb,
     flatten,
     option_fields,
+    option_names,
     parse_config,
     typed_options,
 )
@@ -45,10 +46,12 @@ from dschat_lora.pipeline.launch import (
 )
 from dschat_lora.pipeline.recipe import options_of_stage
 from dschat_lora.pipeline.stages import (
+    MODEL_OPTIONS,
     RANK,
     STAGES,
     check_as_verb,
     check_stage,
+    names_model,
     planned_card,
     with_verb_defaults,
 )
@@ -221,15 +224,12 @@ def launched(
 def plan(argv: list[str]) -> None:
     """Run ``dschat-lora plan``."""
     parser = Parser(
-        "dschat-lora plan",
+        "dschat-lora plan [STAGE] [MODEL]",
         "Say what memory and time a stage takes, before anything is loaded, and which settings fit "
-        "a device. The other options are the stage's own.",
+        "a device. The other options are the stage's own. "
+        f"STAGE is one of {', '.join(STAGES)} (default: sft), or a pipeline's YAML file or a "
+        "recipe's name.",
         EXAMPLES["plan"],
-    )
-    parser.add_argument(
-        "what",
-        metavar="STAGE",
-        help=f"{', '.join(STAGES)}, or a pipeline's YAML file or a recipe's name",
     )
     parser.add_argument(
         "--for", metavar="DEVICE", help="memory of a device, such as 24GB, or the name of a card"
@@ -241,11 +241,16 @@ def plan(argv: list[str]) -> None:
     if values["num_gpus"] is not None and values["num_gpus"] < 1:
         raise ValueError(f"--num_gpus must be >= 1, got {values['num_gpus']}")
     card = planned_card(values["for"])
-    what, options = values["what"], None
+    what, options = "sft", None
+    if rest and not rest[0].startswith("-") and not names_model(rest[0]):
+        what, *rest = rest
     if what in STAGES:
-        read_file = partial(options_of_stage, what)
+        read_file, stage = partial(options_of_stage, what), STAGES[what].config
+        model = next(name for name in option_names(stage) if name in MODEL_OPTIONS)
         program = f"dschat-lora plan {what}"
-        config: Any = parse_config(STAGES[what].config, rest, program=program, read_file=read_file)
+        config: Any = parse_config(
+            stage, rest, program=program, positionals=(model,), read_file=read_file
+        )
         options = typed_options(with_verb_defaults(config, rank=_rank(rest)))
     elif rest:
         raise ValueError(

@@ -319,7 +319,7 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora distill --model_name_or_path Qwen/Qwen3-0.6B --data_path q.jsonl \\
     --teacher_model_name_or_path Qwen/Qwen3-8B --teacher_bits 4""",
     "plan": """examples:
-  dschat-lora plan sft --model_name_or_path Llama-3-8B --for 24GB
+  dschat-lora plan Qwen/Qwen3-0.6B --for 24GB
   dschat-lora plan rlhf --actor_model_name_or_path Qwen3-8B \\
     --critic_model_name_or_path Qwen3-8B --for H100
   dschat-lora plan llama-2-7b --for 48GB    every stage of a recipe

@@ -115,10 +115,10 @@ def quantize(
     ``worker`` does the work, by default that of ``weight``. On the meta device the result has
     shapes alone.
     """
-    _register_operators()
     matrix = weight.t() if transposed else weight
     if weight.is_meta:
         return _empty(matrix.shape, dtype, transposed)
+    _register_operators()
     worker = worker or weight.device
     codes, absmax = _packed(matrix, worker)
     from bitsandbytes.functional import quantize_blockwise

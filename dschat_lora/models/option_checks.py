@@ -5,7 +5,8 @@ Imports nothing heavy, so that what does not fit is reported at once.
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,27 @@ _VOCABULARIES = ("embed_in", "embed_out", "embed_tokens", "lm_head", "wte")
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 
+_only_shapes = False
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Inside the block, which computes nothing, 4 bits need no package."""
+    global _only_shapes
+    before, _only_shapes = _only_shapes, True
+    try:
+        yield
+    finally:
+        _only_shapes = before
+
+
 def check_installed() -> None:
-    """Refuse 4 bits without bitsandbytes.
+    """Refuse 4 bits without bitsandbytes, unless shapes are all that is asked for.
 
     Raises:
         ValueError: saying how to install it.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if not _only_shapes and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
             "--base_bits 4 needs a package: pip install 'dschat_lora[qlora]'; without it use "
             "--base_bits 16 and a model whose files are not quantised"

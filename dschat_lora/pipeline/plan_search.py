@@ -17,6 +17,7 @@ from dschat_lora.data.audit import DataAudit
 from dschat_lora.data.rows import config_sources
 from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models.loading import load_tokenizer, only_errors
+from dschat_lora.models.option_checks import shapes_alone
 from dschat_lora.models.published import published_name
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import Card
@@ -160,6 +161,7 @@ def planning(processes: int = 1, card: Card | None = None) -> Iterator[Path]:
     """
     with (
         only_errors(),
+        shapes_alone(),
         planned_processes(processes, has_varlen=card is None or card.has_varlen),
         tempfile.TemporaryDirectory() as temporary,
     ):

@@ -22,6 +22,7 @@ from dschat_lora.checkpoint.adapter_config import (
     peft_fields,
 )
 from dschat_lora.checkpoint.history import read_state
+from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import build_config, flatten, typed_options
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
@@ -36,7 +37,7 @@ from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 
 RANK = 16  # of adapters of verbs and in Python, where nothing says one
 _CRITIC = "critic_model_name_or_path"
-_MODELS = (
+MODEL_OPTIONS = (
     *("model_name_or_path", "actor_model_name_or_path", _CRITIC),
     "teacher_model_name_or_path",
 )
@@ -86,6 +87,29 @@ def planned_card(device: str | None) -> Card | None:
         ValueError: for a name of none.
     """
     return None if device is None else find_card(device)
+
+
+def names_model(word: str) -> bool:
+    """Whether a word is a model's name or path, and no stage, pipeline's file or recipe.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    path = Path(word).expanduser()
+    if word in STAGES or path.suffix in (".yaml", ".yml"):
+        return False
+    if path.exists():
+        return path.is_dir() or path.name == "config.json" or path.suffix == ".gguf"
+    try:
+        find_recipe(word, label=word)
+    except ValueError as error:
+        if "/" in word or published_name(word):
+            return True
+        raise ValueError(
+            f"{error}; a stage is one of {', '.join(STAGES)}, and a model is named as owner/name, "
+            "or by its directory"
+        ) from error
+    return False
 
 
 def check_stage(
@@ -230,7 +254,7 @@ def with_placeholders(stage: str, options: Mapping[str, Any], home: Path) -> dic
     one, as the reward stage leaves it. A ``config.json`` stands for its directory.
     """
     values = dict(options)
-    for option in _MODELS:
+    for option in MODEL_OPTIONS:
         given = values.get(option)
         if not isinstance(given, str) or "://" in given or Path(given).expanduser().is_dir():
             continue

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dschat_lora.data.stream import StreamError
 from dschat_lora.data.stream_loader import describe_sources
-from dschat_lora.engine.distributed import sum_over_processes
+from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
 from dschat_lora.models.build import AdaptedModel
@@ -21,7 +22,7 @@ from dschat_lora.rl.evaluation import RlhfEvaluator
 from dschat_lora.rl.inputs import text_data
 from dschat_lora.rl.prompt_stream import PromptStream
 from dschat_lora.rl.rewards import UserFunctionError
-from dschat_lora.rl.rollout import BrokenWeightsError, Generator
+from dschat_lora.rl.rollout import BrokenWeightsError, Generator, PromptOrder
 from dschat_lora.rl.setup import RlhfSetup, set_up
 from dschat_lora.rl.throughput import PHASES
 from dschat_lora.rl.trainer import RlhfProgress, RlhfSchedule, RlhfTrainer, make_rlhf_schedule
@@ -30,7 +31,7 @@ from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
 from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
-from dschat_lora.runtime.loop import TrainingLoop, check_repeats
+from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_warning
 from dschat_lora.runtime.run import open_run
 from dschat_lora.runtime.setup import record_stream
 
@@ -57,13 +58,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     """Train by the schedule, evaluate on the way, and save the result; call on every rank."""
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
-    _announce(schedule, run.log.say)
-    if warning := length_warning(
-        num_steps=schedule.num_steps,
-        num_warmup_steps=config.optim.num_warmup_steps,
-        scheduler=config.optim.lr_scheduler_type,
-    ):
-        run.log.say(f"  warning      {warning}")
+    _announce(config, schedule, run.log.say)
     evaluator = RlhfEvaluator(setup, engines, generator, trainer.diagnostics, trainer.state)
     checkpointer = _make_checkpointer(trainer, evaluator)
     checkpointer.restore(num_steps=schedule.num_steps)
@@ -113,7 +108,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
 def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
     """Say what the run would do, for a dry run."""
     config, run = setup.config, setup.run
-    _announce(schedule, run.log.say)
+    _announce(config, schedule, run.log.say)
     run.log.say("  time         as long as responses get: the first iteration tells")
     say_sample(run, config.data.data, setup.tokenizer, "prompts")
     say_options(run)
@@ -149,13 +144,41 @@ def _failures_saved(
     raise cause
 
 
-def _announce(schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
+def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
+    """Say how long the run is, and what is doubtful about that."""
     prompts = schedule.order.size(0)
     say(
         f"  iterations   {schedule.num_iterations:,} of {prompts * schedule.num_generations:,} "
         f"responses to {prompts:,} prompts, {schedule.steps_of(0)} optimizer steps each; "
         f"{schedule.num_steps:,} steps in all"
     )
+    optim, batch = config.optim, config.batch
+    warnings = [
+        length_warning(
+            num_steps=schedule.num_steps,
+            num_warmup_steps=optim.num_warmup_steps,
+            scheduler=optim.lr_scheduler_type,
+        )
+    ]
+    if isinstance(schedule.order, PromptOrder) and not (optim.max_steps or batch.tokens_per_device):
+        warnings.append(
+            small_data_warning(
+                schedule.order.num_prompts,
+                "prompts",
+                lambda rows, times: (
+                    replace(
+                        schedule, rows_per_step=rows * times * data_world_size()
+                    ).steps_per_epoch
+                ),
+                epochs=optim.num_train_epochs,
+                size="per_device_training_batch_size",
+                batch=batch.per_device_training_batch_size,
+                least=min(batch.per_device_training_batch_size, batch.num_generations),
+                accumulation=batch.gradient_accumulation_steps,
+            )
+        )
+    for warning in filter(None, warnings):
+        say(f"  warning      {warning}")
 
 
 def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkpointer:

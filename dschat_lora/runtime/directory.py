@@ -150,14 +150,12 @@ def check_output_dir(config: "Resumable", _: object) -> None:
     names = ", ".join(old.name for old in earlier)
     goes_on = run.resume_from_checkpoint == "auto" and is_unfinished(path)
     if not run.overwrite_output_dir and not goes_on:
-        go_on = (
-            "go on with that run by --resume_from_checkpoint latest, "
-            if checkpoints_of(path)
-            else "(it has no checkpoint for --resume_from_checkpoint) "
-        )
+        ways = ["choose another directory", "delete that run by --overwrite_output_dir"]
+        if checkpoints_of(path):
+            ways.insert(1, "go on with it by --resume_from_checkpoint latest")
         raise ValueError(
-            f"--output_dir {path} holds an earlier run ({names}); choose another "
-            f"directory, {go_on}or delete it with --overwrite_output_dir"
+            f"--output_dir {path} holds an earlier run ({names}); {', '.join(ways[:-1])} or "
+            f"{ways[-1]}"
         )
     if not (path / "run.json").is_file():
         raise ValueError(

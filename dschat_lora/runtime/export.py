@@ -120,11 +120,22 @@ def first_ids(samples: TokenSet, count: int, *, max_length: int) -> list[int]:
     return ids[: min(256, max_length)]
 
 
-def say_next_steps(run: OpenRun[StageConfig]) -> None:
-    """Log commands to paste, for the stages that a pipeline has."""
+_ACTOR = "actor_model_name_or_path"
+# Options that say which rows there are and how they are read: the next stage needs them too.
+_ROWS = (
+    *("data_path", "data_split_name", "columns", "data_weights", "mixture_temperature"),
+    *("max_source_rows", "eval_data_path", "eval_ratio", "data_split", "overlong", "bad_rows"),
+    "chat_template_kwargs",
+)
+
+
+def say_next_steps(run: OpenRun[StageConfig], *, has_pairs: bool = False) -> None:
+    """Log commands to paste; see :func:`next_commands`."""
     if run.directory is None:
         return
-    commands = [] if run.caller.in_python else next_commands(run.stage, run.config, run.directory)
+    commands = []
+    if not run.caller.in_python:
+        commands = next_commands(run.stage, run.config, run.directory, has_pairs=has_pairs)
     if commands:
         run.log.say("next:")
     for command in commands:
@@ -133,26 +144,31 @@ def say_next_steps(run: OpenRun[StageConfig]) -> None:
         run.log.say(f"report: {run.directory / FILE} (open it in a browser)")
 
 
-def next_commands(stage: str, config: StageConfig, directory: Path) -> list[str]:
-    """Two commands, or none for a stage of another kind."""
+def next_commands(
+    stage: str, config: StageConfig, directory: Path, *, has_pairs: bool
+) -> list[str]:
+    """Commands that work with what a stage wrote and read; none for a stage of another kind.
+
+    ``has_pairs`` says that all rows are pairs of answers, which a reward model learns from.
+    """
     values, home = flatten(config), str(directory)
-    data = {name: values.get(name) for name in ("data_path",) if name in config.given}
-    own_data = [str(path) for path in (values.get("data_path") or ["pairs.jsonl"])[:1]]
-    chat = shlex.join(["dschat-lora", "chat", home])
+    rows = {name: values[name] for name in _ROWS if name in config.given}
 
-    def begin(verb: str, **models: object) -> str:
-        return shlex.join(["dschat-lora", verb, *command_line({**models, **data})])
+    def typed(verb: str, *words: str, **options: object) -> str:
+        return shlex.join(["dschat-lora", verb, *words, *command_line(options)])
 
-    if stage == "sft":
-        return [chat, begin("reward", model_name_or_path=home)]
-    if stage == "dpo":
-        return [chat, begin("rlhf", actor_model_name_or_path=home)]
     if stage == "reward":
-        actor = values.get("model_name_or_path") or "output/sft"
+        actor = {} if (named := values["model_name_or_path"]) is None else {_ACTOR: named}
         return [
-            shlex.join(["dschat-lora", "eval", home, *own_data]),
-            begin("rlhf", actor_model_name_or_path=actor, critic_model_name_or_path=home),
+            typed("chat", named or "base", reward=home),
+            typed("rlhf", **actor, critic_model_name_or_path=home, **rows),
         ]
-    if stage in ("rlhf", "distill"):
-        return [chat, shlex.join(["dschat-lora", "merge", f"{home}/actor"])]
-    return []
+    if stage not in ("sft", "dpo", "rlhf", "distill"):
+        return []
+    trained = directory / "actor" if stage in ("rlhf", "distill") else directory
+    commands = [typed("chat", home)]
+    if stage == "sft" and has_pairs:
+        commands.append(typed("reward", model_name_or_path=home, **rows))
+    elif (trained / "adapter").is_dir() and not (trained / "model").exists():
+        commands.append(typed("merge", str(trained)))
+    return commands

@@ -16,6 +16,7 @@ from torch import Tensor
 from dschat_lora.algos.schedules import constant, linear
 from dschat_lora.config.data import SourceConfig
 from dschat_lora.config.groups import ScheduleConfig
+from dschat_lora.config.options import command_line
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.distributed import world_size
@@ -28,6 +29,9 @@ from dschat_lora.runtime.signals import StopRequested
 # Steps in a row whose gradient is not finite, before a run is given up.
 MAX_SKIPS = 3
 MAX_SKIPS_FP16 = 40  # a loss scale of 2^32 needs as many halvings to reach 1
+# Optimizer steps of an epoch, and of a run in which three rows or fifty were learnt by heart.
+FEW_STEPS, ENOUGH_STEPS = 20, 60
+LARGE_DATA = 1_000  # rows
 
 
 @dataclass
@@ -93,6 +97,54 @@ def check_repeats(data: SourceConfig, times: Mapping[str, float], schedule: Sche
                 f"--max_repeats {bound}: the run would use rows of {name} {used} times; give it a "
                 "smaller share, fewer epochs or steps, or a larger --max_repeats"
             )
+
+
+def small_data_warning(
+    rows: int,
+    kind: str,
+    steps_of: Callable[[int, int], int],
+    *,
+    epochs: int,
+    size: str,
+    batch: int,
+    least: int,
+    accumulation: int,
+) -> str | None:
+    """Options by which small data is learnt, where it makes few optimizer steps; None elsewhere.
+
+    They are few where an epoch has less than 20, and all epochs less than 60.
+
+    Args:
+        rows: of an epoch.
+        kind: what they are called.
+        steps_of: gives the steps of an epoch by the rows of a micro-batch and the accumulation.
+        epochs: ``--num_train_epochs``.
+        size: option of the rows of a micro-batch.
+        batch: its value.
+        least: the smallest value that is advised.
+        accumulation: ``--gradient_accumulation_steps``; steps that this makes large are taken to
+            be meant where data is not small.
+    """
+    now = steps_of(batch, accumulation)
+    if not 0 < now < FEW_STEPS or not 0 < epochs * now < ENOUGH_STEPS:
+        return None
+    if accumulation > 1 and rows >= LARGE_DATA:
+        return None
+    smaller = [batch]
+    while smaller[-1] // 2 >= least and steps_of(smaller[-1], 1) < FEW_STEPS:
+        smaller.append(smaller[-1] // 2)
+    steps = steps_of(smaller[-1], 1)
+    # The largest that makes as many.
+    fewer = next(each for each in smaller if steps_of(each, 1) == steps)
+    more = max(epochs, -(-ENOUGH_STEPS // steps))
+    changes = {"num_train_epochs": more} if more > epochs else {}
+    changes |= {size: fewer} if fewer < batch else {}
+    changes |= {"gradient_accumulation_steps": 1} if steps_of(fewer, accumulation) < steps else {}
+    return (
+        f"{rows:,} {kind} make {now} optimizer step{'s' * (now > 1)} an epoch, and the run "
+        f"{epochs * now}: too few to learn much from; {' '.join(command_line(changes))} makes "
+        f"{more * steps}"
+    )
 
 
 class TrainingLoop:

@@ -31,11 +31,17 @@ from dschat_lora.runtime.loop import (
     EvalResults,
     RateFactor,
     check_repeats,
+    small_data_warning,
     standard_schedule,
 )
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import record_stream, trained_elements
-from dschat_lora.supervised.batching import BatchLayout, rows_per_step, train_loader
+from dschat_lora.supervised.batching import (
+    BatchLayout,
+    row_share,
+    rows_per_step,
+    train_loader,
+)
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,
     SupervisedEvaluator,
@@ -185,7 +191,20 @@ def size_warnings(
     found = [] if own is None else [own]
     if isinstance(loader, StreamLoader):
         return found
-    counts = loader.counts
+    counts, batch = loader.counts, setup.config.batch
+    small, shares = None, row_share(setup)["world_size"]
+    if not optim.max_steps and not batch.tokens_per_device:
+        small = small_data_warning(
+            setup.data.audit.train_rows,
+            "rows",
+            lambda rows, times: -(-loader.num_rows // (rows * times * shares)),
+            epochs=optim.num_train_epochs,
+            size="per_device_train_batch_size",
+            batch=batch.per_device_train_batch_size,
+            least=1 if loader.packs else 2,
+            accumulation=batch.gradient_accumulation_steps,
+        )
+    found += [] if small is None else [small]
     return found + capacity_warnings(
         setup.config.lora,
         samples_per_step=loader.num_rows / max(1, loader.steps_per_epoch),
@@ -281,7 +300,7 @@ def finish(
             f"difference {report.max_abs_logit:.2g}, KL {report.kl_nats_per_token:.2g} nats per "
             "token"
         )
-    say_next_steps(run)
+    say_next_steps(run, has_pairs=setup.data.audit.rows_by_type.keys() == {"preference"})
 
 
 def probe_batch(samples: TokenSet, tokenizer: Tokenizer, *, max_length: int) -> torch.Tensor:

@@ -11,12 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat_lora.api import command_lines
 from dschat_lora.config.options import parse_config, typed_options
+from dschat_lora.models import option_checks
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.pipeline.plan import GENERATION, TRAINING, StepTime
 from dschat_lora.pipeline.plan_report import expected_speeds, to_dict
 from dschat_lora.pipeline.plan_search import plan_stage, planning
-from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.pipeline.stages import MODEL_OPTIONS, STAGES
 from helpers.spread import ALL
 from helpers.step1 import write_jsonl
 
@@ -440,13 +441,51 @@ def test_nothing_that_fits_is_exit_code_1(tiny, capsys):
 
 
 @pytest.mark.parametrize(
+    ("line", "stage", "model"),
+    [
+        ("", "sft", None),
+        ("--for 24GB --lora_dim 4 my/model", "sft", "my/model"),
+        ("Qwen3-8B --for H100", "sft", "Qwen3-8B"),
+        ("TINY", "sft", "TINY"),
+        ("TINY/config.json --lora_dim 4", "sft", "TINY/config.json"),
+        ("dpo my/model", "dpo", "my/model"),
+        ("rlhf my/model", "rlhf", "my/model"),
+        ("distill my/model", "distill", "my/model"),
+        ("opt-1.3b", "opt-1.3b", None),
+        ("mine.yaml", "mine.yaml", None),
+        ("configs/mine.yml", "configs/mine.yml", None),
+    ],
+)
+def test_a_model_may_stand_without_a_stage_or_option(tiny, monkeypatch, line, stage, model):
+    shown = []
+    show = lambda what, options, **_: shown.append((what, options)) or True  # noqa: E731
+    monkeypatch.setattr(command_lines, "late", lambda _: show)
+    command_lines.plan(shlex.split(line.replace("TINY", tiny)))
+    ((found, options),) = shown
+    assert found == stage
+    names = [value for name, value in (options or {}).items() if name in MODEL_OPTIONS]
+    assert names == ([model.replace("TINY", tiny)] if model else [])
+
+
+def test_four_bits_are_planned_without_their_package(tiny, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # an import of it fails
+    monkeypatch.setattr(option_checks.importlib.util, "find_spec", lambda _: None)
+    code, text = run(capsys, f"{tiny} --base_bits 4 --lora_dim 4 --for 24GB --json")
+    assert code == 0
+    assert json.loads(text)["fits"]
+    with pytest.raises(ValueError, match="--base_bits 4 needs a package"):
+        option_checks.check_installed()  # of a run
+
+
+@pytest.mark.parametrize(
     ("line", "parts"),
     [
         ("sft --lora_dm 4", ["--lora_dm", "did you mean --lora_dim?"]),
         ("sft --for 24", ["--for 24", "24GB", "RTX 4090"]),
         ("sft --num_gpus 0", ["--num_gpus", ">= 1"]),
         ("sft --model_name_or_path ./nowhere", ["./nowhere", "does not exist"]),
-        ("sfd", ["sfd", "no file"]),
+        ("sfd", ["sfd", "no file", "sft, reward, dpo, rlhf", "owner/name"]),
+        ("nobody/nothing", ["nobody/nothing", "hub cannot be reached; name a directory"]),
         ("opt-1.3b --lora_dim 4", ["--lora_dim", "sft, reward, dpo, rlhf"]),
         ("rlhf --actor_model_name_or_path opt-125m", ["--critic_model_name_or_path"]),
         ("sft --tensor_parallel_size 3 --num_gpus 3 --lora_dim 4", ["--tensor_parallel_size 3"]),

@@ -12,36 +12,47 @@ from dschat_lora.runtime.caller import NOBODY
 from dschat_lora.runtime.export import next_commands, say_next_steps
 
 HOME = Path("out/my run")
+CHAT, REWARD = "chat 'out/my run'", "reward --model_name_or_path 'out/my run'"
+PPO = "--critic_model_name_or_path 'out/my run'"
+READ = "--data_path 'b c.jsonl' --columns chosen=good rejected=bad --data_split 2,4,4"
 
 
 @pytest.mark.parametrize(
-    ("stage", "argv", "expected"),
+    ("stage", "argv", "has_pairs", "written", "expected"),
     [
-        ("sft", [], ["chat 'out/my run'", "reward --model_name_or_path 'out/my run'"]),
-        (
-            "sft",
-            ["--data_path", "a.jsonl", "b c.jsonl"],
-            [
-                "chat 'out/my run'",
-                "reward --model_name_or_path 'out/my run' --data_path a.jsonl 'b c.jsonl'",
-            ],
-        ),
-        ("dpo", [], ["chat 'out/my run'", "rlhf --actor_model_name_or_path 'out/my run'"]),
+        ("sft", "", True, "adapter", [CHAT, REWARD]),
+        ("sft", f"{READ} --max_steps 5", True, "adapter", [CHAT, f"{REWARD} {READ}"]),
+        ("sft", "--data_path a.jsonl", False, "adapter", [CHAT, "merge 'out/my run'"]),
+        ("sft", "--data_path a.jsonl", False, "adapter model", [CHAT]),
+        ("sft", "--data_path a.jsonl", False, "model", [CHAT]),
+        # Nothing there tells what a response of step 3 is worth.
+        ("dpo", "--data_path a.jsonl", True, "adapter", [CHAT, "merge 'out/my run'"]),
         (
             "reward",
-            ["--model_name_or_path", "out/sft", "--data_path", "pairs.jsonl"],
+            f"--model_name_or_path out/sft {READ}",
+            True,
+            "adapter",
             [
-                "eval 'out/my run' pairs.jsonl",
-                "rlhf --actor_model_name_or_path out/sft --critic_model_name_or_path 'out/my run' "
-                "--data_path pairs.jsonl",
+                "chat out/sft --reward 'out/my run'",
+                f"rlhf --actor_model_name_or_path out/sft {PPO} {READ}",
             ],
         ),
-        ("rlhf", [], ["chat 'out/my run'", "merge 'out/my run/actor'"]),
+        # The bundled base, whatever lies in output/sft.
+        ("reward", "", True, "model", ["chat base --reward 'out/my run'", f"rlhf {PPO}"]),
+        ("rlhf", "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"]),
+        ("rlhf", "", False, "actor/model", [CHAT]),
+        ("distill", "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"]),
+        ("nlg", "", False, "adapter", []),
     ],
 )
-def test_commands_name_the_output_and_the_data_of_the_run(stage, argv, expected):
-    config = parse_config(STAGES[stage].config, argv)
-    commands = next_commands(stage, config, HOME)
+def test_commands_fit_what_the_run_read_and_wrote(
+    stage, argv, has_pairs, written, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in written.split():
+        (HOME / name).mkdir(parents=True)
+    config = parse_config(STAGES.get(stage, STAGES["sft"]).config, shlex.split(argv))
+    commands = next_commands(stage, config, HOME, has_pairs=has_pairs)
     assert commands == [f"dschat-lora {each}" for each in expected]
     for command in commands:
         _, verb, *words = shlex.split(command)

@@ -567,12 +567,23 @@ def test_run_that_goes_on_in_its_directory_is_let_in(earlier):
     assert config.checkpoint
 
 
-def test_occupied_directory_names_both_ways_out(earlier, refused):
-    earlier()
-    message = refused("--output_dir", "out")
-    assert "out holds an earlier run (metrics.jsonl, checkpoints, run.json)" in message
-    assert "--resume_from_checkpoint latest" in message
-    assert "--overwrite_output_dir" in message
+def test_occupied_directory_names_the_ways_out_in_a_sentence(earlier, refused, tmp_path):
+    checkpoint = earlier()
+    begin = "--output_dir out holds an earlier run"
+    assert refused("--output_dir", "out") == (
+        f"{begin} (metrics.jsonl, checkpoints, run.json); choose another directory, go on with it "
+        "by --resume_from_checkpoint latest or delete that run by --overwrite_output_dir"
+    )
+    shutil.rmtree(checkpoint)
+    assert refused("--output_dir", "out") == (
+        f"{begin} (metrics.jsonl, checkpoints, run.json); choose another directory or delete that "
+        "run by --overwrite_output_dir"
+    )
+    (tmp_path / "out" / "run.json").unlink()
+    assert refused("--output_dir", "out", "--overwrite_output_dir") == (
+        "--output_dir out holds metrics.jsonl, checkpoints but no run.json: no run wrote that, and "
+        "--overwrite_output_dir deletes runs only; choose another directory"
+    )
 
 
 def test_checkpoint_of_another_run_does_not_let_into_an_occupied_directory(earlier):

@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 import torch
 
-from dschat_lora.runtime.loop import EvalResults, Progress, TrainingLoop
+from dschat_lora.runtime.loop import EvalResults, Progress, TrainingLoop, small_data_warning
 
 
 def steps_made(skips, *, steps, interval=0, per_epoch=100, scales_loss=False):
@@ -104,3 +104,47 @@ def test_the_change_of_the_same_samples_has_the_error_of_a_paired_t_test(monkeyp
     assert resumed().keys() == {"reward"}
     state.pop("first")  # as an earlier version left it
     assert resumed().keys() == {"reward"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "accumulation", "epochs", "least", "advice"),
+    [
+        # One packed row: no batch is smaller.
+        (1, 16, 1, 1, 1, "1 optimizer step an epoch, and the run 1: "
+         "--num_train_epochs 60 makes 60"),
+        (3, 16, 1, 1, 2, "1 optimizer step an epoch, and the run 1: "
+         "--num_train_epochs 30 --per_device_train_batch_size 2 makes 60"),
+        # 50 / 2 = 25 steps; 3 x 25 = 75.
+        (50, 16, 1, 1, 2, "4 optimizer steps an epoch, and the run 4: "
+         "--num_train_epochs 3 --per_device_train_batch_size 2 makes 75"),
+        (19, 1, 8, 20, 1, None),
+        (19, 1, 8, 19, 1, "3 optimizer steps an epoch, and the run 57: "
+         "--gradient_accumulation_steps 1 makes 361"),
+        (999, 16, 8, 1, 2, "8 optimizer steps an epoch, and the run 8: "
+         "--gradient_accumulation_steps 1 makes 63"),
+        (1000, 16, 8, 1, 2, None),
+        (1000, 64, 1, 1, 2, "16 optimizer steps an epoch, and the run 16: "
+         "--num_train_epochs 2 --per_device_train_batch_size 32 makes 64"),
+        (19, 1, 1, 3, 1, "19 optimizer steps an epoch, and the run 57: "
+         "--num_train_epochs 4 makes 76"),
+        (20, 1, 1, 1, 1, None),
+        (3, 16, 1, 60, 1, None),
+        (3, 16, 1, 0, 1, None),
+        (0, 16, 1, 1, 1, None),
+    ],
+)  # fmt: skip
+def test_small_data_gets_the_epochs_and_batch_that_make_sixty_steps(
+    rows, batch, accumulation, epochs, least, advice
+):
+    said = small_data_warning(
+        rows,
+        "rows",
+        lambda size, times: math.ceil(rows / (size * times)),
+        epochs=epochs,
+        size="per_device_train_batch_size",
+        batch=batch,
+        least=least,
+        accumulation=accumulation,
+    )
+    few = ": too few to learn much from; "
+    assert said == (advice and f"{rows:,} rows make {advice}".replace(": ", few))

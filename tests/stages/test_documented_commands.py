@@ -4,6 +4,7 @@ Hub models give way to the bundled one, and trainings are cut to two steps. The 
 what others' programs do is left out. With ``DSCHAT_LORA_TESTS=all`` every other document follows.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -13,13 +14,14 @@ import pytest
 
 from dschat_lora.assets import BUNDLED_DATA
 from helpers.launcher import ROOT
+from helpers.step1 import write_jsonl
 
 pytestmark = pytest.mark.stage
 
 MAIN = ROOT / "dschat_lora" / "__main__.py"
 SHORT = "--max_steps 2 --eval_iters 1 --sample_generations 1"
 SHORTENED = {
-    "sft": f"{SHORT} --per_device_train_batch_size 2",
+    "sft": f"{SHORT} --per_device_train_batch_size 2 --lora_dim 16",
     "reward": "--max_steps 2 --eval_iters 1 --per_device_train_batch_size 2",
     "dpo": "--max_steps 2 --eval_iters 1 --per_device_train_batch_size 2 "
     "--no-precompute_ref_log_probs",
@@ -85,9 +87,66 @@ def readme(tmp_path_factory, launcher):
 def test_commands_of_the_readme_run_one_after_another(readme):
     home, said = readme
     verbs = [words[0] for words, _ in said]
-    assert verbs == ["audit", "sft", "chat", "reward", "dpo", "rlhf", "sft"]
+    assert verbs == ["audit", "plan", "sft", "chat", "reward", "dpo", "rlhf", "sft"]
     for left in ("sft/adapter", "reward/adapter", "dpo/adapter", "rlhf/actor/adapter"):
         assert (home / "output" / left / "adapter_model.safetensors").is_file()
+
+
+def forty(*answers):
+    """Forty rows of a question, with these columns of answers."""
+    asked = [{"prompt": f"What is {n} plus 3?"} for n in range(40)]
+    return [
+        row | {name: f" {n + i}." for i, name in enumerate(answers)} for n, row in enumerate(asked)
+    ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("rows", "verbs"),
+    [
+        (None, ["sft", "chat", "reward", "chat", "rlhf", "chat", "merge"]),
+        (forty("completion"), ["sft", "chat", "merge"]),
+        (forty("chosen", "rejected"), ["sft", "chat", "reward", "chat", "rlhf", "chat", "merge"]),
+    ],
+    ids=["the bundled data", "forty answers", "forty pairs"],
+)
+def test_commands_that_runs_name_as_next_run_in_order(rows, verbs, launcher, tmp_path):
+    waiting, ran = [["sft"]], []
+    if rows is not None:
+        write_jsonl(tmp_path / "rows.jsonl", rows)
+        waiting[0] += ["--data_path", "rows.jsonl"]
+    while waiting:
+        words = waiting.pop(0)
+        ran.append(words[0])
+        _, _, after = run(launcher, tmp_path, *words).out().partition("next:\n")
+        waiting += [
+            shlex.split(line)[1:] for line in re.findall(r"^  (dschat-lora .*)", after, re.M)
+        ]
+    assert ran == verbs
+
+
+@pytest.mark.thorough
+def test_the_readmes_rows_are_learnt_as_it_says(launcher, tmp_path):
+    def trained(path, measure, kind):
+        words = ["sft", "--data_path", path, "--num_train_epochs", "60", "--lora_dim", "16"]
+        running = launcher.start(
+            [*words, "--output_dir", path[:-6]], tmp_path, script=MAIN, env={"HF_HUB_OFFLINE": 1}
+        )
+        assert running.wait() == [0], running.output()
+        assert "  warning      " not in running.out()
+        lines = (tmp_path / path[:-6] / "metrics.jsonl").read_text("utf-8").splitlines()
+        values = [line[measure] for line in map(json.loads, lines) if line["kind"] == kind]
+        return values[0], values[-1]
+
+    write_files("README.md", tmp_path)
+    before, after = trained("mine.jsonl", "loss", "train")
+    assert before == pytest.approx(5.3, abs=0.05)
+    assert after == pytest.approx(0.03, abs=0.01)
+    sums = [{"prompt": f"What is {a} plus 3?", "completion": f" {a + 3}."} for a in range(50)]
+    write_jsonl(tmp_path / "fifty.jsonl", sums)
+    before, after = trained("fifty.jsonl", "perplexity", "eval")
+    assert before == pytest.approx(272, rel=0.01)
+    assert after == pytest.approx(2.4, abs=0.2)
 
 
 @pytest.mark.thorough
