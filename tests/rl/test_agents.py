@@ -528,6 +528,8 @@ def test_an_episode_that_is_over_asks_nothing_more(play):
 
     async def agent(row, client, model):
         await client.chat.completions.create(model=model, messages=QUESTION)
+        with pytest.raises(openai.NotFoundError, match="Responses API is not served.*chat_compl"):
+            await client.responses.create(model=model, input="What is 1?")
         kept.append(client)
         return 1.0
 
