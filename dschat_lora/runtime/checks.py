@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -311,12 +311,15 @@ def require_packages(user: str, *names: str, extra: str) -> None:
     """
     for needed in names:
         name, _, oldest = needed.partition(">=")
-        found = ""
-        if importlib.util.find_spec(name) is not None:
-            if not oldest or Version(version(name)) >= Version(oldest):
-                continue
-            found = f", and {version(name)} is installed"
-        raise ValueError(f"{user} needs {needed}{found}: pip install 'dschat_lora[{extra}]'")
+        is_there, found = importlib.util.find_spec(name) is not None, ""
+        if is_there and oldest:
+            try:
+                is_there = Version(version(name)) >= Version(oldest)
+                found = f", found {version(name)}"
+            except PackageNotFoundError:  # a module of the user's has that name
+                is_there = False
+        if not is_there:
+            raise ValueError(f"{user} needs {needed}{found}: pip install 'dschat_lora[{extra}]'")
 
 
 def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
