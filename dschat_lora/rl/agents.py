@@ -471,7 +471,7 @@ class Agents:
             if self._first_failed is None:
                 self._first_failed = each
                 if not self._has_noted:
-                    row, copy = (each.key[:-2] if each.attempt else each.key)[-2:]
+                    row, copy = each.key[-2:]  # the first to fail is no retry
                     note(
                         f"an episode of {self.program.option} failed (prompt {row} of the batch, "
                         f"copy {copy}): {_where(each)}"

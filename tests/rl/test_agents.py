@@ -614,7 +614,7 @@ def test_the_last_line_of_a_command_is_its_reward_however_much_it_prints_before(
     [
         ("printf 'reward:\\t0.5'", r"its last line is no JSON: 'reward:\\t0.5'; print the reward"),
         ("printf '\\377'", "its last line is no JSON: '\ufffd'; "),
-        ("head -c 3000000 /dev/zero", r"no JSON: '(\\x00){49}\\x0; "),
+        ("printf 0.5; head -c 3000000 /dev/zero", r"no JSON: '(\\x00){49}\\x0; "),
         ("head -c 100000 /dev/zero | tr '\\0' '['", r"no JSON: '\[{199}; "),
         ("true", "it printed nothing; print the reward last, as a number or an object with"),
         ("echo said; exit 3", "it ended with exit code 3: said$"),
