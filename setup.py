@@ -17,7 +17,7 @@ METEOR = ["pycocoevalcap>=1.2,<2"]
 # dschat-lora serve.
 SERVE = ["starlette>=1.0.1,<2", "uvicorn>=0.35,<1"]
 # --agent and --agent_command: the server, and the client that programs get.
-AGENTS = [*SERVE, "openai>=3,<4"]
+AGENTS = [*SERVE, "openai>=2,<4"]
 # The Tinker API: its client's package has the types of its messages.
 TINKER = [*SERVE, "tinker>=0.38,<0.39"]
 # Answers of dschat-lora serve that follow a JSON schema, and tool calls that are demanded.
@@ -44,7 +44,7 @@ REWARDS = ["math-verify>=0.9,<1", "jsonschema>=4.23,<5"]
 # --environment LIBRARY:NAME, by library.
 ENVIRONMENTS = ["reasoning-gym>=0.1.25,<0.2"]
 GYMNASIUM = ["gymnasium>=1.0,<2"]
-MCP = ["mcp>=2.3,<3"]
+MCP = ["mcp>=2,<3"]
 OPENENV = ["openenv-core>=0.3,<0.4"]
 VERIFIERS = ["verifiers>=0.4,<0.5"]
 # Bases in GGUF files of most architectures.

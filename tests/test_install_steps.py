@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from itertools import pairwise
@@ -140,6 +141,54 @@ def test_an_older_python_is_told_in_one_line_before_anything_is_made(tmp_path):
     assert first.startswith(f"error: Python 3.11 or later is needed, {old} is 3.10.13; PYTHON=")
     assert len(last) == 1  # make's own
     assert not (tmp_path / "made").exists()
+
+
+def extras():
+    """Requirements of each extra of setup.py, and of the package itself by the name core."""
+    source = (ROOT / "setup.py").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        found = {}
+        patch.setattr("setuptools.setup", found.update)
+        patch.setattr("setuptools.find_packages", lambda **options: [])
+        exec(compile(source, "setup.py", "exec"), {"__file__": str(ROOT / "setup.py")})
+    needed = {"core": found["install_requires"], **found["extras_require"]}
+    return {name: [*map(Requirement, needs)] for name, needs in needed.items()}
+
+
+def test_versions_that_are_asked_for_are_the_lowest_that_setup_declares():
+    text = "".join(path.read_text("utf-8") for path in (ROOT / "dschat_lora").rglob("*.py"))
+    asked = {*map(Requirement, re.findall(r'"([a-z_]+>=[\d.]+)"', text))}
+    assert {each.name for each in asked} >= {"mcp", "openai", "verifiers"}
+    declared = {need.name: need for needs in extras().values() for need in needs}
+    assert {str(each) for each in asked} == {
+        f"{each.name}>={re.search('>=([^,]+)', str(declared[each.name]))[1]}" for each in asked
+    }
+
+
+def test_the_tested_versions_are_those_that_extras_allow():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for extra, needs in extras().items():
+        for need in needs:
+            found = tested.get(need.name)
+            assert found is None or found in need.specifier, (extra, need)
+
+
+@pytest.mark.thorough
+def test_extras_go_together_and_with_the_tested_versions(tmp_path):
+    """What resolves for all extras at once resolves for every pair of them."""
+    try:
+        socket.create_connection(("pypi.org", 443), 10).close()
+    except OSError as error:
+        pytest.skip(f"the package index is not reached: {error}")
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    command += ["--report", report, "--constraint", "constraints.txt"]
+    command += {str(need) for needs in extras().values() for need in needs}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {each["metadata"]["name"].lower() for each in json.loads(report.read_text())["install"]}
+    assert {"openai", "mcp", "verifiers", "openenv-core"} <= found
 
 
 def test_colab_keeps_its_torch_and_takes_the_other_versions(tmp_path):

@@ -78,7 +78,7 @@ FLOORS = [
         "generation": Room("algos lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
-            "huggingface_hub psutil safetensors torch transformers",
+            "huggingface_hub packaging psutil safetensors torch transformers",
             "caller checks describe directory resume seeds sharing stage_main validation",
         ),
     },

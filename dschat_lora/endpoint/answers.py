@@ -204,7 +204,7 @@ class AnswerResponse(Response):
         except ApiError as error:
             await JSONResponse(error.body, error.status)(scope, receive, send)
             return
-        is_chat, choices = self._kind == "chat", []
+        is_chat, choices, top = self._kind == "chat", [], dict[str, Any]()
         for index, whole in enumerate(wholes):
             content: dict[str, Any] = {"text": whole.text}
             if is_chat:
@@ -219,10 +219,12 @@ class AnswerResponse(Response):
                 described = [{str(n): {"logprob": max(x, -9999.0)}} for n, x in found]
                 ended["prompt_logprobs"] = [None, *described]
             if self._request.options.return_token_ids:
-                ended |= {"token_ids": list(whole.ids), "prompt_token_ids": list(prompt)}
+                ended["token_ids"] = list(whole.ids)
+                (top if is_chat else ended)["prompt_token_ids"] = list(prompt)  # as vLLM
             choices.append({"index": index, **content, **ended})
         kind = "chat.completion" if is_chat else "text_completion"
-        body = {**self._head, "object": kind, "choices": choices, "usage": self._answers.usage}
+        top |= {"object": kind, "choices": choices, "usage": self._answers.usage}
+        body = {**self._head, **top}
         await JSONResponse(body)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:

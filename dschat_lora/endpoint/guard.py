@@ -186,9 +186,32 @@ async def _refuse(request: Request, error: ApiError) -> Response:
     return JSONResponse(error.body, error.status, headers=headers)
 
 
+# What clients of other interfaces ask for, by the end of its path, and what they can do.
+_OTHER_INTERFACES = {
+    "/responses": "OpenAI's Responses API is not served: have the client use chat completions "
+    '(openai-agents: set_default_openai_api("chat_completions") or OpenAIChatCompletionsModel; '
+    "pydantic-ai: OpenAIChatModel; LangChain: use_responses_api=False)",
+    "/messages": "Anthropic's interface is not served: use a client of OpenAI's chat completions",
+    **dict.fromkeys(
+        ("/api/chat", "/api/generate", "/api/tags"),
+        "Ollama's interface is not served: use a client of OpenAI's, with a base URL that ends in "
+        "/v1",
+    ),
+}
+
+
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
-    message = f"{request.method} {request.scope['path'][:80]}: {error.detail}"
-    return JSONResponse(ApiError(error.status_code, message).body, error.status_code)
+    path, words = request.scope["path"], error.detail
+    if error.status_code == 404:
+        there = {each.path_format: None for each in request.app.routes}
+        of_version = [each for each in there if "/v1/" in each]
+        words = f"there is no such path; there are {', '.join(of_version or there)}"
+        hints = (hint for end, hint in _OTHER_INTERFACES.items() if path.endswith(end))
+        words = "; ".join([words, *hints])
+    elif error.status_code == 405 and error.headers:
+        words = f"the method is {error.headers['Allow']}"
+    body = ApiError(error.status_code, f"{request.method} {path[:80]}: {words}").body
+    return JSONResponse(body, error.status_code, headers=error.headers)
 
 
 async def _nobody_listens(request: Request, error: ClientDisconnect) -> Response:

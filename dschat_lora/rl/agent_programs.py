@@ -30,6 +30,10 @@ class Program(Protocol):
     def label(self) -> str:
         """The name of its reward."""
 
+    @property
+    def option(self) -> str:
+        """What the user typed to name it."""
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse data without the columns that it asks for.
 
@@ -56,6 +60,11 @@ class AgentFunction:
     def label(self) -> str:
         """The function's name."""
         return self.name.rpartition(":")[2]
+
+    @property
+    def option(self) -> str:
+        """The option, with the function's name."""
+        return f"--agent {self.label}"
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse data without the columns that the function asks for.
@@ -157,10 +166,12 @@ class AgentCommand:
 
     ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` point it at the model, and ``OPENAI_MODEL`` names it.
     The last line that it prints is its reward as JSON, unless it sends one to ``REWARD_URL``.
+    Where a ``--reward_function`` scores the episode, it may print nothing.
     """
 
     command: str
-    label = "agent"
+    is_scored: bool = False
+    label, option = "agent", "--agent_command"
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Any data will do."""
@@ -170,6 +181,7 @@ class AgentCommand:
 
         Raises:
             RuntimeError: if it fails.
+            NoRewardError: if its last line is no JSON.
         """
         address = {
             "OPENAI_BASE_URL": base_url,
@@ -189,7 +201,12 @@ class AgentCommand:
             start_new_session=True,
         )
         text = json.dumps(row, ensure_ascii=False).encode()
-        talk = asyncio.ensure_future(process.communicate(text + b"\n"))
+        streams: Any = process
+        talk = asyncio.gather(
+            _last_line(streams.stdout),
+            _last_line(streams.stderr),
+            _give(streams.stdin, text + b"\n"),
+        )
         try:
             await process.wait()
         finally:
@@ -197,15 +214,42 @@ class AgentCommand:
             # cancelled the command itself.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        printed, errors = await talk
+        printed, errors, _ = await talk
         if process.returncode:
-            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            last = errors or printed
             raise RuntimeError(f"it ended with exit code {process.returncode}: {last:.300}")
-        last = printed.decode(errors="replace").strip().rpartition("\n")[2]
-        try:
-            return json.loads(last)
-        except ValueError:
+        if self.is_scored and not printed:
             return None
+        try:
+            return json.loads(printed)
+        except (ValueError, RecursionError) as error:
+            wrong = f"its last line is no JSON: {printed!r:.200}"
+            wrong = wrong if printed else "it printed nothing"
+            raise NoRewardError(
+                f"{wrong}; print the reward last, as a number or an object with `reward`, or null "
+                "for an episode that is not to count"
+            ) from error
+
+
+class NoRewardError(ValueError):
+    """A command printed no reward."""
+
+
+async def _last_line(stream: asyncio.StreamReader) -> str:
+    """The last line of a stream, of which no more than a mebibyte is kept."""
+    kept = bytearray()
+    while chunk := await stream.read(2**16):
+        kept += chunk
+        del kept[: -(2**20)]
+    return kept.decode(errors="replace").strip().rpartition("\n")[2]
+
+
+async def _give(stream: asyncio.StreamWriter, data: bytes) -> None:
+    """Write to a program, which need not read, and end."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
 
 
 def reward_and_metrics(found: Any) -> tuple[float | None, dict[str, float]]:
@@ -237,12 +281,14 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def load_program(agent: str | None, command: str | None) -> Program | None:
+def load_program(agent: str | None, command: str | None, *, is_scored: bool) -> Program | None:
     """What ``--agent`` or ``--agent_command`` names; None where neither is given.
+
+    ``is_scored`` says whether a ``--reward_function`` scores its episodes.
 
     Raises:
         ValueError: if it is not there.
     """
     if command is not None:
-        return AgentCommand(command)
+        return AgentCommand(command, is_scored)
     return None if agent is None else AgentFunction(agent, find_object("agent", agent))

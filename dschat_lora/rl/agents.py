@@ -34,7 +34,13 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.generation.sampling import Responses, undrawn_reason
 from dschat_lora.report.terminal import note
-from dschat_lora.rl.agent_programs import MODEL_NAME, Program, reward_and_metrics
+from dschat_lora.rl import agent_programs
+from dschat_lora.rl.agent_programs import (
+    MODEL_NAME,
+    NoRewardError,
+    Program,
+    reward_and_metrics,
+)
 from dschat_lora.rl.batch import TIMED_OUT, DecodedTurn, Response, decoded_turns
 from dschat_lora.rl.conversations import Conversation, Conversations, PromptTokens
 from dschat_lora.rl.coroutines import start
@@ -326,7 +332,7 @@ class Agents:
             AgentFailedError: whose cause is the first error.
         """
         if all(each.failure for each in responses):
-            reason = f"--agent {self.program.label}: {responses[0].failure}"
+            reason = f"{self.program.option}: {responses[0].failure}"
             first = self._first_failed
             raise AgentFailedError from (first and first.error) or RuntimeError(reason)
 
@@ -394,7 +400,11 @@ class Agents:
         """Play an episode, on the event loop of programs."""
         failure, caught = "", None
         try:
-            found = await self.program.run(row, address, episode.secret)
+            try:
+                found = await self.program.run(row, address, episode.secret)
+            except NoRewardError:
+                if episode.posted is None:
+                    raise
             if episode.posted is not None:
                 found = episode.posted
             episode.reward, episode.logged = reward_and_metrics(found)
@@ -403,7 +413,8 @@ class Agents:
         except BaseException as error:
             if episode.is_over:  # cancelled for that
                 raise
-            failure, caught = f"{type(error).__name__}: {error!s:.300}", error
+            words = " ".join(str(error).split())
+            failure, caught = f"{type(error).__name__}: {words:.400}", error
         with self.changed:
             episode.end(failure, caught)
             self.changed.notify()
@@ -469,7 +480,11 @@ class Agents:
             if self._first_failed is None:
                 self._first_failed = each
                 if not self._has_noted:
-                    note(f"an episode of --agent {self.program.label} failed: {_where(each)}")
+                    row, copy = each.key[-2:]  # the first to fail is no retry
+                    note(
+                        f"an episode of {self.program.option} failed (prompt {row} of the batch, "
+                        f"copy {copy}): {_where(each)}"
+                    )
                 self._has_noted = True
             if each.attempt < self.limits.retries:
                 key = each.key[:-2] if each.attempt else each.key
@@ -575,4 +590,6 @@ def _where(episode: Episode) -> str:
     frames = traceback.extract_tb(episode.error.__traceback__)
     own = [each for each in frames if "site-packages" not in each.filename] or frames
     frame = own[-1]
+    if frame.filename == agent_programs.__file__:  # of a command, or of what it gave
+        return episode.failure
     return f"{episode.failure} ({frame.filename}:{frame.lineno})"

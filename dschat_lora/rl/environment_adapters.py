@@ -266,14 +266,14 @@ async def _open_mcp(server: str) -> tuple[Any, list[dict[str, Any]]]:
     """A client of a server until the process ends, and its tools for a chat template."""
     import asyncio
 
-    from mcp import Client, StdioServerParameters
+    from mcp import Client, StdioServerParameters, stdio_client
 
     from dschat_lora.rl.coroutines import run_together
 
     target: Any = server
     if not server.startswith(("http://", "https://")):
         command, *arguments = shlex.split(server)
-        target = StdioServerParameters(command=command, args=arguments)
+        target = stdio_client(StdioServerParameters(command=command, args=arguments))
     ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     ended = asyncio.Event()
 
@@ -329,10 +329,10 @@ def _make_verifiers(name: str) -> Any:
 # By the word before the colon: the class, the module it needs and the extra that installs it.
 ADAPTERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "gymnasium": (Gymnasium, "gymnasium", "gymnasium"),
-    "mcp": (McpServer, "mcp", "mcp"),
+    "mcp": (McpServer, "mcp>=2", "mcp"),
     "openenv": (OpenEnv, "openenv", "openenv"),
     "reasoning_gym": (ReasoningGym, "reasoning_gym", "environments"),
-    "verifiers": (_make_verifiers, "verifiers", "verifiers"),
+    "verifiers": (_make_verifiers, "verifiers>=0.4", "verifiers"),
 }
 
 

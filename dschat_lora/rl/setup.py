@@ -243,7 +243,9 @@ def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
 def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) -> "Agents | None":
     """What plays the episodes of ``--agent`` or ``--agent_command``, if there is one."""
     batch, data = config.batch, config.data
-    program = load_program(batch.agent, batch.agent_command)
+    program = load_program(
+        batch.agent, batch.agent_command, is_scored=bool(config.rewards.reward_function)
+    )
     if program is None:
         return None
     from dschat_lora.rl.agent_server import AgentServer  # needs a server's libraries

@@ -212,7 +212,7 @@ def _check_agent(batch: RolloutConfig) -> None:
     if not batch.has_agent:
         return
     option = "agent_command" if batch.agent is None else "agent"
-    client = () if batch.agent is None else ("openai",)
+    client = () if batch.agent is None else ("openai>=2",)
     require_packages(f"--{option}", "starlette", "uvicorn", *client, extra="agents")
     if batch.agent is not None:
         check_function("agent", batch.agent)

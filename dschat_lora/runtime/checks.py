@@ -12,8 +12,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from packaging.version import Version
 
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE, verify_adapter
 from dschat_lora.checkpoint.history import is_checkpoint
@@ -303,14 +306,22 @@ def recomputing(parallel: ParallelConfig, switches: Mapping[str, Switch]) -> dic
 
 
 def require_packages(user: str, *names: str, extra: str) -> None:
-    """Refuse to go on without the packages of an extra.
+    """Refuse to go on without the packages of an extra, such as ``h11`` or ``mcp>=2``.
 
     Raises:
-        ValueError: naming the first that lacks, its ``user``, and how to install it.
+        ValueError: naming the first that lacks or is too old, its ``user``, and how to install it.
     """
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{user} needs {name}: pip install 'dschat_lora[{extra}]'")
+    for needed in names:
+        name, _, oldest = needed.partition(">=")
+        is_there, found = importlib.util.find_spec(name) is not None, ""
+        if is_there and oldest:
+            try:
+                is_there = Version(version(name)) >= Version(oldest)
+                found = f", found {version(name)}"
+            except PackageNotFoundError:  # a module of the user's has that name
+                is_there = False
+        if not is_there:
+            raise ValueError(f"{user} needs {needed}{found}: pip install 'dschat_lora[{extra}]'")
 
 
 def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:

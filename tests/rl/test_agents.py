@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import re
+import shlex
 import sys
 import textwrap
 import time
@@ -20,7 +22,12 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.models.loading import end_ids
 from dschat_lora.rl import agents as module
-from dschat_lora.rl.agent_programs import AgentCommand, AgentFunction, reward_and_metrics
+from dschat_lora.rl.agent_programs import (
+    AgentCommand,
+    AgentFunction,
+    NoRewardError,
+    reward_and_metrics,
+)
 from dschat_lora.rl.agent_server import AgentServer
 from dschat_lora.rl.agents import AgentFailedError, AgentLimits, Agents
 from dschat_lora.rl.batch import DecodedTurn, Response
@@ -577,6 +584,8 @@ def test_an_episode_that_is_over_asks_nothing_more(play):
 
     async def agent(row, client, model):
         await client.chat.completions.create(model=model, messages=QUESTION)
+        with pytest.raises(openai.NotFoundError, match="Responses API is not served.*chat_compl"):
+            await client.responses.create(model=model, input="What is 1?")
         kept.append(client)
         return 1.0
 
@@ -632,14 +641,59 @@ def test_a_command_plays_an_episode_and_nothing_of_it_stays(play, tmp_path, monk
     rewards = {k: r.environment_reward for k, r in zip(kinds, found.responses, strict=True)}
     assert rewards == {"print": 0.75, "post": 0.25, "fail": None, "hang": None, "nothing": None}
     failures = [r.failure for r in found.responses]
-    assert failures[0] == failures[1] == failures[4] == ""
+    assert failures[0] == failures[1] == ""
     assert failures[2] == "RuntimeError: it ended with exit code 1: it went wrong"
+    assert failures[4].startswith("NoRewardError: its last line is no JSON: 'not the reward'; ")
     assert failures[3].startswith("timed out")
     assert (tmp_path / "marker").exists()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and (left := sleepers(marker)):
         time.sleep(0.05)
     assert not left
+
+
+def run_command(shell, **options):
+    command = AgentCommand(f"sh -c {shlex.quote(shell)}", **options)
+    return asyncio.run(command.run({"prompt": "x" * 2**20}, "http://127.0.0.1:1/v1", "key"))
+
+
+def test_the_last_line_of_a_command_is_its_reward_however_much_it_prints_before():
+    # More than a pipe holds, on both streams, and a row that is not read.
+    shell = "head -c 3000000 /dev/zero; head -c 300000 /dev/zero >&2; printf '\\377\\n0.5\\n\\n'"
+    assert run_command(shell) == 0.5
+    assert run_command("wc -c") == 2**20 + 15  # '{"prompt": "..."}' and a line feed
+    assert run_command("echo null") is run_command("true", is_scored=True) is None
+
+
+@pytest.mark.parametrize(
+    ("shell", "message"),
+    [
+        ("printf 'reward:\\t0.5'", r"its last line is no JSON: 'reward:\\t0.5'; print the reward"),
+        ("printf '\\377'", "its last line is no JSON: '\ufffd'; "),
+        ("printf 0.5; head -c 3000000 /dev/zero", r"no JSON: '(\\x00){49}\\x0; "),
+        ("head -c 100000 /dev/zero | tr '\\0' '['", r"no JSON: '\[{199}; "),
+        ("true", "it printed nothing; print the reward last, as a number or an object with"),
+        ("echo said; exit 3", "it ended with exit code 3: said$"),
+        ("echo said; echo why >&2; exit 3", "it ended with exit code 3: why$"),
+        ("kill -9 $$", "it ended with exit code -9: $"),
+    ],
+)
+def test_a_command_without_a_reward_is_refused_with_what_it_printed(shell, message):
+    with pytest.raises((NoRewardError, RuntimeError), match=message):
+        run_command(shell)
+
+
+def test_a_failed_command_is_named_with_its_episode_and_no_line_of_ours(play, capfd):
+    rows = [{}, {}]
+    command = AgentCommand("""echo '{"score": 1}'""")
+    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(5.0, 1, 9))
+    assert [r.num_retries for r in found.responses] == [1, 1]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"an episode of --agent_command failed \(prompt [01] of the batch, copy 0\): ValueError: "
+        r"an agent gave \{'score': 1\}; its reward is .* not to count",
+        line,
+    )
 
 
 def sleepers(marker):

@@ -18,6 +18,7 @@ from dschat_lora.rl.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.inputs import episode_prompt
 from dschat_lora.rl.stateful_environment import load_environment
 from dschat_lora.rl.validation import _check_environment
+from dschat_lora.runtime import checks
 from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -234,6 +235,18 @@ def test_tools_of_an_mcp_server_over_http():
     pytest.importorskip("mcp")
     with served("mcp_tools.py") as address:
         play_mcp(f"{address}/mcp")
+
+
+def test_an_older_package_is_refused_by_the_version_that_is_needed(monkeypatch):
+    pytest.importorskip("mcp")
+    monkeypatch.setattr(checks, "version", {"mcp": "1.30.0"}.get)
+    with pytest.raises(
+        ValueError, match=r"^--environment mcp:x needs mcp>=2, found 1\.30\.0: pip in"
+    ):
+        find_adapter("mcp:x")
+    for fits in ("2.0.0", "10.1"):
+        monkeypatch.setattr(checks, "version", {"mcp": fits}.get)
+        assert find_adapter("mcp:x") is not None
 
 
 def test_what_is_no_mcp_server_is_refused():

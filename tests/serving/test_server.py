@@ -131,6 +131,39 @@ def test_several_answers_to_one_prompt_differ_and_a_seed_repeats_them(client):
     assert len(set(texts[0])) > 1
 
 
+PATHS = "/v1/models, /v1/models/{name}, /v1/chat/completions, /v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        (
+            "/v1/responses",
+            'set_default_openai_api("chat_completions") or OpenAIChatCompletionsModel',
+        ),
+        ("/v1/messages", "Anthropic's interface is not served: use a client of OpenAI's chat"),
+        ("/api/chat", "Ollama's interface is not served: use a client of OpenAI's"),
+        ("/v1/embeddings", ""),
+        ("/v1/audio/speech", ""),
+        ("/chat/completions", ""),
+    ],
+)
+def test_a_path_that_is_not_there_is_refused_with_those_that_are(address, path, hint):
+    status, body = send(address, "POST", path, {"model": "a"})
+    assert status == 404
+    message = body["error"]["message"]
+    assert message.startswith(f"POST {path}: there is no such path; there are {PATHS}")
+    _, _, rest = message.partition(f"{PATHS}; ")
+    assert hint in rest
+    assert bool(hint) == bool(rest)
+
+
+def test_a_method_that_a_path_has_not_is_refused_with_the_one_that_it_has(address):
+    status, body = send(address, "GET", "/v1/chat/completions")
+    assert status == 405
+    assert body["error"]["message"] == "GET /v1/chat/completions: the method is POST"
+
+
 WRONG = {
     "no model": ({"messages": asked("a")}, 400, "model is missing; it is one of base, a, b"),
     "unknown model": ({"model": "x"}, 404, "there is no model 'x'; there are base, a, b"),
