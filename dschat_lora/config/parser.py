@@ -241,7 +241,11 @@ def _nearest(given: str, names: Collection[str]) -> Sequence[str]:
         return [given]
     words = {name: set(name.split("_")) for name in names}
     some = set(given.split("_"))
-    longer = [name for name in names if some <= words[name] and 2 * len(some) >= len(words[name])]
+    longer = [name for name in names if some <= words[name] and 3 * len(some) >= len(words[name])]
+    shorter = [name for name in longer if 2 * len(some) >= len(words[name])]
+    if len(longer) > 2 or not shorter:
+        fewest = min((len(words[name]) for name in shorter), default=0)
+        longer = [name for name in shorter if len(words[name]) == fewest]
     # What another trainer calls by a name is no part of one of ours.
     if 0 < len(longer) <= 2 and given not in other_names():
         return longer

@@ -144,13 +144,16 @@ def adapter_learning_rate(optim: OptimConfig) -> float:
 def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:
     """What is doubtful about the adapters' rate, or None.
 
-    Full fine-tuning is taken to use ``--learning_rate``, at most 5e-5. Below twice that,
-    adapters learn too little; above 15 times, by multiplier, none was found to do better.
+    Full fine-tuning is taken to use ``--learning_rate``, at most a tenth of the default rate of
+    adapters. Below twice that they learn too little; above 15 times, by multiplier, none was
+    found to do better.
     """
     by_rule = optim.learning_rate == "auto" and optim.lora_learning_rate is None
     if lora.lora_dim == 0 or (by_rule and optim.lora_lr_multiplier is None):
         return None
-    rate, full = adapter_learning_rate(optim), min(base_rate(optim), FULL_FINE_TUNING_RATE)
+    default = optim.default_lora_learning_rate
+    most = FULL_FINE_TUNING_RATE if default is None else default / BEST_MULTIPLIER
+    rate, full = adapter_learning_rate(optim), min(base_rate(optim), most)
     if rate < 2 * full:
         return (
             f"adapters train at {rate:g}, a rate of full fine-tuning; about 10 times as much is "

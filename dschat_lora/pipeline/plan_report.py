@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.options import flatten
@@ -156,7 +157,11 @@ def lines(planned: Planned) -> Iterator[str]:
         yield ""
         yield from _data_lines(planned.data)
     if card is not None and planned.command:
-        yield f"$ {planned.command}"
+        given = planned.options
+        model = given.get("model_name_or_path", given.get("actor_model_name_or_path"))
+        # The bundled data is for the bundled model and what is made of it.
+        needs_data = model and not Path(model).expanduser().exists() and "data_path" not in given
+        yield f"$ {planned.command}{' --data_path FILE' if needs_data else ''}"
 
 
 def _data_lines(data: DataAudit | str) -> Iterator[str]:

@@ -354,7 +354,8 @@ def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
     if config.ppo.rules.compares and k < 2:
         raise ValueError(
             f"--algorithm {algorithm} compares the responses to a prompt: --num_generations must "
-            f"be 2 or more, got {k}"
+            f"be 2 or more and divide --per_device_generation_batch_size "
+            f"{config.batch.per_device_generation_batch_size}, got {k}"
         )
 
 

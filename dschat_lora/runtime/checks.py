@@ -376,7 +376,7 @@ def check_bundled_data_fits(source: ModelSource, *, stage: str, role: str = "") 
         typed = f"--{role}model_name_or_path {shlex.quote(str(source.adapter or source.base))}"
         raise ValueError(
             f"{typed} needs data of its own, as the bundled data is for the bundled model: "
-            f"dschat-lora {stage} {typed} --data_path FILE"
+            f"add --data_path FILE, as in dschat-lora {stage} {typed} --data_path FILE"
         )
 
 

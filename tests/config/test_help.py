@@ -231,6 +231,10 @@ def test_hint_names_no_option_that_the_command_lacks():
         parse_config(RlhfConfig, ["--lora_r", "8"])
     with pytest.raises(ValueError, match="--max_length; --max_prompt_seq_len N bounds the prompt"):
         parse_config(RlhfConfig, ["--max_length", "8"])
+    with pytest.raises(ValueError, match="did you mean --num_train_epochs or --ppo_epochs"):
+        parse_config(RlhfConfig, ["--epochs", "3"])
+    with pytest.raises(ValueError, match="did you mean --actor_lora_dim or --critic_lora_dim"):
+        parse_config(RlhfConfig, ["--lora_dim", "8"])
     with pytest.raises(ValueError, match="--epsilon; see --help"):
         parse_config(SupervisedConfig, ["--epsilon", "0.2"])
 

@@ -62,6 +62,8 @@ def test_a_rate_of_ten_times_the_full_one_is_suggested():
         {"learning_rate": 9.65e-6, "lora_lr_multiplier": 2},
         {"lora_lr_multiplier": 10},
         {"lora_lr_multiplier": 15},
+        # DPO's, where --learning_rate is that of adapters
+        {"default_lora_learning_rate": 1e-5, "learning_rate": 5e-6, "lora_learning_rate": 5e-6},
     ],
 )
 def test_usual_adapter_rates_raise_no_warning(options):

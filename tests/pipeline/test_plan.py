@@ -268,6 +268,7 @@ def test_a_plan_is_one_screen_or_one_json_object(tiny, capsys):
     code, text = run(capsys, line)
     assert code == 0
     assert len(text.splitlines()) <= 24
+    assert "--data_path" not in text  # of a directory, which may be of the bundled model
     assert max(map(len, text.split("$ ")[0].splitlines())) <= 80
     code, text = run(capsys, f"{line} --json")
     found = json.loads(text)
@@ -400,6 +401,9 @@ def test_the_largest_micro_batch_stands_below_the_settings_that_it_belongs_to(ca
     _, text = run(capsys, f"{line} --per_device_train_batch_size 64")
     names = [each.split()[0] for each in text.splitlines() if each[:2] == "  " and each[2] != " "]
     assert names[-4:] == ["device", "that", "largest", "time"]
+    # A model that is named is not trained on the bundled data.
+    assert text.splitlines()[-1].startswith("$ dschat-lora sft ")
+    assert text.splitlines()[-1].endswith(" --data_path FILE")
 
 
 def test_inputs_on_the_host_are_planned_as_on_a_gpu(tiny, home):

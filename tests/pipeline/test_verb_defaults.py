@@ -327,7 +327,7 @@ def test_the_bundled_data_is_for_the_bundled_model_and_what_is_made_of_it(
     checked, start, stage, role, more
 ):
     option = f"--{role}model_name_or_path"
-    line = f"dschat-lora {stage} {option} some/model --data_path FILE"
+    line = f"add --data_path FILE, as in dschat-lora {stage} {option} some/model --data_path FILE"
     with pytest.raises(ValueError, match=line) as error:
         checked(start, stage, f"{option} some/model {more}")
     assert "\n" not in str(error.value)

@@ -482,7 +482,10 @@ MISTAKES = [
         f"{GOOD} --algorithm rloo --num_generations 1",
         ["--algorithm rloo", "--num_generations", "2 or more", "1"],
     ),
-    (f"{GOOD} --algorithm grpo --num_generations 1", ["--algorithm grpo", "--num_generations"]),
+    (
+        f"{GOOD} --algorithm grpo --per_device_generation_batch_size 13",
+        ["--algorithm grpo", "--num_generations", "--per_device_generation_batch_size 13"],
+    ),
     (f"{GOOD} --algorithm a2c", ["--algorithm", "'a2c'", "ppo, rloo, grpo"]),
     (
         f"{GOOD} --max_prompt_seq_len 60 --max_answer_seq_len 10",
