@@ -235,6 +235,8 @@ def test_hint_names_no_option_that_the_command_lacks():
         parse_config(RlhfConfig, ["--epochs", "3"])
     with pytest.raises(ValueError, match="did you mean --actor_lora_dim or --critic_lora_dim"):
         parse_config(RlhfConfig, ["--lora_dim", "8"])
+    with pytest.raises(ValueError, match="did you mean --actor_learning_rate"):
+        parse_config(RlhfConfig, ["--actor_lr", "1e-4"])
     with pytest.raises(ValueError, match="--epsilon; see --help"):
         parse_config(SupervisedConfig, ["--epsilon", "0.2"])
 
