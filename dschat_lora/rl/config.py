@@ -541,7 +541,10 @@ class DistillConfig(RlhfConfig):
 
     spellings: ClassVar[Mapping[str, str]] = {
         name: f"actor_{name}"
-        for name in ("model_name_or_path", "lora_dim", "lora_alpha", "lora_learning_rate")
+        for name in (
+            *("model_name_or_path", "lora_dim", "lora_alpha", "target_modules"),
+            *("learning_rate", "lora_learning_rate"),
+        )
     }
 
     ppo: PpoConfig = group(PpoConfig, algorithm="distill")

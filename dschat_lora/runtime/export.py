@@ -168,7 +168,8 @@ def next_commands(
     trained = directory / "actor" if stage in ("rlhf", "distill") else directory
     commands = [typed("chat", home)]
     if stage == "sft" and has_pairs:
-        commands.append(typed("reward", model_name_or_path=home, **rows))
+        length = {"max_seq_len": values["max_seq_len"]} if "max_seq_len" in config.given else {}
+        commands.append(typed("reward", model_name_or_path=home, **rows, **length))
     elif (trained / "adapter").is_dir() and not (trained / "model").exists():
         commands.append(typed("merge", str(trained)))
     return commands

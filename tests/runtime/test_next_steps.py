@@ -21,6 +21,7 @@ READ = "--data_path 'b c.jsonl' --columns chosen=good rejected=bad --data_split 
     ("stage", "argv", "has_pairs", "written", "expected"),
     [
         ("sft", "", True, "adapter", [CHAT, REWARD]),
+        ("sft", "--max_seq_len 2048", True, "adapter", [CHAT, f"{REWARD} --max_seq_len 2048"]),
         ("sft", f"{READ} --max_steps 5", True, "adapter", [CHAT, f"{REWARD} {READ}"]),
         ("sft", "--data_path a.jsonl", False, "adapter", [CHAT, "merge 'out/my run'"]),
         ("sft", "--data_path a.jsonl", False, "adapter model", [CHAT]),
