@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from dschat_lora.config.bundled import OTHER_NAMES
 
+ROLES = ("actor", "critic")
+
 
 class OtherName(NamedTuple):
     """What does the same as an option of other trainers.
@@ -54,8 +56,11 @@ def dotted_name(name: object, value: object) -> str:
 
 def same_here(name: str, known: Collection[str]) -> str | None:
     """What of ``known`` does the same as option ``name`` of another trainer; None without it."""
-    for row in other_names().get(name, ()):
-        for option in row.options:
-            if option in known:
-                return row.words.replace("{}", f"--{option}")
+    role, _, rest = name.partition("_")  # actor_lora_rank is --actor_lora_dim
+    for part, prefix in ((name, ""), (rest, f"{role}_") if role in ROLES else ("", "")):
+        for row in other_names().get(part, ()):
+            for option in row.options:
+                here = prefix + option.removeprefix(prefix)
+                if here in known:
+                    return row.words.replace("{}", f"--{here}")
     return None

@@ -74,7 +74,8 @@ def check_place(path: Path) -> None:
             same = False
         if not same:
             words = "it was moved, deleted or replaced while it was written to"
-            raise FileNotFoundError(errno.ENOENT, words, str(home))
+            named = str(home) if path.is_absolute() else os.path.relpath(home)
+            raise FileNotFoundError(errno.ENOENT, words, named)
         try:
             check_within(path.parent, home)
         except ValueError as error:

@@ -234,7 +234,7 @@ def test_a_call_that_is_sent_back_is_read_alike_however_its_arguments_are_writte
     assert prompt_of('{"a":1,"b":2}') == prompt_of('{ "a": 1, "b": 2 }') == expected
     assert prompt_of("", "now") == prompt_of("{}", "now") == prompt_of({}, "now")
     for malformed in ('{"a": 1', "[1]"):
-        with pytest.raises(openai.BadRequestError, match="message 2: the arguments of 'add'") as e:
+        with pytest.raises(openai.BadRequestError, match="message 2: the arguments of") as e:
             prompt_of(malformed)
         assert e.value.param == "messages"
 

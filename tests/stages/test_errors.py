@@ -68,7 +68,8 @@ def workplace(tmp_path, monkeypatch):
 CASES = [
     ("--lora_dm 8", ["--lora_dm", "did you mean --lora_dim?"]),
     ("--lora-dim 8", ["--lora-dim", "did you mean --lora_dim?"]),
-    ("--banana 4", ["--banana", "--help"]),
+    ("--wandb_entity me", ["--wandb_entity", "--report_to wandb"]),
+    ("--banana me", ["--banana", "--help"]),
     ("stray", ["'stray'", "--"]),
     ("--lora_dim", ["--lora_dim", "expected one argument"]),
     ("--lora_dim eight", ["--lora_dim", "'eight'", "whole number"]),

@@ -112,7 +112,9 @@ def test_title_command_says_first_what_it_trains_on_what(title):
 
 
 def test_title_command_does_not_warn_of_its_own_options(title):
-    assert "  warning  " not in title.out
+    warnings = [line for line in title.out.splitlines() if line.startswith("  warning ")]
+    # but of data that is cut short here
+    assert [line for line in warnings if "rows make" not in line or ALL] == []
 
 
 def test_title_command_learns(title, home):

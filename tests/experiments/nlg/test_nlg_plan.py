@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from transformers.models.gpt2 import GPT2Config
 
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import chosen_verb, flatten, options_of, parse_config
 from dschat_lora.experiments.nlg.config import NlgConfig
@@ -136,23 +137,27 @@ def gpt2(tmp_path):
     return tmp_path
 
 
+def named(model):
+    return "--model_name_or_path", str(model), "--data_path", str(BUNDLED_DATA["train"])
+
+
 def checked(*argv):
     return check_training(parse_config(NlgConfig, list(argv)))
 
 
 def test_query_and_value_of_gpt2_get_factors_of_their_own(gpt2):
-    lora = checked("--model_name_or_path", str(gpt2)).lora
+    lora = checked(*named(gpt2)).lora
     assert (lora.target_modules, lora.enable_lora) == (("c_attn",), ("q", "v"))
 
 
 def test_query_and_value_of_other_models_are_layers_of_their_own(gpt2):
     assert checked().lora == LoraConfig(lora_dim=4, target_modules=("q_proj", "v_proj"))
     (gpt2 / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert checked("--model_name_or_path", str(gpt2)).lora.enable_lora == ()
+    assert checked(*named(gpt2)).lora.enable_lora == ()
 
 
 def test_a_choice_of_layers_is_kept(gpt2):
-    lora = checked("--model_name_or_path", str(gpt2), "--target_modules", "c_attn", "c_proj").lora
+    lora = checked(*named(gpt2), "--target_modules", "c_attn", "c_proj").lora
     assert (lora.target_modules, lora.enable_lora) == (("c_attn", "c_proj"), ())
 
 
@@ -171,7 +176,7 @@ def test_what_has_no_part_in_a_cycle_is_refused(rate):
 
 
 def test_layers_and_parts_have_defaults_each_for_itself(gpt2):
-    model = ["--model_name_or_path", str(gpt2)]
+    model = named(gpt2)
     parts = checked(*model, "--enable_lora", "k", "q").lora
     assert (parts.target_modules, parts.enable_lora) == (("c_attn",), ("q", "k"))
     layers = checked(*model, "--target_modules", "c_attn").lora
@@ -195,7 +200,7 @@ def test_counted_micro_steps_are_not_gone_on_with_at_another_accumulation(tmp_pa
 
 
 def test_the_rate_of_all_that_trains_is_the_learning_rate(gpt2, capsys):
-    checked("--model_name_or_path", str(gpt2), "--lr", "1e-3")
+    checked(*named(gpt2), "--lr", "1e-3")
     assert "no effect" not in capsys.readouterr().out
 
 
