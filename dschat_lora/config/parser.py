@@ -239,10 +239,6 @@ def _nearest(given: str, names: Collection[str]) -> Sequence[str]:
     """Names that ``given`` may stand for: one or two that have its words, or one spelt like it."""
     if given in names:
         return [given]
-    role, _, rest = given.partition("_")  # such as actor_lora_rank
-    options = [f"{role}_{each}" for row in other_names().get(rest, ()) for each in row.options]
-    if own := [each for each in options if each in names]:
-        return own[:1]
     words = {name: set(name.split("_")) for name in names}
     some = set(given.split("_"))
     longer = [name for name in names if some <= words[name] and 3 * len(some) >= len(words[name])]

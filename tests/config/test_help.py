@@ -235,7 +235,7 @@ def test_hint_names_no_option_that_the_command_lacks():
         parse_config(RlhfConfig, ["--epochs", "3"])
     with pytest.raises(ValueError, match="did you mean --actor_lora_dim or --critic_lora_dim"):
         parse_config(RlhfConfig, ["--lora_dim", "8"])
-    with pytest.raises(ValueError, match="did you mean --actor_learning_rate"):
+    with pytest.raises(ValueError, match="--actor_lr; --actor_learning_rate X is"):
         parse_config(RlhfConfig, ["--actor_lr", "1e-4"])
     with pytest.raises(ValueError, match="--epsilon; see --help"):
         parse_config(SupervisedConfig, ["--epsilon", "0.2"])
