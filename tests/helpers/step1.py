@@ -64,7 +64,8 @@ def run(command, cwd, *, timeout=300, **environment):
     link = Path(cwd) / "training"
     if not link.exists():
         link.symlink_to(ROOT / "training")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    # One thread, as in the commands of Launcher.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"):
         env.pop(name, None)
     start = time.monotonic()
