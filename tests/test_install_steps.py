@@ -1,7 +1,6 @@
 """README, Makefile, image and Colab install by the same steps; what the image is, and is not."""
 
 import json
-import os
 import re
 import shlex
 import socket
@@ -121,7 +120,7 @@ def test_make_lint_finds_what_the_oldest_python_lacks(line, oldest, found, tmp_p
     pytest.importorskip("vermin")
     (tmp_path / "fits.py").write_text("from typing import Any\n")
     (tmp_path / "planted.py").write_text(line + "\n")
-    command = ["make", "--silent", "oldest", f"PACKAGES={tmp_path}"]
+    command = ["make", "--silent", "--no-print-directory", "oldest", f"PACKAGES={tmp_path}"]
     command += [f"OLDEST={oldest}"] if oldest else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == (2 if found else 0)
@@ -134,10 +133,8 @@ def test_an_older_python_is_told_in_one_line_before_anything_is_made(tmp_path):
     code = "import sys; sys.version_info, sys.version = (3, 10), '3.10.13 x'; exec(sys.argv[2])"
     old.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{code}" "$@"\n')
     old.chmod(0o755)
-    command = ["make", "demo", f"VENV={tmp_path}/made", f"PYTHON={old}"]
-    # not as a part of the make that runs these tests, which would say where it is
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    command = ["make", "--no-print-directory", "demo", f"VENV={tmp_path}/made", f"PYTHON={old}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
     first, *last = done.stderr.splitlines()
