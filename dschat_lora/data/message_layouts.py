@@ -17,12 +17,9 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
     "tool_response": "tool",
 }
-# Of messages with `role`, names that are no template's: OpenAI's older ones, and ms-swift's.
-_OLDER = {
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
-    **dict.fromkeys(("function", "function_response", "tool_response"), "tool"),
-}
 _CALLS = ("function_call", "tool_call")
+# Of messages with `role`, names that are no template's: OpenAI's older ones, and ms-swift's.
+_OLDER = {name: ROLES[name] for name in (*_CALLS, "function", "function_response", "tool_response")}
 # Keys by which OpenAI, LLaMA-Factory, ms-swift and axolotl say whether a message is learnt.
 LEARNT_BY = (WEIGHT, "loss_weight", "loss_scale", "train", "training", "loss")
 # What is learnt of a message in a form of their own.
