@@ -32,7 +32,7 @@ from dschat_lora.experiments.nlg.config import (
     FormatConfig,
     NlgConfig,
 )
-from dschat_lora.rl.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 from dschat_lora.tinker.config import TinkerConfig
 

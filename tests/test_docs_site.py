@@ -10,7 +10,7 @@ import yaml
 from dschat_lora import __version__
 from dschat_lora.config.options import option_names
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from dschat_lora.__main__ import VERBS
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.layouts import PROMPTS
 from dschat_lora.data.rows import RowType
-from dschat_lora.rl.algorithms import ALGORITHMS
+from dschat_lora.rl.options.algorithms import ALGORITHMS
 
 TESTS = Path(__file__).parent
 # page -> (what goes before a name in tests that use it, the names)

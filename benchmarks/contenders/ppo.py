@@ -36,15 +36,17 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation import sampling
-from dschat_lora.rl import trainer
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.engines import Engines, build_engines
-from dschat_lora.rl.rollout import PromptOrder
-from dschat_lora.rl.setup import RlhfSetup, set_up
-from dschat_lora.rl.throughput import PHASES, PhaseTimer
-from dschat_lora.rl.trainer import RlhfProgress, RlhfTrainer
-from dschat_lora.rl.update import Updater
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.draw.order import PromptOrder
+from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.rl.learn.update import Updater
+from dschat_lora.rl.loop import trainer
+from dschat_lora.rl.loop.build import build_engines
+from dschat_lora.rl.loop.schedule import RlhfProgress
+from dschat_lora.rl.loop.setup import RlhfSetup, set_up
+from dschat_lora.rl.loop.trainer import RlhfTrainer
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.watch.throughput import PHASES, PhaseTimer
 from dschat_lora.runtime.run import OpenRun, open_run
 
 SEED = 0

@@ -30,7 +30,7 @@ from benchmarks.common.report import PartReport, print_table
 from benchmarks.common.turns import Runner, make_context, spread, start, stop
 from benchmarks.contenders.ppo import CHAT, CONTENDERS, OURS, Found, IterationWork, serve
 from dschat_lora.engine.build import resolve_dtype
-from dschat_lora.rl.throughput import PHASES
+from dschat_lora.rl.watch.throughput import PHASES
 
 ALL = (REAL, ENDING, FULL)
 TINY = IterationSize(

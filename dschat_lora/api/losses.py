@@ -26,7 +26,7 @@ from dschat_lora.algos.ppo import (
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import DpoConfig
-from dschat_lora.rl.algorithms import PpoConfig
+from dschat_lora.rl.options.algorithms import PpoConfig
 
 Tables = Mapping[str, Tensor]
 # (T,) losses of a sequence, given as it came, from its log-probabilities.

@@ -20,7 +20,7 @@ from dschat_lora.pipeline.stages import STAGES, check_as_verb
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.run_data import read_run, read_runs
-from dschat_lora.rl.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 from dschat_lora.runtime.caller import Callback, Caller
 from dschat_lora.runtime.stage_main import late
 

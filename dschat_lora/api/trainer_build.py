@@ -48,6 +48,7 @@ from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
+from dschat_lora.generation.stops import stop_ids
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.blocks import (
     FLEX_ATTENTION,
@@ -60,7 +61,7 @@ from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_tokenizer, share_parameters
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.rl.rollout import stop_ids, whole_weights_fit
+from dschat_lora.rl.draw.generator import whole_weights_fit
 from dschat_lora.runtime.checks import check_adapter_files, check_task
 from dschat_lora.runtime.setup import (
     check_same_models,

@@ -31,14 +31,15 @@ from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops
 from dschat_lora.pipeline.stages import as_planned
-from dschat_lora.rl.batch import Minibatch, Response
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.inputs import Sources, find_sources
-from dschat_lora.rl.memory import memory_plan, trained_models
-from dschat_lora.rl.roles import Roles, build_roles
-from dschat_lora.rl.setup import role_settings
-from dschat_lora.rl.throughput import FlopCounter
-from dschat_lora.rl.update import count_deferred
+from dschat_lora.rl.learn.roles import Roles, build_roles
+from dschat_lora.rl.learn.update import count_deferred
+from dschat_lora.rl.loop.memory import memory_plan, trained_models
+from dschat_lora.rl.loop.setup import role_settings
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.inputs import Sources, find_sources
+from dschat_lora.rl.response.batch import Minibatch
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
 from dschat_lora.runtime.setup import engine_settings, trained_elements
 

@@ -32,7 +32,7 @@ from dschat_lora.pipeline.plan import (
 )
 from dschat_lora.pipeline.recipe import Recipe, checked_stages
 from dschat_lora.pipeline.stages import STAGES, check_stage, restated, with_placeholders
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.data_audit import STAGES as AUDITED
 from dschat_lora.runtime.memory import fewest
 from dschat_lora.runtime.setup import prepare_data

@@ -19,7 +19,7 @@ from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.pipeline.launch import LauncherConfig
 from dschat_lora.pipeline.stages import STAGES, check_stage, write_placeholder
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 
 _PARTS = ("output_dir", "launcher", "common", "stages")
 # Options that the pipeline itself sets.

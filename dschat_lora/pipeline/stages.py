@@ -29,8 +29,8 @@ from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, Supervi
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.perf.cards import Card, find_card
-from dschat_lora.rl.config import DistillConfig, RlhfConfig
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 from dschat_lora.runtime.checks import model_fields
 from dschat_lora.runtime.resume import is_first_rank, settle, with_options
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised

@@ -48,7 +48,7 @@ from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.markup import number, short
 from dschat_lora.report.run_data import read_run
 from dschat_lora.report.terminal import log_once, table
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
 
 if TYPE_CHECKING:

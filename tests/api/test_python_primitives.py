@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import dschat_lora
 from dschat_lora.api.trainer import Trainer
 from dschat_lora.config.options import parse_config
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.train import run_rlhf
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.loop.train import run_rlhf
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
 from helpers.launcher import ROOT
 from helpers.trainer_runs import random_sequences
 

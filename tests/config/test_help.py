@@ -26,7 +26,7 @@ from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.config.verbs import EvalConfig, ExportConfig, GenerateConfig, MergeConfig
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.nlg.config import NlgConfig
-from dschat_lora.rl.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 from dschat_lora.serving.config import ChatConfig, ServeConfig
 from dschat_lora.tinker.config import TinkerConfig
 

@@ -12,8 +12,8 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.data.readers import iter_file, iter_rows
 from dschat_lora.data.rows import check_sources, config_sources, parse_row
 from dschat_lora.data.sources import find_source
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.inputs import text_data
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.inputs import text_data
 
 
 @pytest.fixture(autouse=True)

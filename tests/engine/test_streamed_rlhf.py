@@ -11,9 +11,9 @@ import pytest
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.stream import StreamError
 from dschat_lora.data.stream_loader import StreamLoader
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.train import run_rlhf
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.loop.train import run_rlhf
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
 from helpers.ranks import RanksFailedError
 from helpers.rlhf_course import save_family, train_rlhf, write_texts
 from helpers.spread import ALL

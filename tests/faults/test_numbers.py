@@ -29,10 +29,11 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.engine.process_group import shutdown
 from dschat_lora.generation.search import BeamSearch, TextRules
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.environment import Environment
-from dschat_lora.rl.experience import check_scores
-from dschat_lora.rl.rewards import RewardFunction, UserFunctionError
+from dschat_lora.rl.learn.experience import check_scores
+from dschat_lora.rl.play.environment import Environment
+from dschat_lora.rl.response.errors import UserFunctionError
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.reward_functions import RewardFunction
 from helpers.glue_toys import save_encoder, write_task
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
 from helpers.roles import Words

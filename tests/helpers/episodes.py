@@ -7,9 +7,10 @@ import numpy as np
 from data.chat_tokenizers import build_chat_tokenizer
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.environment import Episodes, TurnTokens
-from dschat_lora.rl.stateful_environment import StatefulEnvironment
+from dschat_lora.rl.play.environment import Episodes
+from dschat_lora.rl.play.stateful_environment import StatefulEnvironment
+from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.response.response import Response
 
 TOKENIZER = build_chat_tokenizer("qwen3_instruct_2507")
 CHAT = Chat(TOKENIZER, TOKENIZER.eos_token)

@@ -9,7 +9,7 @@ import torch
 
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank
-from dschat_lora.rl import setup
+from dschat_lora.rl.loop import setup
 from dschat_lora.runtime.stage_main import exits
 from helpers.rlhf_course import train_rlhf
 from helpers.runs import release

@@ -15,14 +15,15 @@ from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.rl.algorithms import PpoConfig
-from dschat_lora.rl.batch import Minibatch, Response, collate, make_minibatches
-from dschat_lora.rl.ema import MovingAverage
-from dschat_lora.rl.engines import Engines
-from dschat_lora.rl.experience import advantages_and_returns, score_responses
-from dschat_lora.rl.pretraining import Pretraining
-from dschat_lora.rl.rewards import RewardFunction
-from dschat_lora.rl.update import Updater, count_deferred
+from dschat_lora.rl.learn.ema import MovingAverage
+from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.rl.learn.experience import advantages_and_returns, score_responses
+from dschat_lora.rl.learn.pretraining import Pretraining
+from dschat_lora.rl.learn.update import Updater, count_deferred
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.response.batch import Minibatch, collate, make_minibatches
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.reward_functions import RewardFunction
 from dschat_lora.runtime.setup import shard_model
 from helpers.plain_ppo import LONGEST
 from helpers.roles import Words, config_of, networks_of, roles_of

@@ -17,14 +17,14 @@ from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.generation import sampling
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.rl import setup, trainer
-from dschat_lora.rl import train as course
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.engines import build_engines
-from dschat_lora.rl.rollout import Generator
-from dschat_lora.rl.rollouts_ahead import RolloutsAhead
-from dschat_lora.rl.update import Updater
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
+from dschat_lora.rl.learn.update import Updater
+from dschat_lora.rl.loop import setup, trainer
+from dschat_lora.rl.loop import train as course
+from dschat_lora.rl.loop.build import build_engines
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.run import open_run
 from dschat_lora.runtime.stage_main import exits
 from helpers.runs import release

@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.engines import Engines, policies_of
-from dschat_lora.rl.inputs import Sources
-from dschat_lora.rl.roles import Network, build_roles
+from dschat_lora.rl.learn.engines import Engines, policies_of
+from dschat_lora.rl.learn.network import Network
+from dschat_lora.rl.learn.roles import build_roles
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.inputs import Sources
 from helpers.tiny import VOCAB
 
 # Every linear layer of a block, as each architecture calls them.

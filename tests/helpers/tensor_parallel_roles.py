@@ -19,7 +19,7 @@ from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.parallel import own_part, whole_sequences
 from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.pipeline.stages import STAGES
-from dschat_lora.rl.rollout import Generator
+from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.supervised.stages import run_dpo, run_reward
 from helpers.rlhf_course import LETTERS, train_rlhf, vowels
 from helpers.runs import release

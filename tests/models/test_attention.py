@@ -12,7 +12,8 @@ from dschat_lora.models.attention import attend_by_spans
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.rl.batch import Response, collate
+from dschat_lora.rl.response.batch import collate
+from dschat_lora.rl.response.response import Response
 from dschat_lora.supervised import objectives as objective
 from helpers.pairs import ragged_pairs
 from helpers.tiny import KINDS, ragged_samples, tiny_model

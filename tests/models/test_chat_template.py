@@ -10,7 +10,7 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 from dschat_lora.models.loading import end_ids, load_tokenizer, stop_at
-from dschat_lora.rl.trainer import make_generator
+from dschat_lora.rl.loop.build import make_generator
 
 EOS, UNK = 2, 0
 ENDS_IN_UNK = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|unk|>\n{% endfor %}"
@@ -61,7 +61,7 @@ def test_end_tokens_are_added_to_those_that_a_model_stops_at(known, ids, expecte
 
 def test_rollouts_stop_at_every_end_token(template):
     tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig(chat_template=template))
-    with mock.patch("dschat_lora.rl.trainer.Generator") as generator:
+    with mock.patch("dschat_lora.rl.loop.trainer.Generator") as generator:
         setup = mock.MagicMock(tokenizer=tokenizer)
         setup.roles.actor.model.generation_config.eos_token_id = None
         make_generator(setup, mock.MagicMock())

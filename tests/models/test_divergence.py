@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dschat_lora.config.options import parse_config
 from dschat_lora.models import causal_lm
 from dschat_lora.models.causal_lm import DivergenceHead
-from dschat_lora.rl.config import DistillConfig
-from dschat_lora.rl.engines import policies_of
-from dschat_lora.rl.memory import divergence_bytes
+from dschat_lora.rl.learn.engines import policies_of
+from dschat_lora.rl.loop.memory import divergence_bytes
+from dschat_lora.rl.options.config import DistillConfig
 from helpers.tiny import VOCAB, tiny_model
 
 N, TEMPERATURE = 11, 0.8

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import Policy, PolicyHead
-from dschat_lora.rl.batch import Response, collate
+from dschat_lora.rl.response.batch import collate
+from dschat_lora.rl.response.response import Response
 from helpers.iterations import ragged_responses
 from helpers.plain_ppo import said_of
 from helpers.spread import ALL, pairwise

@@ -7,7 +7,7 @@ import pytest
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime import memory
 
 ONE = "gradient_checkpointing"

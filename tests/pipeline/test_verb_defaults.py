@@ -19,7 +19,7 @@ from dschat_lora.pipeline import run as pipeline
 from dschat_lora.pipeline import tune
 from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.report.terminal import quiet
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.resume import options_to_keep
 from helpers.step1 import metrics, write_adapter_config
 

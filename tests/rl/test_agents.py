@@ -20,20 +20,20 @@ from data.chat_tokenizers import build_chat_tokenizer
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
+from dschat_lora.generation.stops import end_of_text
 from dschat_lora.models.loading import end_ids
-from dschat_lora.rl import agents as module
-from dschat_lora.rl.agent_programs import (
+from dschat_lora.rl.play import agents as module
+from dschat_lora.rl.play.agent_programs import (
     AgentCommand,
     AgentFunction,
     NoRewardError,
     reward_and_metrics,
 )
-from dschat_lora.rl.agent_server import AgentServer
-from dschat_lora.rl.agents import AgentFailedError, AgentLimits, Agents
-from dschat_lora.rl.batch import DecodedTurn, Response
-from dschat_lora.rl.conversations import Conversations, PromptTokens
-from dschat_lora.rl.environment import TurnTokens
-from dschat_lora.rl.rollout import end_of_text
+from dschat_lora.rl.play.agent_server import AgentServer
+from dschat_lora.rl.play.agents import AgentFailedError, AgentLimits, Agents
+from dschat_lora.rl.play.conversations import Conversations, PromptTokens
+from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.response.response import DecodedTurn, Response
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 QUESTION = [{"role": "user", "content": "What is 1?"}]

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.rl.algorithms import PpoConfig
-from dschat_lora.rl.batch import Minibatch, Response, collate, response_mask
-from dschat_lora.rl.engines import Retry
-from dschat_lora.rl.experience import Experience, advantages_and_returns
-from dschat_lora.rl.update import Updater
+from dschat_lora.rl.learn.engines import Retry
+from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
+from dschat_lora.rl.learn.update import Updater
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.response.batch import Minibatch, collate, response_mask
+from dschat_lora.rl.response.response import Response
 from helpers.iterations import ragged_responses
 
 CPU, LONGEST = torch.device("cpu"), 12

@@ -7,10 +7,10 @@ import pytest
 from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.options import build_config, parse_config
 from dschat_lora.data.prepare import prepare
-from dschat_lora.rl.algorithms import RolloutCorrection
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.role_config import RoleConfig
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.algorithms import RolloutCorrection
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.role_config import RoleConfig
 
 pytestmark = pytest.mark.usefixtures("first_rows")
 
@@ -237,7 +237,7 @@ def test_addresses_of_servers_are_taken_with_and_without_their_path():
 def test_vllm_is_told_how_long_rows_are_rotated():
     from types import SimpleNamespace
 
-    from dschat_lora.rl.validation import with_rollout_engine
+    from dschat_lora.rl.loop.validation import with_rollout_engine
 
     rope = '{"rope_type": "linear", "factor": 2.0}'
     inputs = SimpleNamespace(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dschat_lora.report.log import jsonable
-from dschat_lora.rl.metrics import PATIENCE, WINDOW, Diagnostics, check_sampler
+from dschat_lora.rl.watch.diagnostics import PATIENCE, WINDOW, Diagnostics, check_sampler
 
 HEALTHY = {
     "kl": 0.4,

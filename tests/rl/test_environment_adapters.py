@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.rl.environment import EnvironmentFailedError
-from dschat_lora.rl.environment_adapters import ADAPTERS, find_adapter
-from dschat_lora.rl.inputs import episode_prompt
-from dschat_lora.rl.stateful_environment import load_environment
-from dschat_lora.rl.validation import _check_environment
+from dschat_lora.rl.loop.validation import _check_environment
+from dschat_lora.rl.options.inputs import episode_prompt
+from dschat_lora.rl.play.environment import EnvironmentFailedError
+from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
+from dschat_lora.rl.play.stateful_environment import load_environment
 from dschat_lora.runtime import checks
 from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, read
 

@@ -12,18 +12,15 @@ from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.algos.ppo import policy_loss
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE
-from dschat_lora.rl.algorithms import PpoConfig
-from dschat_lora.rl.batch import Response, collate, response_mask
-from dschat_lora.rl.environment import (
-    Environment,
-    EnvironmentFailedError,
-    Episodes,
-    TurnTokens,
-)
-from dschat_lora.rl.experience import Experience, advantages_and_returns
-from dschat_lora.rl.rewards import calls_of
-from dschat_lora.rl.stateful_environment import load_environment
-from dschat_lora.rl.train import _failures_saved
+from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
+from dschat_lora.rl.loop.train import _failures_saved
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.play.environment import Environment, EnvironmentFailedError, Episodes
+from dschat_lora.rl.play.stateful_environment import load_environment
+from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.response.batch import collate, response_mask
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.user_functions import calls_of
 from helpers.roles import Words
 
 CPU, T, F = torch.device("cpu"), True, False

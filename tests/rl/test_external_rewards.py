@@ -11,11 +11,12 @@ import psutil
 import pytest
 import torch
 
-from dschat_lora.rl import external_rewards
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.config import RewardsConfig
-from dschat_lora.rl.external_rewards import run_tests
-from dschat_lora.rl.rewards import RewardError, load_functions
+from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score import external_rewards
+from dschat_lora.rl.score.external_rewards import run_tests
+from dschat_lora.rl.score.reward_functions import load_functions
+from dschat_lora.rl.score.user_functions import RewardError
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -251,7 +252,7 @@ def test_json_is_checked_by_a_schema_in_a_file(tmp_path, monkeypatch):
 def test_instructions_of_ifeval_are_checked_by_its_checkers():
     for name in ("lm_eval", "langdetect", "immutabledict", "nltk"):
         pytest.importorskip(name, reason="needs dschat_lora[eval]")
-    from dschat_lora.rl.builtin_rewards import builtin_function
+    from dschat_lora.rl.score.builtin_rewards import builtin_function
 
     row = {
         "instruction_id_list": [

@@ -6,8 +6,8 @@ import pytest
 
 import dschat_lora as dl
 from api.programs import ROLLOUTS, ROWS, brevity, numbers
-from dschat_lora.rl.algorithms import PpoConfig
-from dschat_lora.rl.metrics import Diagnostics
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.watch.diagnostics import Diagnostics
 
 OPTIONS = {
     **ROLLOUTS,

@@ -5,12 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dschat_lora.rl.advice import (
-    FullAfterReleaseError,
-    FullWhileDecodingError,
-    explaining_memory,
-    memory_advice,
-)
+from dschat_lora.rl.loop.advice import explaining_memory, memory_advice
+from dschat_lora.rl.response.errors import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.runtime.memory import MemoryPlan
 from helpers.roles import config_of
 
@@ -24,7 +20,7 @@ def world(monkeypatch):
     """``world(n)``: n data-parallel processes; one at first."""
 
     def of(size):
-        monkeypatch.setattr("dschat_lora.rl.advice.data_world_size", lambda: size)
+        monkeypatch.setattr("dschat_lora.rl.loop.advice.data_world_size", lambda: size)
 
     of(1)
     return of

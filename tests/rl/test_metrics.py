@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from dschat_lora.data.loader import Window
-from dschat_lora.rl.algorithms import RolloutCorrection
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.config import RewardsConfig
-from dschat_lora.rl.experience import AdvantagesAndReturns, Experience
-from dschat_lora.rl.metrics import importance_metrics, rollout_rows, sampler_errors
-from dschat_lora.rl.pretraining import Pretraining
-from dschat_lora.rl.rewards import clipped_rewards
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
+from dschat_lora.rl.learn.pretraining import Pretraining
+from dschat_lora.rl.options.algorithms import RolloutCorrection
+from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.shaping import clipped_rewards
+from dschat_lora.rl.watch.metrics import importance_metrics, sampler_errors
+from dschat_lora.rl.watch.rows import rollout_rows
 
 
 def test_sampler_error_is_over_the_tokens_that_count():

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from dschat_lora.rl.batch import Response, collate, make_minibatches
+from dschat_lora.rl.response.batch import collate, make_minibatches
+from dschat_lora.rl.response.response import Response
 from helpers.iterations import ragged_responses
 
 LENGTHS = [7, 3, 9, 9, 2, 5, 11, 4, 4, 6, 8, 1, 12]

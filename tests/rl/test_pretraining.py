@@ -10,7 +10,7 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import make_rows
 from dschat_lora.data.stream import StreamError
 from dschat_lora.data.stream_loader import Stream, StreamLoader
-from dschat_lora.rl.pretraining import Pretraining
+from dschat_lora.rl.learn.pretraining import Pretraining
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from dschat_lora.config.options import build_config
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.stream import StreamError
 from dschat_lora.data.stream_loader import Stream
-from dschat_lora.rl import setup
-from dschat_lora.rl.config import PromptConfig, RlhfConfig
-from dschat_lora.rl.prompt_stream import PromptStream
-from dschat_lora.rl.rollout import PromptOrder
-from dschat_lora.rl.trainer import RlhfSchedule, StreamedSchedule
+from dschat_lora.rl.draw.order import PromptOrder
+from dschat_lora.rl.draw.prompt_stream import PromptStream
+from dschat_lora.rl.loop import setup
+from dschat_lora.rl.loop.schedule import RlhfSchedule, StreamedSchedule
+from dschat_lora.rl.options.config import PromptConfig, RlhfConfig
 
 SEED = 3
 RUN = {"phase": 3, "seed": SEED, "eos_id": 2, "kind": "prompts"}

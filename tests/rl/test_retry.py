@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_lora.rl.engines import Retry
-from dschat_lora.rl.rollout import Generator
+from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.rl.learn.engines import Retry
 
 
 def engine(*, forward=True, backward=True):

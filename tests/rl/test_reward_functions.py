@@ -9,12 +9,13 @@ import time
 import pytest
 import torch
 
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.builtin_rewards import BUILTINS, builtin_function
-from dschat_lora.rl.config import RewardsConfig
-from dschat_lora.rl.dynamic_sampling import resample
-from dschat_lora.rl.experience import Scores
-from dschat_lora.rl.rewards import RewardError, RewardFunction, RewardFunctions, load_functions
+from dschat_lora.rl.learn.dynamic_sampling import resample
+from dschat_lora.rl.learn.experience import Scores
+from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
+from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions, load_functions
+from dschat_lora.rl.score.user_functions import RewardError
 from helpers.roles import Words
 
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from dschat_lora.algos.advantages import RunningMoments
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.config import RewardsConfig
-from dschat_lora.rl.rewards import RewardFunction, load_function, rescale_values, shaped_rewards
+from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.reward_functions import RewardFunction, load_function
+from dschat_lora.rl.score.shaping import rescale_values, shaped_rewards
 from helpers.roles import Words
 
 CPU = torch.device("cpu")

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.models.architecture_checks import check_architecture
-from dschat_lora.rl import engines
-from dschat_lora.rl.batch import Response, collate
-from dschat_lora.rl.memory import cache_bytes, memory_plan
-from dschat_lora.rl.roles import Network
+from dschat_lora.rl.learn import engines
+from dschat_lora.rl.learn.network import Network
+from dschat_lora.rl.loop.memory import cache_bytes, memory_plan
+from dschat_lora.rl.response.batch import collate
+from dschat_lora.rl.response.response import Response
 from helpers.iterations import ragged_responses
 from helpers.pairs import plain_scores
 from helpers.plain_ppo import said_of, score_of, stock_policy, stock_scorer, values_of

@@ -19,11 +19,11 @@ from dschat_lora.generation.transformers_engine import TransformersDecoder
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
-from dschat_lora.rl import rollout
-from dschat_lora.rl.rollout import _TurnDecoder
-from dschat_lora.rl.rollout_engines import RolloutError, ServerEngine
-from dschat_lora.rl.rollout_servers import RolloutServer, RolloutServers
-from dschat_lora.rl.vllm_server import ServerProcess, serve_environment
+from dschat_lora.rl.draw import generator as rollout
+from dschat_lora.rl.draw.rollout_engines import RolloutError, ServerEngine
+from dschat_lora.rl.draw.rollout_servers import RolloutServer, RolloutServers
+from dschat_lora.rl.draw.turn_decoder import _TurnDecoder
+from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, running_server
 from helpers.spread import ALL

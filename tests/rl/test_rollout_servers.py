@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 
-from dschat_lora.rl import rollout_servers
-from dschat_lora.rl.config import RolloutConfig
-from dschat_lora.rl.rollout_servers import (
+from dschat_lora.rl.draw import rollout_servers
+from dschat_lora.rl.draw.rollout_servers import (
     EngineError,
     RolloutServer,
     RolloutServers,
@@ -20,6 +19,7 @@ from dschat_lora.rl.rollout_servers import (
     ServerError,
     _Work,
 )
+from dschat_lora.rl.options.config import RolloutConfig
 
 END, LIMIT = 2, 4
 

@@ -8,9 +8,9 @@ import torch
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.report.log import jsonable
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.rollout_engines import RolloutError
-from dschat_lora.rl.rollouts_ahead import RolloutsAhead
+from dschat_lora.rl.draw.rollout_engines import RolloutError
+from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
+from dschat_lora.rl.response.response import Response
 
 
 class Run:

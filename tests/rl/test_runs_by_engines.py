@@ -13,7 +13,8 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.report.rollouts import read_rollouts
-from dschat_lora.rl import rollout_servers, setup
+from dschat_lora.rl.draw import rollout_servers
+from dschat_lora.rl.loop import setup
 from helpers.fake_vllm import command_of
 from helpers.served import running_server
 from helpers.spread import ALL

@@ -18,13 +18,13 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import parse_config
 from dschat_lora.generation import slots
-from dschat_lora.rl import engines as engines_module
-from dschat_lora.rl import rollout_servers
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.config import DistillConfig
-from dschat_lora.rl.rollout_servers import ServerError
-from dschat_lora.rl.served_teacher import TeacherError, open_teacher, read_prompt_logprobs
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.draw import rollout_servers
+from dschat_lora.rl.draw.rollout_servers import ServerError
+from dschat_lora.rl.learn import engines as engines_module
+from dschat_lora.rl.learn.served_teacher import TeacherError, open_teacher, read_prompt_logprobs
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import DistillConfig
+from dschat_lora.rl.response.response import Response
 from helpers.served import running_server, send, write_run
 from helpers.spread import ALL
 
@@ -242,7 +242,7 @@ def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, monkeyp
     built = []
     build = engines_module.build_engines
     monkeypatch.setattr(
-        "dschat_lora.rl.train.build_engines", lambda setup: built.append(setup) or build(setup)
+        "dschat_lora.rl.loop.train.build_engines", lambda setup: built.append(setup) or build(setup)
     )
     with serving("base", teacher) as address:
         run = dl.distill(

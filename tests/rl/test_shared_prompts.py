@@ -5,13 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dschat_lora.rl.batch import (
-    Response,
-    TokenSequence,
-    collate,
-    make_minibatches,
-    response_mask,
-)
+from dschat_lora.rl.response.batch import collate, make_minibatches, response_mask
+from dschat_lora.rl.response.response import Response, TokenSequence
 from helpers.iterations import ragged_responses
 from helpers.roles import asked_of, config_of, roles_of, save_adapters
 from helpers.rounding import assert_same_sums

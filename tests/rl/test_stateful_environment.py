@@ -13,12 +13,12 @@ import torch
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.environment import EnvironmentFailedError
-from dschat_lora.rl.inputs import episode_prompt
-from dschat_lora.rl.rewards import RewardFunction, RewardFunctions
-from dschat_lora.rl.stateful_environment import is_stateful, load_environment
-from dschat_lora.rl.validation import with_environment_prompts
+from dschat_lora.rl.loop.validation import with_environment_prompts
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.inputs import episode_prompt
+from dschat_lora.rl.play.environment import EnvironmentFailedError
+from dschat_lora.rl.play.stateful_environment import is_stateful, load_environment
+from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions
 from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
 
 pytestmark = pytest.mark.usefixtures("one_rank")

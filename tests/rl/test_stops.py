@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.rl.config import RolloutConfig
-from dschat_lora.rl.rollout import end_of_text, stop_ids
+from dschat_lora.generation.stops import end_of_text, stop_ids
+from dschat_lora.rl.options.config import RolloutConfig
 
 TEXTS = {3: "Yes", 4: ".", 5: "\n", 6: "Hum", 7: "an", 8: ":"}
 
@@ -47,13 +47,13 @@ class Tokenizer:
 def test_end_tokens_are_those_of_tokenizer_generation_config_and_user(
     monkeypatch, configured, expected
 ):
-    monkeypatch.setattr("dschat_lora.rl.rollout.end_ids", lambda tokenizer: [2])
+    monkeypatch.setattr("dschat_lora.rl.draw.generator.end_ids", lambda tokenizer: [2])
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
     assert stop_ids(Tokenizer(), model, ["<end>"]) == expected
 
 
 def test_a_stop_token_of_several_tokens_is_refused(monkeypatch):
-    monkeypatch.setattr("dschat_lora.rl.rollout.end_ids", lambda tokenizer: [2])
+    monkeypatch.setattr("dschat_lora.rl.draw.generator.end_ids", lambda tokenizer: [2])
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
     with pytest.raises(ValueError, match="--stop_tokens 'Human:' is 2 tokens of the actor's"):
         stop_ids(Tokenizer(), model, ["Human:"])

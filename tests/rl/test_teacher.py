@@ -18,13 +18,14 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions
 from dschat_lora.data.samples import SequenceSample
-from dschat_lora.rl import engines as engines_module
-from dschat_lora.rl.algorithms import PpoConfig
-from dschat_lora.rl.batch import Response, collate
-from dschat_lora.rl.config import DistillConfig, RlhfConfig
-from dschat_lora.rl.experience import Experience, advantages_and_returns
-from dschat_lora.rl.teacher import TeacherPrompts, answer_of
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.learn import engines as engines_module
+from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
+from dschat_lora.rl.learn.teacher import TeacherPrompts, answer_of
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.response.batch import collate
+from dschat_lora.rl.response.response import Response
 
 SHORT = {
     "max_steps": 4,
@@ -221,7 +222,7 @@ def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, 
     built = []
     build = engines_module.build_engines
     monkeypatch.setattr(
-        "dschat_lora.rl.train.build_engines", lambda setup: built.append(setup) or build(setup)
+        "dschat_lora.rl.loop.train.build_engines", lambda setup: built.append(setup) or build(setup)
     )
     options = {**SHORT, "max_steps": 12, "per_device_generation_batch_size": 8}
     options |= {"per_device_training_batch_size": 8, "rewards": [brevity]}
@@ -281,7 +282,7 @@ def test_a_teacher_of_four_bits_has_a_base_of_its_own(sft, monkeypatch):
     found = []
     build = engines_module.build_engines
     monkeypatch.setattr(
-        "dschat_lora.rl.train.build_engines", lambda setup: found.append(setup) or build(setup)
+        "dschat_lora.rl.loop.train.build_engines", lambda setup: found.append(setup) or build(setup)
     )
     dl.distill(student, ROWS, teacher=teacher, teacher_bits=4, **{**SHORT, "max_steps": 1})
     assert found[0].roles.reference.base_bits == 4

@@ -16,15 +16,9 @@ from transformers import AutoTokenizer
 
 from dschat_lora.algos.advantages import grpo_advantages
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.rewards import (
-    RewardError,
-    RewardFunction,
-    RewardFunctions,
-    RewardLog,
-    TrainerState,
-    calls_of,
-)
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions
+from dschat_lora.rl.score.user_functions import RewardError, RewardLog, TrainerState, calls_of
 
 trl = pytest.importorskip("trl")
 trl_utils = pytest.importorskip("trl.chat_template_utils")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dschat_lora.rl.batch import DecodedTurn
+from dschat_lora.rl.response.response import DecodedTurn
 from helpers.rlhf_course import save_family, write_prompts
 from helpers.spread import ALL
 

@@ -8,19 +8,20 @@ import torch
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.rl.algorithms import PpoConfig
-from dschat_lora.rl.batch import Minibatch, Response, collate, response_mask, step_counts
-from dschat_lora.rl.engines import Engines, Retry
-from dschat_lora.rl.experience import (
+from dschat_lora.rl.learn.engines import Engines, Retry
+from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
     Experience,
     add_old_outputs,
     advantages_and_returns,
     score_responses,
 )
-from dschat_lora.rl.metrics import update_metrics
-from dschat_lora.rl.pretraining import Pretraining
-from dschat_lora.rl.update import StepResult, Updater, count_deferred
+from dschat_lora.rl.learn.pretraining import Pretraining
+from dschat_lora.rl.learn.update import StepResult, Updater, count_deferred
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.response.batch import Minibatch, collate, response_mask, step_counts
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.watch.metrics import update_metrics
 from helpers.iterations import ragged_responses, ragged_texts, text_loader
 
 CPU = torch.device("cpu")
@@ -222,7 +223,7 @@ def test_largest_error_is_that_of_any_micro_batch():
 
 
 def test_largest_error_is_that_of_any_rank(monkeypatch):
-    monkeypatch.setattr("dschat_lora.rl.update.max_over_ranks", lambda own: max(own, 0.75))
+    monkeypatch.setattr("dschat_lora.rl.learn.update.max_over_ranks", lambda own: max(own, 0.75))
     ((_, result), _) = updated(Roles(), experience(), TWO_HALVES)[0]
     assert result.ratio_error == 0.75
 

@@ -11,10 +11,10 @@ import pytest
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.rendezvous import usable_port
-from dschat_lora.rl import vllm_server
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.rollout_servers import EngineError, RolloutServer, RolloutServers
-from dschat_lora.rl.vllm_server import ServerProcess, serve_command, serve_environment
+from dschat_lora.rl.draw import vllm_server
+from dschat_lora.rl.draw.rollout_servers import EngineError, RolloutServer, RolloutServers
+from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_command, serve_environment
+from dschat_lora.rl.options.config import RlhfConfig
 from helpers import fake_vllm
 
 

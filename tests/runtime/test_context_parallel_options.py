@@ -6,8 +6,8 @@ from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.models.option_checks import check_divided_rows
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 from helpers.step1 import checked, write_jsonl
 

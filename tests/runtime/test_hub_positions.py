@@ -8,9 +8,9 @@ import pytest
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
-from dschat_lora.rl import setup as rlhf
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.loop import setup as rlhf
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.supervised import setup as supervised
 from helpers.step1 import checked
 

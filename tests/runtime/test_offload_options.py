@@ -4,8 +4,8 @@ import pytest
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.validation import with_recomputation as of_roles
+from dschat_lora.rl.loop.validation import with_recomputation as of_roles
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.validation import with_recomputation as of_one
 
 ACTOR, CRITIC = "actor_gradient_checkpointing", "critic_gradient_checkpointing"

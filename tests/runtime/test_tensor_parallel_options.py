@@ -11,8 +11,8 @@ from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.models.option_checks import check_divides, sizes_of
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.resume import options_to_keep, settle
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 from helpers.step1 import checked, parsed, write_adapter_config, write_jsonl

@@ -10,9 +10,9 @@ from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
 from dschat_lora.experiments.glue import validation as glue
 from dschat_lora.experiments.nlg import validation as nlg
-from dschat_lora.rl import inputs as rlhf_inputs
-from dschat_lora.rl import validation as rlhf
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.loop import validation as rlhf
+from dschat_lora.rl.options import inputs as rlhf_inputs
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.checks import apply_checks
 from helpers.step1 import ROOT, checked, write_adapter_config, write_jsonl
 

@@ -26,7 +26,7 @@ from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.pipeline.recipe import read_recipe
-from dschat_lora.rl.config import RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import RUNS_CODE, options_to_keep, settle
 from helpers.step1 import checked, parsed, refused, write_adapter_config, write_jsonl

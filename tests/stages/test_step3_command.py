@@ -17,8 +17,8 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.source import find_model
-from dschat_lora.rl.config import RlhfConfig
-from dschat_lora.rl.validation import check_rlhf
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.stage_main import run_main
 from helpers.launcher import ROOT
 from helpers.rlhf_course import save_family, write_prompts, write_texts

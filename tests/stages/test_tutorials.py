@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dschat_lora.rl.rewards import find_function
+from dschat_lora.rl.score.user_functions import find_function
 from helpers.launcher import ROOT
 
 TUTORIALS = {

@@ -1,0 +1,98 @@
+"""DAPO's dynamic sampling: prompts whose responses all got one reward are replaced."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dschat_lora.algos.advantages import equal_groups
+from dschat_lora.rl.learn.experience import Scores
+from dschat_lora.rl.response.response import Response
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """An iteration's responses after :func:`resample`, with their scores."""
+
+    responses: list[Response]
+    scores: Scores
+    tries: int  # rounds of further prompts
+    replaced: int  # prompts that were replaced
+    generated: int  # responses to further prompts
+
+    @property
+    def metrics(self) -> dict[str, float | int]:
+        """For the log."""
+        return {
+            "resampling_tries": self.tries,
+            "resampled_prompts": self.replaced,
+            "resampled_responses": self.generated,
+        }
+
+
+def resample(
+    responses: list[Response],
+    *,
+    further: Sequence[int],
+    tries: int,
+    generate: Callable[[Sequence[int], int], list[Response]],
+    score: Callable[[Sequence[Response]], Scores],
+) -> Resampled:
+    """Replace groups of equal rewards by those of further prompts whose rewards differ.
+
+    Section 3.2 of arXiv:2503.14476. Each round asks as many further prompts as groups are to be
+    replaced; what is left after ``tries`` of them, or when no prompt is, stays. Call on every rank.
+
+    Args:
+        responses: those to the prompts of the iteration, group after group, all of one size.
+        further: numbers of the prompts to ask, in order.
+        tries: most rounds.
+        generate: responses to prompts of these numbers, at a round counted from 1.
+        score: the scores of responses.
+    """
+    size = sum(each.group == 0 for each in responses)
+    scores, waiting = score(responses), list(further)
+    missing, round_, replaced, generated = _equal(responses, scores), 0, 0, 0
+    while missing and waiting and round_ < tries:
+        round_ += 1
+        asked, waiting = waiting[: len(missing)], waiting[len(missing) :]
+        found = generate(asked, round_)
+        found_scores = score(found)
+        generated += len(found)
+        equal = set(_equal(found, found_scores))
+        for group in (g for g in range(len(asked)) if g not in equal):
+            place = missing.pop(0)
+            to, of = (
+                slice(place * size, (place + 1) * size),
+                slice(group * size, (group + 1) * size),
+            )
+            responses = list(responses)
+            responses[to] = [replace(each, group=place) for each in found[of]]
+            scores = _put(scores, to, found_scores, of)
+            replaced += 1
+    return Resampled(responses, scores, round_, replaced, generated)
+
+
+def _equal(responses: Sequence[Response], scores: Scores) -> list[int]:
+    return equal_groups(scores.total.tolist(), [each.group for each in responses])
+
+
+def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:
+    """``scores`` with those of ``found`` in place."""
+
+    def put(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        own = own.clone()
+        own[to] = other[of]
+        return own
+
+    names, size = scores.by_name, len(scores.total)
+    columns = {}
+    for name in {**scores.columns, **found.columns}:
+        columns[name] = list(scores.columns.get(name, [None] * size))
+        columns[name][to] = found.columns.get(name, [None] * len(found.total))[of]
+    return Scores(
+        put(scores.total, found.total),
+        {name: put(names[name], found.by_name[name]) for name in names},
+        scores.metrics,
+        columns,
+    )

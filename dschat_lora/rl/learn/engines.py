@@ -1,0 +1,229 @@
+"""The engines of a run, and each role's outputs for a batch of responses."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dschat_lora.data.batch import Batch
+from dschat_lora.engine.build import StepOutcome, TrainEngine
+from dschat_lora.models.architecture_checks import check_architecture
+from dschat_lora.models.causal_lm import Policy
+from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.rl.learn.network import Network
+from dschat_lora.rl.learn.served_teacher import ServedTeacher
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.response.batch import ResponseBatch
+from dschat_lora.runtime.run import OpenRun
+from dschat_lora.runtime.setup import resolve_logits
+
+
+class Retry:
+    """Computes again what ran out of GPU memory, once: bit for bit what the first attempt would.
+
+    That takes memory to free, which decoding keeps between rollouts, and that the first attempt
+    has left nothing behind. Forward passes leave nothing, as no role has dropout. Backward passes
+    leave gradients, which can be dropped at ZeRO 0 alone. What other processes took part in is not
+    repeated: they would not do so again.
+
+        for attempt in retry.forward():
+            with attempt:
+                return compute()
+
+    Args:
+        engines: all that compute. generator: of responses; None: nothing is tried again.
+    """
+
+    def __init__(
+        self, engines: Collection[TrainEngine[nn.Module]] = (), generator: Generator | None = None
+    ) -> None:
+        self._engines, self._generator = engines, generator
+        self._in_collective = False
+
+    def forward(self) -> Iterator[AbstractContextManager[None]]:
+        """One attempt at forward passes or, where it runs out of memory, two."""
+        return self._attempts("repeats_forward")
+
+    def step(self) -> Iterator[AbstractContextManager[None]]:
+        """The same at all passes of an optimizer step."""
+        return self._attempts("repeats_backward", forgets=True)
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Within, all processes take part: what fails there is not tried again."""
+        self._in_collective = True
+        yield
+        self._in_collective = False
+
+    def _attempts(
+        self, repeats: str, *, forgets: bool = False
+    ) -> Iterator[AbstractContextManager[None]]:
+        failed: list[bool] = []
+        yield self._noting_failure(repeats, failed)
+        if failed:
+            # The error is gone, and with it the frames that held what the first attempt had made.
+            assert self._generator is not None
+            self._generator.release()
+            for engine in self._engines if forgets else ():
+                engine.forget_gradients()
+            yield nullcontext()
+
+    @contextmanager
+    def _noting_failure(self, repeats: str, failed: list[bool]) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            generator = self._generator
+            keeps = generator is not None and generator.keeps and not self._in_collective
+            if not keeps or not all(getattr(each, repeats) for each in self._engines):
+                raise
+            failed.append(True)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Actor and critic. Call methods on every rank, in one order: weights may be sharded."""
+
+    actor: TrainEngine[Network]  # with the reference, and the reward model if there is no critic
+    critic: TrainEngine[Network] | None  # with the reward; None where responses are compared
+    reward: TrainEngine[Network] | None  # which of the two has the reward model, if there is one
+    temperature: float  # of all log-probabilities
+    shares_prompts: bool = False  # whether responses to one prompt may be branches of one row
+    retry: Retry = field(default_factory=Retry)  # of passes that run out of memory
+    teacher: ServedTeacher | None = None  # in the place of a reference
+
+    @property
+    def trained(self) -> Mapping[str, TrainEngine[Network]]:
+        """Actor and critic by name."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def eval(self) -> None:
+        """Evaluation mode."""
+        for engine in self.trained.values():
+            engine.eval()
+
+    def train(self, roles: Collection[str]) -> None:
+        """Training mode of ``roles``, evaluation mode of the others.
+
+        No role has dropout, so this only allows activation checkpointing.
+        """
+        for name, engine in self.trained.items():
+            if name in roles:
+                engine.train()
+            else:
+                engine.eval()
+
+    def set_rates(self, factor: float) -> dict[str, dict[str, float]]:
+        """Set the learning rates of both; returns them by role and parameter group."""
+        return {name: engine.set_rates(factor) for name, engine in self.trained.items()}
+
+    def step(self, roles: Collection[str]) -> dict[str, StepOutcome]:
+        """One optimizer step of ``roles``, from the gradients so far."""
+        trained = {name: each for name, each in self.trained.items() if name in roles}
+        queued = {name: engine.queue_step() for name, engine in trained.items()}
+        return {name: outcome() for name, outcome in queued.items()}
+
+    def policy(
+        self, batch: ResponseBatch, width: int, role: str = "actor"
+    ) -> tuple[Tensor, Tensor]:
+        """(n, width) log-probabilities and entropies of response tokens, in nats.
+
+        ``role`` is the actor or the reference.
+        """
+        if role == "reference":
+            batch = batch.for_reference
+        inputs = *batch.inputs, batch.logit_positions, batch.target_ids
+        for attempt in self.retry.forward():
+            with attempt:
+                logprobs, entropies = self.actor(role, *inputs, self.temperature, batch.spans)
+        return batch.table(logprobs, width), batch.table(entropies, width)
+
+    def compared(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What :meth:`policy` gives of the actor, and its (n, width) divergences from the teacher.
+
+        The divergences alone have a gradient, and entropies where there is a bonus for them.
+        """
+        for attempt in self.retry.forward():
+            with attempt:
+                logprobs, entropies, divergences = self.actor(
+                    "divergence", batch, batch.for_reference, self.temperature
+                )
+        known = batch.table(logprobs.detach(), width), batch.table(entropies, width)
+        return *known, batch.table(divergences, width)
+
+    def values(self, batch: ResponseBatch, width: int) -> Tensor:
+        """(n, width) values before each response token."""
+        assert self.critic is not None
+        inputs = *batch.inputs, None, batch.logit_positions, batch.spans
+        for attempt in self.retry.forward():
+            with attempt:
+                found = self.critic("critic", *inputs)
+        return batch.table(found, width)
+
+    def scores(self, batch: ResponseBatch) -> Tensor:
+        """(n,) scores of the reward model at the end of each response."""
+        assert self.reward is not None
+        inputs = *batch.inputs, None, batch.ends, batch.spans
+        for attempt in self.retry.forward():
+            with attempt:
+                scores: Tensor = self.reward("reward", *inputs)
+        return scores
+
+    def text_loss(self, batch: Batch) -> Tensor:
+        """Summed loss of the actor on text, in nats."""
+        places = batch.input_ids, batch.position_ids, batch.segment_ids, batch.logit_positions
+        for attempt in self.retry.forward():
+            with attempt:
+                logprobs, _ = self.actor("actor", *places, batch.target_ids, 1.0, batch.spans)
+                loss: Tensor = -logprobs.sum()
+        return loss
+
+
+def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:
+    """Actor and reference (None: there is none) by role, over the vocabulary that both have.
+
+    Both are models of transformers, of one tokenizer: what a larger vocabulary has beyond it is no
+    token.
+    """
+    models = {"actor": actor} | ({} if reference is None else {"reference": reference})
+    vocab_size = min(model.config.vocab_size for model in models.values())
+    return {
+        role: Policy(
+            model, entropy_trains=entropy_trains and role == "actor", vocab_size=vocab_size
+        )
+        for role, model in models.items()
+    }
+
+
+def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfConfig]) -> Engines:
+    """The engines, adapted to how the user's models treat rows and logits; call on every rank.
+
+    A look at one role is one at those of the same architecture: its ``own_mask`` holds for all.
+    """
+    device = engines.actor.device
+    roles = {n: role for e in engines.trained.values() for n, role in e.module.roles.items()}
+    # Of one model each, and so of one architecture; but for a teacher, which may be of another.
+    policies = [[engines.actor.module.policy("actor")]]
+    if engines.teacher is None:
+        reference = engines.actor.module.policy("reference")
+        of_one = policies[0][0].model.config.to_dict() == reference.model.config.to_dict()
+        policies = [[*policies[0], reference]] if of_one else [*policies, [reference]]
+    groups: list[list[Any]] = [
+        *policies,
+        [roles[name] for name in ("critic", "reward") if name in roles],
+    ]
+    alike = [[each.backbone for each in group] for group in groups]
+    shares_prompts = True
+    for backbones in filter(None, alike):
+        report = check_architecture(backbones[0], vocab_size=vocab_size, device=device)
+        for backbone in backbones:
+            # A response in a row of its own is what any mask gets right.
+            backbone.own_mask |= not report.packing_is_exact
+            # Where padding is computed, a row of many branches would be mostly masked pairs.
+            shares_prompts &= report.tree_is_exact and backbone.skips_padding(device)
+    for group in policies:
+        resolve_logits(group, vocab_size=vocab_size, device=device, run=run)
+    return replace(engines, shares_prompts=shares_prompts)

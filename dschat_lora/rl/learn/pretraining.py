@@ -1,0 +1,70 @@
+"""Pretraining text mixed into the update (PTX), with a cursor of its own."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dschat_lora.data.batch import Batch
+from dschat_lora.data.loader import StepLoader, Window
+from dschat_lora.data.stream_loader import StreamLoader
+from dschat_lora.perf.throughput import StepCounts
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    """The text of one optimizer step."""
+
+    batches: Sequence[Batch]  # of this rank
+    num_targets: int  # supervised tokens of all ranks
+
+
+class Pretraining:
+    """The text of one optimizer step after another, epoch after epoch."""
+
+    def __init__(self, loader: StepLoader | StreamLoader, *, coefficient: float) -> None:
+        self.coefficient = coefficient  # weight of its loss per token
+        self._loader, self._step, self._counts = loader, 0, StepCounts()
+        self._windows: Iterator[Window] | None = None
+        self._read: deque[tuple[Window, dict[str, Any]]] = deque()  # with the state after each
+        self._state = self._state_of_loader()
+
+    def read(self, steps: int) -> None:
+        """Have the text of so many steps.
+
+        Raises:
+            StreamError: if it cannot be read on.
+        """
+        if self._windows is None:
+            self._windows = self._loader.steps(self._step)
+        while len(self._read) < steps:
+            window = next(self._windows)
+            self._read.append((window, self._state_of_loader()))
+
+    def window(self) -> TextWindow:
+        """The text of the next step."""
+        self.read(1)
+        window, self._state = self._read.popleft()
+        self._step += 1
+        counts = StepCounts(**window.counts)
+        self._counts += counts
+        return TextWindow(window.batches, max(1, counts.num_targets))
+
+    def take_counts(self) -> StepCounts:
+        """Of the text since the last call, of all ranks."""
+        counts, self._counts = self._counts, StepCounts()
+        return counts
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self._step, **self._state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        if isinstance(self._loader, StreamLoader):
+            self._loader.restore(state["stream"])
+        self._windows, self._state = None, self._state_of_loader()
+        self._read.clear()
+
+    def _state_of_loader(self) -> dict[str, Any]:
+        loader = self._loader
+        return {"stream": loader.state()} if isinstance(loader, StreamLoader) else {}

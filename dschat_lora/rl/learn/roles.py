@@ -1,0 +1,214 @@
+"""Actor, reference, critic and reward model, on one frozen base where possible."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.models.build import (
+    AdaptedModel,
+    as_trained,
+    build_causal_lm,
+    build_reward_model,
+)
+from dschat_lora.models.loading import (
+    PreTrainedModel,
+    Tokenizer,
+    load_causal_lm,
+    load_config,
+    share_parameters,
+)
+from dschat_lora.models.reward_model import load_reward_model, zero_head_
+from dschat_lora.models.source import ModelSource
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.inputs import Sources
+from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run. Those on one base share its parameters."""
+
+    actor: AdaptedModel  # trains
+    # the actor as it was or the teacher, frozen; None where a server is the teacher
+    reference: AdaptedModel | None
+    critic: AdaptedModel | None  # trains; None where responses are compared instead
+    reward: AdaptedModel | None  # frozen; None where a function alone scores
+    rollout: PreTrainedModel  # the actor's parameters without an engine's hooks, for generation
+    teaches: bool = False  # whether the reference is a teacher
+
+    @property
+    def models(self) -> dict[str, AdaptedModel]:
+        """All roles of the run, by name."""
+        names = ("actor", "reference", "critic", "reward")
+        found = {name: getattr(self, name) for name in names}
+        return {name: model for name, model in found.items() if model is not None}
+
+    @property
+    def trained(self) -> dict[str, AdaptedModel]:
+        """The roles that train, by name."""
+        return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
+
+    def whole(self) -> nn.Module:
+        """All of them as one module, whose ``parameters()`` gives shared tensors once."""
+        return nn.ModuleList([*(m.model for m in self.models.values()), self.rollout])
+
+
+def build_roles(
+    config: RlhfConfig,
+    sources: Sources,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    meta: bool,
+    group: TensorGroup | None = None,
+) -> Roles:
+    """Load each base once and build the roles on it.
+
+    A base whose weights train serves one role alone; the frozen role of that base is a copy.
+    ``dtype`` is that of the base weights, and ``meta`` makes only the shapes, on the meta device.
+    Every model is divided among the ranks of ``group``; without one they are whole.
+
+    Raises:
+        ValueError: if something cannot be loaded or does not fit, naming the role's option.
+    """
+    build = _Builder(config, tokenizer, dtype=dtype, meta=meta, group=group)
+    with option_errors_for("actor"):
+        base = build.language_base(sources.actor) if build.is_frozen("actor") else None
+        actor = build.policy(sources.actor, base=base)
+    reference = None
+    if sources.teacher is None and config.teacher.server is None:
+        with option_errors_for("actor"):
+            reference = frozen(build.policy(sources.actor, base=base, trained=False))
+    elif sources.teacher is not None:
+        with option_errors_for("teacher"):
+            reference = frozen(build.teacher(sources.teacher, sources.actor, base=base))
+    critic = reward = None
+    with option_errors_for("critic" if sources.critic is not None else "actor"):
+        start, new_head = sources.critic or sources.actor, sources.critic is None
+        has_adapter = start.adapter is not None or new_head
+        alike = build.shares_base(start, sources.actor)
+        if not (base is not None and has_adapter and alike):
+            frozen_base = build.is_frozen("critic")
+            base = build.scored_base(start, new_head=new_head) if frozen_base else None
+        elif not build.is_frozen("critic"):
+            base = None
+        if sources.critic is not None:
+            reward = frozen(build.scorer(start, base=base, trained=False))
+        if config.has_critic:
+            critic = build.scorer(start, base=base, new_head=new_head)
+            if new_head:
+                zero_head_(critic.model)
+    rollout = share_parameters(actor.model)
+    return Roles(actor, reference, critic, reward, rollout, config.ppo.rules.distills)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    config: RlhfConfig
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    meta: bool
+    group: TensorGroup | None
+
+    def is_frozen(self, role: str) -> bool:
+        """Whether the base of a role never changes."""
+        options: RoleConfig = getattr(self.config, role)
+        return options.lora_dim > 0 and self.config.classic.only_optimize_lora
+
+    def shares_base(self, one: ModelSource, other: ModelSource) -> bool:
+        """Whether the bases of two models are the same, held in as many bits."""
+        asked = self.config.load.base_bits
+        first, second = (
+            (each.base, each.rope_scaling, asked or each.base_bits or 16) for each in (one, other)
+        )
+        return first == second
+
+    def language_base(self, source: ModelSource) -> PreTrainedModel:
+        model_config = as_trained(self.config.actor.model(self.config.load), source)
+        return load_causal_lm(
+            source.base,
+            load_config(source.base, model_config),
+            model_config,
+            dtype=self.dtype,
+            meta=self.meta,
+            group=self.group,
+        ).requires_grad_(False)
+
+    def scored_base(self, source: ModelSource, *, new_head: bool) -> PreTrainedModel:
+        model_config = as_trained(self.config.critic.model(self.config.load), source)
+        return load_reward_model(
+            source.base,
+            load_config(source.base, model_config),
+            model_config,
+            dtype=self.dtype,
+            # An adapter's head replaces this one.
+            seed=self.config.run.seed if new_head or source.adapter is not None else None,
+            meta=self.meta,
+            group=self.group,
+        ).requires_grad_(False)
+
+    def teacher(
+        self, source: ModelSource, actor: ModelSource, *, base: PreTrainedModel | None
+    ) -> AdaptedModel:
+        """The teacher, on the actor's ``base`` where its own is the same, in as many bits."""
+        load = self.config.load
+        asked = self.config.teacher.teacher_bits or load.base_bits
+        bits = asked or source.base_bits or 16, load.base_bits or actor.base_bits or 16
+        same = (source.base, source.rope_scaling) == (actor.base, actor.rope_scaling)
+        shared = base if same and bits[0] == bits[1] else None
+        options = self.config.teacher.model(load)
+        return self.policy(source, base=shared, trained=False, options=options)
+
+    def policy(
+        self,
+        source: ModelSource,
+        *,
+        base: PreTrainedModel | None,
+        trained: bool = True,
+        options: ModelConfig | None = None,
+    ) -> AdaptedModel:
+        return build_causal_lm(
+            source,
+            self.tokenizer,
+            options or self.config.actor.model(self.config.load),
+            self._lora(self.config.actor) if trained else LoraConfig(),
+            base=base,
+            dtype=self.dtype,
+            seed=self.config.run.seed,
+            meta=self.meta,
+            group=self.group,
+        )
+
+    def scorer(
+        self,
+        source: ModelSource,
+        *,
+        base: PreTrainedModel | None,
+        trained: bool = True,
+        new_head: bool = False,
+    ) -> AdaptedModel:
+        options = self.config.critic
+        return build_reward_model(
+            source,
+            self.tokenizer,
+            options.model(self.config.load),
+            self._lora(options) if trained else LoraConfig(),
+            base=base,
+            new_head=new_head,
+            dtype=self.dtype,
+            seed=self.config.run.seed,
+            meta=self.meta,
+            group=self.group,
+        )
+
+    def _lora(self, options: RoleConfig) -> LoraConfig:
+        return options.lora(self.config.classic.only_optimize_lora)
+
+
+def frozen(adapted: AdaptedModel) -> AdaptedModel:
+    """The model with all parameters frozen, in evaluation mode."""
+    adapted.model.requires_grad_(False)
+    return replace(adapted, model=adapted.model.eval())

@@ -1,0 +1,368 @@
+"""Optimizer steps of actor and critic on an iteration's experience."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.kl import KL_ESTIMATORS
+from dschat_lora.algos.ppo import (
+    PolicyLoss,
+    cispo_loss,
+    gspo_loss,
+    loss_divisor,
+    policy_loss,
+    token_weights,
+    value_loss,
+)
+from dschat_lora.algos.segments import to_device
+from dschat_lora.engine.build import StepOutcome
+from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
+from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, add_old_outputs
+from dschat_lora.rl.learn.pretraining import Pretraining, TextWindow
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.response.batch import Minibatch, ResponseBatch
+from dschat_lora.runtime.loop import broken_unless_finite
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step of actor and critic; figures are means over its tokens, of all ranks."""
+
+    loss: float  # the actor's, as ``loss_normalization`` divides it
+    policy_loss: float  # likewise, without the KL penalty that may be in it
+    value_loss: float | None
+    text_loss: float | None  # of pretraining text, nats per token
+    entropy: float  # nats per token
+    clip_fraction: float
+    value_clip_fraction: float | None
+    approx_kl: float  # policy that sampled to policy before this step, nats per token
+    ratio_error: float | None  # largest |ratio - 1| at an iteration's first step, else None
+    outcomes: dict[str, StepOutcome]  # by role
+    learning_rates: dict[str, dict[str, float]]  # by role and parameter group
+    num_tokens: int  # response tokens
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a role's gradient was not finite, so that its weights did not change."""
+        return any(outcome.skipped for outcome in self.outcomes.values())
+
+
+@dataclass
+class _Sums:
+    """Sums over tokens of this rank, later of all ranks."""
+
+    loss: Tensor
+    policy: Tensor
+    clipped: Tensor
+    approx_kl: Tensor
+    entropy: Tensor
+    value: Tensor
+    value_clipped: Tensor
+    text: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> "_Sums":
+        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
+
+    def add(self, **parts: Tensor) -> None:
+        for name, part in parts.items():
+            setattr(self, name, getattr(self, name) + part.detach().double())
+
+    def numbers(self) -> dict[str, float]:
+        """All of them, for which the host waits once."""
+        names = [f.name for f in fields(self)]
+        stacked = torch.stack([getattr(self, name) for name in names])
+        return dict(zip(names, stacked.tolist(), strict=True))
+
+    def over_ranks(self) -> "_Sums":
+        return _Sums(*sum_tensor_(torch.stack([getattr(self, f.name) for f in fields(self)])))
+
+
+def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
+    """How many batches, from the first on, have old outputs of the update's own forward passes.
+
+    Those of the first minibatch are made before the policy has changed. Where the first loss needs
+    old outputs of all responses, that takes a single batch.
+    """
+    first = minibatches[0].micro_batches
+    if config.weighs_by_policy or config.use_rollout_logprobs:
+        return int(len(minibatches) == len(first) == 1)
+    return len(first)
+
+
+class Updater:
+    """Makes the optimizer steps of one iteration. Call on every rank.
+
+    Old log-probabilities and values that are not known before the update are those of the first
+    step's own forward passes, which the policy makes before it has changed.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        config: PpoConfig,
+        experience: Experience,
+        *,
+        estimate_advantages: Callable[[Experience], AdvantagesAndReturns],
+        kl_coef: float,
+        pretraining: Pretraining | None,
+        rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
+        max_length: int = 1,
+        learning: Collection[str] = ("actor", "critic"),
+        deferred: bool = False,
+        from_sampler: bool = False,
+    ) -> None:
+        """Prepare an iteration.
+
+        ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
+        the loss has it; ``rescale_values`` brings the critic's values to the units of rewards.
+        ``max_length`` is the most tokens of a response, which a constant normalisation divides by.
+        Roles that are not ``learning`` stay as they are. ``deferred``: old outputs of the first
+        minibatch are not known. ``from_sampler``: they are the decode loop's.
+        """
+        self._deferred, self._from_sampler = deferred or experience.logprobs is None, from_sampler
+        self._looks = self._deferred or from_sampler
+        self._learning = learning
+        self._engines, self._config = engines, config
+        self._actor_outputs: Callable[..., tuple[Tensor, ...]] = engines.policy
+        if config.rules.distills and engines.actor.module.divergence is not None:
+            self._actor_outputs = engines.compared
+        self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
+        self._pretraining = pretraining if "actor" in learning else None
+        self._rescale_values = rescale_values
+        self._casts = FactorCasts(*(engine.module for engine in engines.trained.values()))
+        # Of tokens that the losses count.
+        self._mask = experience.mask
+        if config.mask_truncated_completions:
+            self._mask = self._mask & experience.ended[:, None]
+        self._weights = token_weights(
+            self._mask,
+            config.loss_normalization,
+            max_length=max_length,
+            dtype=experience.scores.dtype,
+        )
+        self.importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
+        self.experience = experience  # complete from the first step on
+        self.looked = experience  # with old log-probabilities of forward passes alone
+        self.targets: AdvantagesAndReturns | None = None  # None before the first step
+        self._totals: _Sums | None = None  # of the step, of all ranks; None before they are
+
+    def steps(
+        self,
+        minibatches: Sequence[Minibatch],
+        make_batch: Callable[[Sequence[int]], ResponseBatch],
+        rate_factor: Callable[[int], float],
+        *,
+        first_batches: Sequence[ResponseBatch],
+    ) -> Iterator[StepResult]:
+        """Take the steps of all passes, one after another; yields the result of each.
+
+        Steps without a token that counts are passed over. ``rate_factor`` multiplies the peak
+        learning rates at each step. ``first_batches`` are those of the first pass, made already;
+        ``make_batch`` makes the others from numbers of responses.
+        """
+        ready, sizes = list(first_batches), self._mask.sum(1).tolist()
+        for index, minibatch in enumerate(minibatches):
+            own = [ready.pop(0) if ready else make_batch(rows) for rows in minibatch.micro_batches]
+            batches = [batch.to(self._engines.actor.device) for batch in own]
+            lengths = [sizes[number] for number in minibatch.numbers]
+            if sum(lengths) == 0:
+                if self._deferred and self._looks and self.experience.logprobs is not None:
+                    self._look_without_step(batches)
+                continue
+            divisors = {
+                "actor": loss_divisor(lengths, self._config.loss_normalization),
+                "critic": sum(lengths),
+            }
+            self._engines.train(self._learning)
+            learning_rates = self._engines.set_rates(rate_factor(index))
+            texts = self._pretraining.window() if self._pretraining is not None else None
+            first, self._totals = self.targets is None, None
+            with self._casts.in_use():
+                for attempt in self._engines.retry.step():
+                    with attempt:
+                        sums, largest = self._backward(batches, divisors, texts)
+            ratio_error = max_over_ranks(float(largest)) if first else None
+            if texts is not None:
+                sums.text = sum_tensor_(sums.text) / texts.num_targets
+            outcomes = self._engines.step(self._learning)
+            yield self._result(sums, divisors, outcomes, learning_rates, ratio_error)
+
+    def _backward(
+        self,
+        batches: Sequence[ResponseBatch],
+        divisors: Mapping[str, int],
+        texts: TextWindow | None,
+    ) -> tuple[_Sums, Tensor]:
+        """Backward passes of a step; this rank's largest |ratio - 1|, and its loss of texts.
+
+        ``divisors`` are those of each role's sums. All may be made again, as long as no gradient
+        is taken twice: what ranks have told each other is not asked for again.
+        """
+        engines, width = self._engines, self.experience.mask.shape[1]
+        sums = _Sums.zero(engines.actor.device)
+        actor_learns = "actor" in self._learning
+        largest, own = torch.zeros((), device=engines.actor.device), list[Tensor]()
+        for batch in batches:
+            last = batch is batches[-1]
+            with torch.set_grad_enabled(actor_learns):
+                logprobs, entropy, *divergence = self._actor_outputs(batch, width)
+            values = None
+            if engines.critic is not None:
+                values = self._rescale_values(engines.values(batch, width))
+            own.append(logprobs.detach())
+            if last and self._looks:
+                with engines.retry.collective():
+                    self._look(batches, own, values)
+            if self.targets is None:
+                self._find_targets()
+            rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
+            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums, *divergence)
+            losses = {"actor": policy} if actor_learns else {}
+            if values is not None:
+                losses["critic"] = self._value_loss(rows, values, sums)
+            largest = torch.maximum(largest, ratio_error)
+            if last:
+                with engines.retry.collective():
+                    sums = self._totals = self._totals or sums.over_ranks()
+            for role, loss in losses.items():
+                if last:
+                    loss = broken_unless_finite(loss, sums.loss + sums.value)
+                ends = last and (texts is None or role == "critic")
+                engines.trained[role].backward(loss / divisors[role], last=ends)
+        if texts is not None:
+            sums.text = self._backward_texts(texts)
+        return sums, largest
+
+    def _look(
+        self, batches: Sequence[ResponseBatch], logprobs: Sequence[Tensor], values: Tensor | None
+    ) -> None:
+        """Keep what the first step's forward passes give; call on every rank."""
+        self._looks = False
+        numbers = [number for batch in batches for number in batch.numbers]
+        if not self._from_sampler:
+            found = add_old_outputs(self.experience, numbers, torch.cat(list(logprobs)), values)
+            self.experience = self.looked = found
+            return
+        blank = replace(self.experience, logprobs=None)
+        found = add_old_outputs(blank, numbers, torch.cat(list(logprobs)), None)
+        assert found.logprobs is not None
+        self.looked = replace(found, mask=found.mask & ~found.logprobs.isnan())
+
+    @torch.no_grad()
+    def _look_without_step(self, batches: Sequence[ResponseBatch]) -> None:
+        """Old log-probabilities of a first minibatch that is passed over; call on every rank."""
+        self._engines.eval()
+        width = self.experience.mask.shape[1]
+        self._look(batches, [self._engines.policy(each, width)[0] for each in batches], None)
+
+    def _find_targets(self) -> None:
+        """Advantages, returns and importance weights of a complete experience."""
+        self.targets = self._estimate_advantages(self.experience)
+        if (correction := self._config.correction) is not None:
+            self.importance = self.experience.importance(correction)
+
+    def _policy_loss(
+        self,
+        rows: Tensor,
+        logprobs: Tensor,
+        entropy: Tensor,
+        sums: _Sums,
+        divergence: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
+        config, mask, weights = self._config, self._mask[rows], self._weights[rows]
+        parts = self._surrogate(rows, logprobs)
+        entropy = torch.where(mask, entropy, 0)
+        loss = parts.total
+        if divergence is not None:
+            loss = (weights * torch.where(mask, divergence, 0)).sum()
+        loss = policy = loss - config.entropy_coef * (weights * entropy).sum()
+        if config.kl_in == "loss" and self._kl_coef and not config.rules.distills:
+            kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
+            loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()
+        sums.add(loss=loss, policy=policy, entropy=entropy.sum())
+        sums.add(clipped=parts.clipped, approx_kl=parts.approx_kl)
+        return loss, parts.ratio_error
+
+    def _surrogate(self, rows: Tensor, logprobs: Tensor) -> PolicyLoss:
+        config, targets = self._config, self.targets
+        assert targets is not None
+        if self._deferred and self._looks:
+            old = logprobs
+        else:
+            assert self.experience.logprobs is not None
+            old = self.experience.logprobs[rows]
+        # The losses are linear in the size of advantages: there stand the weights of tokens.
+        advantages = targets.advantages[rows] * self._weights[rows]
+        if self.importance is not None:
+            advantages = advantages * self.importance[rows]
+        loss: Callable[..., PolicyLoss] = cispo_loss
+        if config.rules.loss != "cispo":
+            loss = gspo_loss if config.rules.loss == "gspo" else policy_loss
+            loss = partial(loss, dual_clip=config.dual_clip)
+        return loss(
+            logprobs,
+            old,
+            advantages,
+            self._mask[rows],
+            cliprange=config.cliprange_low,
+            cliprange_high=config.cliprange_high,
+        )
+
+    def _value_loss(self, rows: Tensor, values: Tensor, sums: _Sums) -> Tensor:
+        """The critic's loss summed over the tokens of ``rows``."""
+        experience, targets = self.experience, self.targets
+        assert experience.values is not None
+        assert targets is not None
+        assert targets.returns is not None
+        parts = value_loss(
+            values,
+            experience.values[rows],
+            targets.returns[rows],
+            self._mask[rows],
+            cliprange_value=self._config.cliprange_value,
+        )
+        sums.add(value=parts.total, value_clipped=parts.clipped)
+        return parts.total
+
+    def _backward_texts(self, texts: TextWindow) -> Tensor:
+        """Backward passes of pretraining text; its summed loss on this rank."""
+        assert self._pretraining is not None
+        engine, total = self._engines.actor, torch.zeros((), device=self._engines.actor.device)
+        for number, batch in enumerate(texts.batches):
+            loss = self._engines.text_loss(batch.to(engine.device))
+            total = total + loss.detach()
+            weight = self._pretraining.coefficient / texts.num_targets
+            engine.backward(weight * loss, last=number == len(texts.batches) - 1)
+        return total.double()
+
+    def _result(
+        self,
+        sums: _Sums,
+        divisors: Mapping[str, int],
+        outcomes: dict[str, StepOutcome],
+        learning_rates: dict[str, dict[str, float]],
+        ratio_error: float | None,
+    ) -> StepResult:
+        has_critic, found = self._engines.critic is not None, sums.numbers()
+        tokens = divisors["critic"]
+        return StepResult(
+            loss=found["loss"] / divisors["actor"],
+            policy_loss=found["policy"] / divisors["actor"],
+            value_loss=found["value"] / tokens if has_critic else None,
+            text_loss=found["text"] if self._pretraining is not None else None,
+            entropy=found["entropy"] / tokens,
+            clip_fraction=found["clipped"] / tokens,
+            value_clip_fraction=found["value_clipped"] / tokens if has_critic else None,
+            approx_kl=found["approx_kl"] / tokens,
+            ratio_error=ratio_error,
+            outcomes=outcomes,
+            learning_rates=learning_rates,
+            num_tokens=tokens,
+        )

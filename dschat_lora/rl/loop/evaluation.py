@@ -1,0 +1,153 @@
+"""Evaluation on held-out prompts: the actor's answers, greedy and sampled, and their rewards."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.advantages import response_sums
+from dschat_lora.engine.distributed import data_rank, data_world_size, device
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.report.log import rlhf_eval_line
+from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.rl.learn.experience import check_scores, score_responses
+from dschat_lora.rl.loop.setup import RlhfSetup
+from dschat_lora.rl.response.batch import collate
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.reward_functions import RewardFunctions
+from dschat_lora.rl.score.user_functions import TrainerState
+from dschat_lora.rl.watch.diagnostics import Diagnostics
+from dschat_lora.rl.watch.metrics import agent_metrics, rewards_by_name, turn_metrics
+from dschat_lora.runtime.loop import AnswerLog, EvalResults
+
+
+@dataclass
+class RlhfEvaluator:
+    """Answers the held-out prompts after a step, and keeps the results.
+
+    The same random numbers are used every time, so that evaluations differ by the policy alone.
+    """
+
+    setup: RlhfSetup
+    engines: Engines
+    generator: Generator
+    diagnostics: Diagnostics
+    state_of_run: Callable[[], TrainerState] = TrainerState
+
+    def __post_init__(self) -> None:
+        run, held_out = self.setup.run, self.setup.prompts.eval
+        count = min(self.setup.config.eval_prompts, len(held_out))
+        self._prompts = [held_out[n] for n in range(count)]
+        self.results = EvalResults(run, rlhf_eval_line)
+        self._shown = AnswerLog(run, self.setup.tokenizer)
+
+    def __call__(self, step: int) -> None:
+        """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
+        if step in self.results or not self._prompts:
+            return
+        run = self.setup.run
+        run.interrupts.check()
+        # One after the other: an environment's objects are those of the latest episodes.
+        greedy = self._answers(do_sample=False)
+        of_greedy, greedy_values = self._described(greedy)
+        sampled, values = self._described(self._answers(do_sample=True))
+        metrics = {
+            **sampled,
+            **{f"greedy_{name}": value for name, value in of_greedy.items()},
+            "samples": len(self._prompts),
+        }
+        values |= {f"greedy_{name}": column for name, column in greedy_values.items()}
+        self.results.add(step, metrics, values)
+        shown = greedy[: run.config.run.sample_generations]
+        # Of those after training, the latest are kept.
+        self._shown.show("after" if step else "before", ((r.prompt, r.tokens) for r in shown))
+        for message in self.diagnostics.evaluation(metrics):
+            run.log.report_event(step, "warning", message)
+
+    def before_and_after(self) -> dict[str, float]:
+        """Rewards of the first and the last evaluation, for record and card."""
+        found = self.results.before_and_after("reward", "greedy_reward", "judge", "greedy_judge")
+        if not found:
+            return {}
+        *_, last = self.results.by_step.values()
+        return found | {"kl after": float(last["kl"])}
+
+    def state(self) -> dict[str, Any]:
+        return {"results": self.results.state(), **self._shown.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.results.restore(state["results"])
+        self._shown.restore(state)
+
+    def _answers(self, *, do_sample: bool) -> list[Response]:
+        config = self.setup.config
+        self.engines.eval()
+        responses = self.generator(
+            self._prompts,
+            Sampling(
+                max_new_tokens=config.data.max_answer_seq_len,
+                do_sample=do_sample,
+                temperature=config.batch.temperature,
+            ),
+            num_generations=1,
+            key=("eval", config.run.seed),
+        )
+        if self.setup.agents is not None:
+            self.setup.agents.check(responses)
+        prompts = self.setup.teacher_prompts
+        return responses if prompts is None else prompts(responses)
+
+    def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Means over the responses, scored without an update to come, and (N,) scores of each."""
+        setup, world = self.setup, data_world_size()
+        size, pad_id = (
+            setup.config.batch.per_device_training_batch_size,
+            setup.tokenizer.pad_token_id,
+        )
+        mine = range(len(responses))[data_rank() :: world]
+        starts = range(0, math.ceil(len(responses) / world), size)
+        experience = score_responses(
+            self.engines,
+            responses,
+            [collate(responses, mine[start : start + size], int(pad_id)) for start in starts],
+            scorer=setup.scorer,
+            state=self.state_of_run(),
+        )
+        check_scores(experience, setup.tokenizer.decode)
+        if setup.teacher_scores:
+            experience = experience.scored_by_reference()
+        counts = experience.counts
+        kl = response_sums(experience.kl(), experience.mask)[counts]
+        played = [each for each in responses if not each.failure]
+        found = {
+            "reward": _mean(experience.scores[counts]),
+            "reward_standard_error": _standard_error(experience.scores[counts]),
+            **(rewards_by_name(experience) if counts.any() else {}),
+            "kl": _mean(kl),
+            "response_length": _mean(torch.tensor([float(r.num_actor_tokens) for r in played])),
+            **turn_metrics(played),
+            **agent_metrics(responses),
+            "eos_rate": sum(r.ended for r in played) / len(played),
+        }
+        values = {"reward": experience.scores.masked_fill(~counts, math.nan)}
+        if setup.judge is not None:
+            (judged,) = RewardFunctions((setup.judge,), (1.0,))(responses, device()).values()
+            values["judge"] = judged
+            judged = judged[~judged.isnan()]
+            found["judge"] = _mean(judged)
+            found["judge_standard_error"] = _standard_error(judged)
+        return found, values
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else math.nan
+
+
+def _standard_error(values: Tensor) -> float:
+    if len(values) < 2:
+        return math.nan
+    return float(values.double().std()) / math.sqrt(len(values))

@@ -1,0 +1,136 @@
+"""The schedule and the progress of a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dschat_lora.engine.distributed import data_world_size
+from dschat_lora.rl.draw.order import PromptOrder
+from dschat_lora.rl.draw.prompt_stream import PromptStream
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.watch.throughput import PHASES
+from dschat_lora.runtime.loop import Progress
+
+
+@dataclass(frozen=True)
+class RlhfSchedule:
+    """How long a run is: iterations, each of some optimizer steps; and how often it evaluates."""
+
+    order: PromptOrder | PromptStream
+    num_generations: int
+    rows_per_step: int
+    ppo_epochs: int
+    num_epochs: int
+    max_steps: int
+    eval_interval: int = 0
+
+    def steps_of(self, iteration: int) -> int:
+        """Optimizer steps of an iteration, if nothing ends it early."""
+        return self._steps_on(self.order.size(iteration))
+
+    def _steps_on(self, prompts: int) -> int:
+        return self.ppo_epochs * -(-prompts * self.num_generations // self.rows_per_step)
+
+    @property
+    def iterations_per_epoch(self) -> int:
+        """Iterations of a pass over the prompts."""
+        return self.order.iterations_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a pass over the prompts."""
+        last = self.iterations_per_epoch - 1
+        return self.steps_of(0) * last + self.steps_of(last)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run."""
+        total = self.num_epochs * self.steps_per_epoch
+        return self.max_steps if self.max_steps and total else total
+
+    def steps_before(self, iteration: int) -> int:
+        """Optimizer steps planned before an iteration."""
+        epoch, number = divmod(iteration, self.iterations_per_epoch)
+        return epoch * self.steps_per_epoch + number * self.steps_of(0)
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the run."""
+        if not self.num_steps:
+            return 0
+        epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
+        within = min(-(-rest // self.steps_of(0)), self.iterations_per_epoch)
+        return epochs * self.iterations_per_epoch + within
+
+
+@dataclass(frozen=True)
+class StreamedSchedule(RlhfSchedule):
+    """That of prompts that are read meanwhile: iterations are full, but for those known shorter."""
+
+    order: PromptStream
+
+    def steps_before(self, iteration: int) -> int:
+        short = [number for number in self.order.short if number < iteration]
+        full = self._steps_on(self.order.per_iteration)
+        return full * (iteration - len(short)) + sum(map(self.steps_of, short))
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of the run, as far as is known."""
+        known = max(self.order.short, default=-1) + 1
+        rest = max(0, self.num_steps - self.steps_before(known))
+        total = known + -(-rest // self._steps_on(self.order.per_iteration))
+        return total if self.order.end is None else min(total, self.order.end)
+
+
+@dataclass
+class RlhfProgress(Progress):
+    """How far a run has come, and the state that adapts on the way; counted over all processes."""
+
+    iteration: int = 0
+    responses: int = 0
+    tokens: int = 0
+    kl_coef: float = 0.0
+    kl_start: float = 0.0  # what the user gave for it
+    entropy_coef: float = 0.0
+    entropy_start: float = 0.0  # what the user gave for it
+    entropy: float = 0.0  # latest mean, nats per token, where that steers the coefficient
+    kl_spent: float = 0.0  # latest divergence from the reference, nats per response
+    moments: dict[str, float] = field(default_factory=dict)  # of scores
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        # An earlier version kept nothing of the entropy.
+        super().restore(self.state() | state)
+        # What is not finite went through JSON as text.
+        self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)
+        self.entropy = float(self.entropy)
+        self.moments = {name: float(value) for name, value in self.moments.items()}
+
+
+def make_rlhf_schedule(
+    config: RlhfConfig, num_prompts: int, stream: Callable[[int], PromptStream] | None = None
+) -> RlhfSchedule:
+    """The schedule of a run over so many prompts, or those of ``stream``, by its iteration's size.
+
+    Without that, prompts that are to be streamed count as without end.
+    """
+    batch, world = config.batch, data_world_size()
+    responses = batch.per_device_generation_batch_size * batch.generation_batches * world
+    per_iteration = responses // batch.num_generations
+    rest: dict[str, Any] = {
+        "num_generations": batch.num_generations,
+        "rows_per_step": batch.per_device_training_batch_size
+        * batch.gradient_accumulation_steps
+        * world,
+        "ppo_epochs": config.ppo.ppo_epochs,
+        "num_epochs": config.optim.num_train_epochs,
+        "max_steps": config.optim.max_steps,
+        "eval_interval": config.run.eval_interval,
+    }
+    if stream is not None:
+        return StreamedSchedule(stream(per_iteration), **rest)
+    if config.data.streaming:
+        num_prompts = per_iteration * max(1, config.optim.max_steps)
+    return RlhfSchedule(PromptOrder(num_prompts, per_iteration, config.run.seed), **rest)

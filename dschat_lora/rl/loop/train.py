@@ -1,0 +1,294 @@
+"""Step 3 from a checked config to the saved result: setup, iterations, evaluations, export."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dschat_lora.data.stream import StreamError
+from dschat_lora.data.stream_loader import describe_sources
+from dschat_lora.engine.distributed import data_world_size, sum_over_processes
+from dschat_lora.engine.state import EngineState
+from dschat_lora.lora.rates import length_warning
+from dschat_lora.models.build import AdaptedModel
+from dschat_lora.rl.draw.generator import BrokenWeightsError, Generator
+from dschat_lora.rl.draw.order import PromptOrder
+from dschat_lora.rl.draw.prompt_stream import PromptStream
+from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.rl.loop.build import build_engines
+from dschat_lora.rl.loop.evaluation import RlhfEvaluator
+from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
+from dschat_lora.rl.loop.setup import RlhfSetup, set_up
+from dschat_lora.rl.loop.trainer import RlhfTrainer
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.inputs import text_data
+from dschat_lora.rl.response.errors import (
+    FullAfterReleaseError,
+    FullWhileDecodingError,
+    UserFunctionError,
+)
+from dschat_lora.rl.watch.throughput import PHASES
+from dschat_lora.runtime.caller import NOBODY, Caller
+from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
+from dschat_lora.runtime.dry_run import say_options, say_sample
+from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
+from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_warning
+from dschat_lora.runtime.run import open_run
+from dschat_lora.runtime.setup import record_stream
+
+NOTE = (
+    "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
+    "result, and is after every rollout from here on, as by --release_inference_cache"
+)
+
+
+def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
+    """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
+    with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
+        setup = set_up(run)
+        schedule = make_rlhf_schedule(setup.config, len(setup.prompts.train))
+        check_repeats(config.data, setup.prompts.times, schedule)
+        if run.directory is None:
+            show_plan(setup, schedule)
+        else:
+            train(setup, build_engines(setup))
+    return run.directory
+
+
+def train(setup: RlhfSetup, engines: Engines) -> None:
+    """Train by the schedule, evaluate on the way, and save the result; call on every rank."""
+    config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
+    progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
+    _announce(config, schedule, run.log.say)
+    evaluator = RlhfEvaluator(setup, engines, generator, trainer.diagnostics, trainer.state)
+    checkpointer = _make_checkpointer(trainer, evaluator)
+    checkpointer.restore(num_steps=schedule.num_steps)
+    if progress.kl_start != config.ppo.kl_coef:  # another one from here on
+        progress.kl_coef = progress.kl_start = config.ppo.kl_coef
+    if progress.entropy_start != config.ppo.entropy_coef:
+        progress.entropy_coef = progress.entropy_start = config.ppo.entropy_coef
+    loop = TrainingLoop(
+        schedule,
+        progress,
+        evaluate=evaluator,
+        evaluated_up_to=lambda: evaluator.results.last_step,
+        checkpointer=checkpointer,
+        log=run.log,
+    )
+
+    def stop_if_guarded(*, last: bool) -> None:
+        if config.ppo.guard == "stop" and not last:
+            (failed,) = sum_over_processes([float(trainer.diagnostics.failed)])
+            if failed:
+                checkpointer.stop(progress.step, by="--guard stop")
+
+    scales_loss, keeps_cache = setup.settings["actor"].dtype == "fp16", True
+    with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
+        loop.begin()
+        # The evaluation of a run that goes on may be the one that its stop came before.
+        stop_if_guarded(last=progress.iteration == schedule.num_iterations)
+        while progress.iteration < schedule.num_iterations:
+            skipped = trainer.iterate()
+            own = [*checkpointer.requests(), float(generator.released)]
+            *requests, released = sum_over_processes(own)
+            if released and keeps_cache:  # on those too that had room
+                keeps_cache = False
+                generator.release()
+                run.log.report_event(progress.step, "note", NOTE, label="note")
+            last = loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
+            stop_if_guarded(last=last)
+    if progress.responses and not progress.step:
+        raise ValueError(
+            f"none of the {progress.responses:,} responses of {progress.iteration} iterations "
+            "counted: nothing was learnt, and no adapter was written; look at what the reward "
+            "function returns (None leaves a response out)"
+        )
+    finish(trainer, evaluator.before_and_after())
+
+
+def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
+    """Say what the run would do, for a dry run."""
+    config, run = setup.config, setup.run
+    _announce(config, schedule, run.log.say)
+    run.log.say("  time         as long as responses get: the first iteration tells")
+    say_sample(run, config.data.data, setup.tokenizer, "prompts")
+    say_options(run)
+
+
+@contextmanager
+def _failures_saved(
+    checkpointer: Checkpointer, progress: RlhfProgress, generator: Generator
+) -> Iterator[None]:
+    """Where a user's function or the data fails in the block, save the last iteration, then raise.
+
+    It sees responses before any of their steps is taken: no iteration is saved in part. Weights
+    that are not finite are not saved.
+    """
+    try:
+        yield
+        return
+    except torch.OutOfMemoryError as error:
+        if generator.released and not isinstance(error, FullWhileDecodingError):
+            raise FullAfterReleaseError(str(error)) from error
+        raise
+    except BrokenWeightsError as error:
+        raise ValueError(
+            f"stopped after step {progress.step}: {error}. {checkpointer.last_good()}"
+        ) from error
+    except StreamError:
+        checkpointer.save_rest(progress.step, "stopped by the data")
+        raise
+    except UserFunctionError as error:
+        cause, what = error.__cause__, error.what
+    checkpointer.save_rest(progress.step, f"stopped by {what} that failed")
+    assert cause is not None
+    raise cause
+
+
+def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
+    """Say how long the run is, and what is doubtful about that."""
+    prompts = schedule.order.size(0)
+    say(
+        f"  iterations   {schedule.num_iterations:,} of {prompts * schedule.num_generations:,} "
+        f"responses to {prompts:,} prompts, {schedule.steps_of(0)} optimizer steps each; "
+        f"{schedule.num_steps:,} steps in all"
+    )
+    optim, batch = config.optim, config.batch
+    warnings = [
+        length_warning(
+            num_steps=schedule.num_steps,
+            num_warmup_steps=optim.num_warmup_steps,
+            scheduler=optim.lr_scheduler_type,
+        )
+    ]
+    if isinstance(schedule.order, PromptOrder) and not (optim.max_steps or batch.tokens_per_device):
+        warnings.append(
+            small_data_warning(
+                schedule.order.num_prompts,
+                "prompts",
+                lambda rows, times: (
+                    replace(
+                        schedule, rows_per_step=rows * times * data_world_size()
+                    ).steps_per_epoch
+                ),
+                epochs=optim.num_train_epochs,
+                size="per_device_training_batch_size",
+                batch=batch.per_device_training_batch_size,
+                least=min(batch.per_device_training_batch_size, batch.num_generations),
+                accumulation=batch.gradient_accumulation_steps,
+            )
+        )
+    for warning in filter(None, warnings):
+        say(f"  warning      {warning}")
+
+
+def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkpointer:
+    setup, schedule = trainer.setup, trainer.schedule
+    states: dict[str, Any] = {
+        name: EngineState(engine, setup.roles.models[name].model)
+        for name, engine in trainer.engines.trained.items()
+    }
+    if trainer.average is not None:
+        states["actor_ema"] = trainer.average
+    order, answers, config = schedule.order, trainer.answers, setup.config
+    streamed = [config.data.data, *([text] if (text := text_data(config)) is not None else [])]
+    parts: dict[str, Stateful | None] = {
+        "progress": trainer.progress,
+        "stream": order if isinstance(order, PromptStream) else None,
+        "answers": answers if isinstance(answers, PromptStream) else None,
+        "watch": trainer.diagnostics,
+        "evaluation": evaluator,
+        "rollouts": trainer.rollouts,
+        "pretraining": trainer.pretraining,
+        "rollouts_ahead": trainer.ahead,
+    }
+    return Checkpointer(
+        setup.run,
+        engines=states,
+        parts={name: part for name, part in parts.items() if part is not None},
+        identity={
+            **setup.identity,
+            "stage": setup.run.stage,
+            **(
+                {"stream": " ".join(map(describe_sources, streamed))}
+                if config.data.streaming
+                else {}
+            ),
+            "rows_per_step": schedule.rows_per_step,
+            "responses": schedule.order.per_iteration * schedule.num_generations,
+        },
+        on_checkpoint=trainer.rollouts.sync,
+    )
+
+
+def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
+    """Summarise the run and save what was trained; call on every rank.
+
+    ``results`` are metrics of the first and the last evaluation.
+    """
+    setup, progress, roles = trainer.setup, trainer.progress, trainer.setup.roles
+    phases = {
+        name: {"seconds": progress.seconds[name], "flops": progress.flops[name]} for name in PHASES
+    }
+    setup.run.record.update({"results": results, "phases": phases})
+    order = trainer.schedule.order
+    if isinstance(order, PromptStream):
+        record_stream(setup.run, order, step=progress.step)
+    if not progress.step and not setup.config.run.merge_adapter:
+        return
+    if progress.step:
+        setup.run.log.say(_summary_line(progress))
+    trainer.engines.eval()
+    for role, adapted in roles.trained.items():
+        _export(setup, role, adapted, results)
+    if trainer.average is not None:
+        tensors = dict(trainer.average.tensors())
+        _export(setup, "actor_ema", roles.actor, results, tensors=tensors)
+    say_next_steps(setup.run)
+
+
+def _summary_line(progress: RlhfProgress) -> str:
+    total = sum(progress.seconds.values())
+    shares = ", ".join(
+        f"{name} {progress.seconds[name]:.1f} s ({progress.seconds[name] / total:.0%})"
+        for name in PHASES
+    )
+    return (
+        f"{progress.iteration} iterations, {progress.step} steps, "
+        f"{progress.responses:,} responses; {shares}; "
+        f"{progress.kl_spent:.3g} nats per response from the reference"
+    )
+
+
+def _export(
+    setup: RlhfSetup,
+    name: str,
+    adapted: AdaptedModel,
+    metrics: Mapping[str, float],
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write ``name/adapter``, or ``name/model`` where more than an adapter was trained."""
+    config, run, sources = setup.config, setup.run, setup.sources
+    assert run.directory is not None, "a dry run has no end"
+    ids = first_ids(setup.prompts.train, 8, max_length=config.data.max_seq_len)
+    report = export_trained(
+        run,
+        run.directory / name,
+        adapted,
+        source=(sources.critic if name == "critic" else None) or sources.actor,
+        tokenizer=setup.tokenizer,
+        model=config.actor.model(config.load),
+        data_path=config.data.data_path,
+        metrics=metrics,
+        probe_ids=torch.tensor([ids]),
+        label=f"{name}: ",
+        tensors=tensors,
+    )
+    if report is not None:
+        run.log.say(f"model written to {run.directory / name / 'model'}")

@@ -1,0 +1,622 @@
+"""Validation of step 3: its checks in their order, before anything heavy is imported."""
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from dschat_lora.config.bundled import BUNDLED_DATA
+from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, parse_rope_scaling
+from dschat_lora.data.rows import check_some_prompt_fits, check_sources
+from dschat_lora.data.templates import read_chat_template
+from dschat_lora.engine.ds_config import reconcile
+from dschat_lora.models.option_checks import (
+    check_processes,
+    check_training,
+    position_limit,
+)
+from dschat_lora.models.source import ModelSource
+from dschat_lora.report.terminal import say_once
+from dschat_lora.rl.draw.rollout_servers import (
+    CONNECT_SECONDS,
+    EngineError,
+    RolloutServer,
+    ServerError,
+    vllm_rank,
+)
+from dschat_lora.rl.options.algorithms import Correction
+from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.options.inputs import (
+    RlhfInputs,
+    announce,
+    check_vocabularies,
+    episode_prompt,
+    find_sources,
+    note_without_effect,
+    shares_base,
+    text_data,
+)
+from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
+from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
+from dschat_lora.rl.score.builtin_rewards import is_builtin, is_remote
+from dschat_lora.runtime.checks import (
+    Check,
+    apply_checks,
+    cache_directory,
+    check_bundled_data_fits,
+    check_compile,
+    check_data_is_named,
+    check_divided,
+    check_function,
+    check_lora_options,
+    continued_lora,
+    model_fields,
+    recomputing,
+    require_packages,
+    resolve_stage,
+    settled_base_bits,
+    with_trackers,
+)
+from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
+from dschat_lora.runtime.resume import is_first_rank, launched_processes
+from dschat_lora.runtime.validation import check_streaming
+
+BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
+BUNDLED_REWARD = "dschat_lora.world:reward"
+# Of an iteration, over all processes, where no size of a batch is typed.
+DEFAULT_RESPONSES = 64
+
+
+def check_rlhf(config: RlhfConfig) -> RlhfConfig:
+    """The config of step 3 with paths, bundled defaults and the DeepSpeed JSON applied.
+
+    Where a run is resumed, see :func:`dschat_lora.runtime.checks.resolve_stage`.
+
+    Raises:
+        ValueError: at the first thing that cannot work, naming option, value and remedy.
+    """
+
+    def check(config: RlhfConfig) -> RlhfConfig:
+        inputs = RlhfInputs(find_sources(config), config.data.data_path)
+        return apply_checks(config, inputs, RLHF_CHECKS)
+
+    return resolve_stage(config, check, stage=config.stage)
+
+
+def with_environment_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With rows of ``--num_prompts`` episodes, which an environment's ``reset`` completes.
+
+    Raises:
+        ValueError: if there is data too, or no environment.
+    """
+    count = config.data.num_prompts
+    if not count:
+        return config
+    if config.data.data_path:
+        raise ValueError(f"--num_prompts {count} stands in the place of --data_path; drop one")
+    if not config.batch.has_turns:
+        raise ValueError(
+            f"--num_prompts {count} needs --environment, a class whose reset makes the prompts, or "
+            "--agent"
+        )
+    path = cache_directory(config.data.data) / f"episodes-{count}.jsonl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = (json.dumps({"prompt": episode_prompt(n), "episode": n}) for n in range(count))
+        staged = path.with_name(f"{path.name}.{os.getpid()}")
+        staged.unlink(missing_ok=True)  # it may be a link
+        with staged.open("x", encoding="utf-8") as file:
+            file.writelines(f"{row}\n" for row in rows)
+        staged.replace(path)
+    return replace(config, data=replace(config.data, data_path=(str(path),)))
+
+
+def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With bundled prompts where none are named; the world's own judge where nothing scores."""
+    if config.data.data_path:
+        return config
+    check_data_is_named(config.given)
+    lengths: dict[str, Any] = {n: v for n, v in BUNDLED_LENGTHS.items() if n not in config.given}
+    data = replace(
+        config.data,
+        data_path=(str(BUNDLED_DATA["train"]),),
+        eval_data_path=config.data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
+        **lengths,
+    )
+    rewards = config.rewards
+    scores = _scores(config) or config.ppo.rules.distills
+    if config.actor.model_name_or_path is None and not scores:
+        rewards = replace(rewards, reward_function=(BUNDLED_REWARD,))
+    return replace(config, data=data, rewards=rewards)
+
+
+def _scores(config: RlhfConfig) -> bool:
+    return bool(config.critic.model_name_or_path or config.rewards.reward_function)
+
+
+def _check_environment(name: str) -> None:
+    """Refuse an environment whose library or module is not there."""
+    if find_adapter(name) is None:
+        try:
+            check_function("environment", name)
+        except ValueError as error:
+            raise ValueError(f"{error}; by name there are {', '.join(ADAPTERS)}") from error
+
+
+def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse a run that nothing scores, or functions whose modules are not there."""
+    # An environment's class scores if it has get_reward, which shows when it is imported.
+    if not (_scores(config) or config.batch.has_turns or config.ppo.rules.distills):
+        raise ValueError(
+            "--critic_model_name_or_path must name a reward model (the output of step 2), or "
+            "--reward_function a function that scores: nothing tells what a response is worth"
+        )
+    rewards = config.rewards
+    judges = () if rewards.judge_function is None else (rewards.judge_function,)
+    for option, names in (
+        ("reward_function", rewards.reward_function),
+        ("reward_gate", rewards.reward_gate),
+        ("judge_function", judges),
+    ):
+        for name in names:
+            if not (is_builtin(name) or is_remote(name)):
+                check_function(option, name)
+    if config.batch.environment is not None:
+        _check_environment(config.batch.environment)
+    _check_agent(config.batch)
+    count, weights = len(rewards.reward_function), rewards.reward_weights
+    if len(weights) > count and config.critic.model_name_or_path is None:
+        raise ValueError(
+            f"--reward_weights has {len(weights)} weights for {count} functions of "
+            "--reward_function, and there is no reward model for the last one"
+        )
+
+
+def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse distillation without a teacher, and a teacher without distillation."""
+    given = sorted(config.given & set(TeacherConfig.__dataclass_fields__))
+    teacher, algorithm = config.teacher, config.ppo.algorithm
+    if not config.ppo.rules.distills:
+        if given:
+            raise ValueError(
+                f"--{given[0]} is of --algorithm distill, not of {algorithm}: use that, or drop it"
+            )
+        return
+    if teacher.teacher_model_name_or_path is None and teacher.teacher_system_prompt is None:
+        raise ValueError(
+            "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a system "
+            "message with which the actor as it was is one"
+        )
+    scored = _scores(config) or config.batch.has_turns
+    if teacher.on_policy_share < 1 and scored:
+        raise ValueError(
+            f"--on_policy_share {teacher.on_policy_share:g} learns from answers of the data too, "
+            "which reward functions, reward models and environments do not score: drop one of them"
+        )
+    if teacher.teacher_model_name_or_path is None and teacher.teacher_bits is not None:
+        raise ValueError(
+            f"--teacher_bits {teacher.teacher_bits} needs --teacher_model_name_or_path: the actor "
+            "as it was has the actor's bits"
+        )
+    if teacher.teacher_system_prompt is not None and config.batch.has_agent:
+        raise ValueError(
+            "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts of "
+            "its own: give the teacher by --teacher_model_name_or_path"
+        )
+
+
+def _check_agent(batch: RolloutConfig) -> None:
+    if not batch.has_agent:
+        return
+    option = "agent_command" if batch.agent is None else "agent"
+    client = () if batch.agent is None else ("openai>=2",)
+    require_packages(f"--{option}", "starlette", "uvicorn", *client, extra="agents")
+    if batch.agent is not None:
+        check_function("agent", batch.agent)
+        return
+    _check_command("agent_command", batch.agent_command or "")
+
+
+def _check_command(option: str, command: str, remedy: str = "") -> None:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"--{option} {command!r}: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        found = words[0] if words else "nothing"
+        raise ValueError(f"--{option} begins with {found}, which is no program on the PATH{remedy}")
+
+
+def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With DAPO's share of the longest answer where that is not typed; one too long is refused.
+
+    An agent's episode may have several sequences, each longer than an answer: none is punished.
+    """
+    longest, rewards = config.data.max_answer_seq_len, config.rewards
+    if "soft_overlong_tokens" not in config.given:
+        share = 0.0 if config.batch.has_agent else config.ppo.rules.soft_overlong_share
+        rewards = replace(rewards, soft_overlong_tokens=int(share * longest))
+    if rewards.soft_overlong_tokens and config.batch.has_agent:
+        raise ValueError(
+            f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is of single answers, and an "
+            "agent's episode has several: let the agent return a lower reward instead"
+        )
+    if rewards.soft_overlong_tokens > longest:
+        raise ValueError(
+            f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is more than an answer may "
+            f"have: --max_answer_seq_len {longest}"
+        )
+    return replace(config, rewards=rewards)
+
+
+def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With the adapters that are continued; without a reward model the critic's is the actor's."""
+    sources, is_typed = inputs.sources, "critic_lora_dim" in config.given
+    actor = _with_adapter(config, "actor", sources.actor)
+    if sources.critic is None and sources.actor.adapter is None and not is_typed:
+        critic = replace(config.critic, lora_dim=config.actor.lora_dim)
+    else:
+        critic = _with_adapter(config, "critic", sources.critic or sources.actor)
+    return replace(config, actor=actor, critic=critic)
+
+
+def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse options of experts of a role that adapts none."""
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
+        options: RoleConfig = getattr(config, role)
+        prefix = f"{role}_expert_"
+        given = {n.removeprefix(f"{role}_") for n in config.given if n.startswith(prefix)}
+        with option_errors_for(role):
+            lora = options.lora(config.classic.only_optimize_lora)
+            check_lora_options(lora, frozenset(given))
+
+
+def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleConfig:
+    """The role's options with those of the adapter that it continues."""
+    options: RoleConfig = getattr(config, role)
+    prefix = f"{role}_"
+    given = frozenset(n.removeprefix(prefix) for n in config.given if n.startswith(prefix))
+    with option_errors_for(role):
+        lora = continued_lora(options.lora(config.classic.only_optimize_lora), source, given)
+    names = ("lora_dim", "lora_alpha", "use_rslora", "expert_lora_dim", "expert_lora_alpha")
+    stored = {name: getattr(lora, name) for name in names}
+    return replace(options, **stored)
+
+
+def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With lengths that local models have positions for; longer ones are refused if typed."""
+    sources = inputs.sources.by_role.values()
+    limits = [position_limit(model_fields(s), parse_rope_scaling(s.rope_scaling)) for s in sources]
+    return fit_lengths(config, limits)
+
+
+def fit_lengths(config: RlhfConfig, limits: Iterable[int | None]) -> RlhfConfig:
+    """With lengths that models of so many positions have room for.
+
+    Raises:
+        ValueError: if longer ones were typed.
+    """
+    data, given = config.data, config.given
+    limit = min((n for n in limits if n is not None), default=data.max_seq_len)
+    if data.max_seq_len <= limit:
+        return config
+    if given & BUNDLED_LENGTHS.keys():
+        raise ValueError(
+            f"--max_prompt_seq_len {data.max_prompt_seq_len} and --max_answer_seq_len "
+            f"{data.max_answer_seq_len} need {data.max_seq_len} positions, the models have {limit}"
+        )
+    data = replace(data, max_prompt_seq_len=limit - limit // 2, max_answer_seq_len=limit // 2)
+    return replace(config, data=data)
+
+
+def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With the bits of the bases, where those of all roles are the same."""
+    found = set()
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
+        options: RoleConfig = getattr(config, role)
+        with option_errors_for(role):
+            bits = settled_base_bits(
+                config.load.base_bits,
+                inputs.sources.by_role.get(role, inputs.sources.actor),
+                options.lora(config.classic.only_optimize_lora),
+                trains=config.optim.num_train_epochs > 0,
+                tensor_parallel_size=config.parallel.tensor_parallel_size,
+            )
+        found.add(bits)
+    load = replace(config.load, base_bits=bits) if len(found) == 1 else config.load
+    return replace(config, load=load)
+
+
+def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse models that the processes cannot divide, or cannot train once they are divided."""
+    size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
+    if config.parallel.context_parallel_size > 1:
+        raise ValueError(
+            f"--context_parallel_size {config.parallel.context_parallel_size} divides the rows of "
+            "steps 1 and 2; step 3 takes them whole: leave it out"
+        )
+    check_processes(config.parallel, launched_processes())
+    for role in ("actor", "critic") if config.has_critic else ("actor",):
+        options: RoleConfig = getattr(config, role)
+        with option_errors_for(role):
+            check_training(config.load, options.lora(only_adapters), size)
+    for role, source in inputs.sources.by_role.items():
+        with option_errors_for(role):
+            check_divided(source, config.parallel)
+
+
+def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse to compare one response to a prompt with itself."""
+    algorithm, k = config.ppo.algorithm, config.batch.num_generations
+    if config.ppo.rules.compares and k < 2:
+        raise ValueError(
+            f"--algorithm {algorithm} compares the responses to a prompt: --num_generations must "
+            f"be 2 or more and divide --per_device_generation_batch_size "
+            f"{config.batch.per_device_generation_batch_size}, got {k}"
+        )
+
+
+def check_tokenizers(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse a reward model that reads other tokens than the actor writes."""
+    check_vocabularies(config, inputs.sources)
+
+
+def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse prompts or pretraining text that cannot be read."""
+    if config.load.chat_template is not None:
+        read_chat_template(config.load.chat_template)
+    if config.data.streaming:
+        check_streaming(config)
+    if config.data.data_path != inputs.asked and not config.data.num_prompts:
+        check_bundled_data_fits(inputs.sources.actor, stage=config.stage, role="actor_")
+    check_sources(config.data.data, "prompts")
+    check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
+    data = text_data(config)
+    if data is not None:
+        try:
+            check_sources(data)
+        except ValueError as error:
+            words = str(error).replace("--data_path", "--unsupervised_dataset_name")
+            raise ValueError(words) from error
+
+
+def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With what ``--deepspeed_config`` says where no option was given."""
+    names = {"per_device_training_batch_size": "per_device_train_batch_size"}
+    model, batch, optim, parallel = reconcile(
+        ModelConfig(**vars(config.load)),
+        BatchConfig(
+            per_device_train_batch_size=config.batch.per_device_training_batch_size,
+            gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+        ),
+        OptimConfig(**vars(config.optim)),
+        config.parallel,
+        given=frozenset(names.get(name, name) for name in config.given),
+        world_size=launched_processes(),
+    )
+    stage = parallel.zero_stage or 0
+    return replace(
+        config,
+        load=replace(config.load, dtype=model.dtype),
+        batch=replace(
+            config.batch,
+            per_device_training_batch_size=batch.per_device_train_batch_size,
+            gradient_accumulation_steps=batch.gradient_accumulation_steps,
+        ),
+        optim=replace(config.optim, max_grad_norm=optim.max_grad_norm),
+        parallel=parallel,
+        actor=_with_stage(config.actor, stage),
+        critic=_with_stage(config.critic, stage),
+    )
+
+
+def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
+    return role if role.zero_stage is not None else replace(role, zero_stage=stage)  # type: ignore[arg-type]
+
+
+def with_default_responses(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With generation batches for 64 responses an iteration where no size of a batch is typed."""
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    if config.given & {name for names in config.rows.values() for name in names}:
+        return config
+    at_once = batch.per_device_generation_batch_size * shares
+    times = max(batch.generation_batches, -(-DEFAULT_RESPONSES // at_once))
+    return replace(config, batch=replace(batch, generation_batches=times))
+
+
+def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With enough responses in an iteration for a step, and the steps of ``--enable_test_mode``."""
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
+    if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
+        times = -(-wanted // batch.per_device_generation_batch_size)
+        say_once(
+            f"  note         --generation_batches {times}: a step of {wanted * shares} "
+            "responses needs as many of one policy"
+        )
+        batch = replace(batch, generation_batches=times)
+    optim = config.optim
+    if config.classic.enable_test_mode:
+        optim = replace(optim, max_steps=config.classic.test_stop_step)
+    return replace(config, batch=batch, optim=optim)
+
+
+def check_kl_horizon(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse a horizon of the adaptive KL coefficient that lets it change its sign."""
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
+    responses = batch.per_device_generation_batch_size * batch.generation_batches * shares
+    horizon = config.ppo.kl_horizon
+    if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
+        raise ValueError(
+            f"--kl_horizon {horizon} is too short for {responses} responses an iteration: the "
+            f"coefficient could change its sign; use more than {responses // 5}"
+        )
+
+
+def check_budget(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse micro-batches that hold no whole response."""
+    tokens, longest = config.batch.tokens_per_device, config.data.max_seq_len
+    if 0 < tokens < longest:
+        raise ValueError(
+            f"--tokens_per_device {tokens} is less than a prompt and its answer may take; it must "
+            f"be {longest} or more (--max_prompt_seq_len {config.data.max_prompt_seq_len} + "
+            f"--max_answer_seq_len {config.data.max_answer_seq_len})"
+        )
+
+
+def check_attention(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse attention that does not decode."""
+    if config.load.attn_implementation == "flex_attention":
+        raise ValueError(
+            "--attn_implementation flex_attention does not decode: step 3 takes sdpa or eager"
+        )
+
+
+def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse ZeRO 3 for one role of a shared base alone, or with ``--compile``."""
+    actor, critic = config.actor.zero_stage, config.critic.zero_stage
+    if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config):
+        raise ValueError(
+            f"--actor_zero_stage {actor} and --critic_zero_stage {critic}: actor and critic share "
+            "the weights of one base, which are sharded for both (3) or for neither"
+        )
+    check_compile(config.load, actor, critic)
+
+
+def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With blocks recomputed whose inputs are to be on the host."""
+    roles = ("actor", "critic") if config.has_critic else ("actor",)
+    names = {f"{role}_gradient_checkpointing": role for role in roles}
+    switches = {name: getattr(config, role).gradient_checkpointing for name, role in names.items()}
+    changed = {
+        names[name]: replace(getattr(config, names[name]), gradient_checkpointing=value)
+        for name, value in recomputing(config.parallel, switches).items()
+    }
+    return replace(config, **changed)
+
+
+def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse to overwrite a directory that a model comes from."""
+    for role, source in inputs.sources.by_role.items():
+        with option_errors_for(role):
+            check_source_is_kept(config.run, source)
+
+
+def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse rollouts ahead and over-sampling where the engine or other options rule them out."""
+    batch, engine, ahead = config.batch, config.batch.rollout_engine, config.batch.rollouts_ahead
+    if ahead and (batch.has_turns or not batch.by_servers):
+        with_turns = "an --environment or agent waits for each turn"
+        in_process = (
+            f"--rollout_engine {engine} draws in the processes that train: give the address of a "
+            "server, such as `dschat-lora serve --allow_runtime_lora_updating` in another process"
+        )
+        raise ValueError(
+            f"--rollouts_ahead {ahead} has servers draw whole responses while this process trains, "
+            f"and {with_turns if batch.has_turns else in_process}"
+        )
+    if ahead and not (batch.do_sample and config.ppo.rollout_correction != "none"):
+        off = "--rollout_correction none" if batch.do_sample else "--no-do_sample"
+        raise ValueError(
+            f"--rollouts_ahead {ahead} learns from responses of older adapters, for which "
+            f"--rollout_correction weighs, and {off} leaves no weights: leave one out"
+        )
+    if batch.oversample > 1 and (batch.has_turns or engine == "transformers"):
+        raise ValueError(
+            f"--oversample {batch.oversample:g} gives up responses on the way, which environments, "
+            "agents and --rollout_engine transformers do not: leave it out"
+        )
+
+
+def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With the correction that the engine needs; one that cannot be used is refused."""
+    batch, engine = config.batch, config.batch.rollout_engine
+    if engine == "own":
+        return config
+    if config.ppo.rollout_correction is None and not config.ppo.importance_cap:
+        kind: Correction = "tis" if batch.do_sample else "none"
+        config = replace(config, ppo=replace(config.ppo, rollout_correction=kind))
+    if config.parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            f"--rollout_engine {engine} is for models that are whole on a device, and "
+            f"--tensor_parallel_size is {config.parallel.tensor_parallel_size}: leave one out"
+        )
+    if engine == "transformers" and config.actor.zero_stage == 3:
+        raise ValueError(
+            "--rollout_engine transformers needs whole weights, which ZeRO 3 shards: use ZeRO 0 to "
+            "2, or own"
+        )
+    adapter_alone = config.actor.lora_dim > 0 and config.classic.only_optimize_lora
+    if batch.by_servers and not adapter_alone:
+        raise ValueError(
+            f"--rollout_engine {engine} hands over the actor's adapter, and all weights train: "
+            "give --actor_lora_dim, without --no-only_optimize_lora"
+        )
+    if engine == "vllm":
+        command = "vllm serve" if batch.vllm_command is None else batch.vllm_command
+        remedy = ": install vLLM in an environment of its own, and name that environment's program"
+        _check_command("vllm_command", command, remedy)
+        vllm_rank(max(config.actor.lora_dim, config.actor.expert_lora_dim or 0))
+        rope = inputs.sources.by_role["actor"].rope_scaling
+        if rope is not None and "hf-overrides" not in command:
+            raise ValueError(
+                f"--rollout_engine vllm serves the base as its files have it, and the actor was "
+                f"trained with --rope_scaling {rope}: say the same to vLLM by --hf-overrides in "
+                "--vllm_command, or merge the adapter first"
+            )
+    if is_first_rank():
+        for address in batch.rollout_servers:
+            _check_server(address, config.data.max_seq_len)
+    return config
+
+
+def _check_server(address: str, max_seq_len: int) -> None:
+    try:
+        limit = RolloutServer(address, CONNECT_SECONDS).base_limit()
+    except (ServerError, EngineError) as error:
+        raise ValueError(
+            f"--rollout_engine {address} cannot be asked: {error}; start there `vllm serve BASE "
+            "--enable-lora` with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or `dschat-lora serve BASE "
+            "--allow_runtime_lora_updating`"
+        ) from error
+    if limit is not None and limit < max_seq_len:
+        raise ValueError(
+            f"--rollout_engine {address} has room for {limit} tokens, and --max_prompt_seq_len and "
+            f"--max_answer_seq_len are {max_seq_len} together"
+        )
+
+
+# In this order: the first that fails is the one a user reads.
+RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
+    with_environment_prompts,
+    with_bundled_prompts,
+    check_teacher,
+    check_rewards,
+    with_continued_lora,
+    check_lora,
+    with_fitting_lengths,
+    with_overlong_punishment,
+    with_base_bits,
+    check_tensor_parallel,
+    check_num_generations,
+    check_tokenizers,
+    check_data,
+    with_deepspeed_json,
+    with_default_responses,
+    with_whole_steps,
+    check_kl_horizon,
+    check_budget,
+    check_attention,
+    check_zero_stages,
+    with_recomputation,
+    with_trackers,
+    check_output_dir,
+    check_sources_are_kept,
+    check_rollouts,
+    with_rollout_engine,
+    announce,
+    note_without_effect,
+)

@@ -1,0 +1,559 @@
+"""Options of step 3: prompts, rollouts, rewards, and all groups together."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+from urllib.parse import urlsplit
+
+from dschat_lora.config.data import DataConfig, SourceConfig
+from dschat_lora.config.groups import (
+    PROMPT_LOOKUP,
+    LoadConfig,
+    ScheduleConfig,
+    require,
+    require_numbers,
+)
+from dschat_lora.config.options import classic, group, option
+from dschat_lora.config.stages import StageConfig
+from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
+from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
+from dschat_lora.rl.play.environment_adapters import ADAPTERS
+from dschat_lora.rl.score.builtin_rewards import builtin_function, is_builtin, is_remote
+
+GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        host = (parts.hostname or "").encode("idna")  # refuses labels above 63 characters
+        return bool(_ADDRESS.fullmatch(text) and host and parts.port != 0)
+    except ValueError:
+        return False
+
+
+def _check_name(option: str, name: str) -> None:
+    """Refuse what names no function; built-in ones are rewards."""
+    scores = option not in ("environment", "agent")
+    if scores and is_builtin(name):
+        builtin_function(name)
+        return
+    allowed = "module:function such as my_rewards:is_right"
+    usable = bool(_FUNCTION.fullmatch(name))
+    if option == "environment":
+        library, _, rest = name.partition(":")
+        usable = bool(rest) if library in ADAPTERS else usable
+        allowed += f", or LIBRARY:NAME of {', '.join(ADAPTERS)}"
+    elif scores:
+        usable = usable or is_remote(name)
+        allowed += ", or the address of a server that scores"
+    require(usable, option, name, allowed)
+
+
+@dataclass(frozen=True)
+class PromptConfig(SourceConfig):
+    """Prompts and their length."""
+
+    section = "data"
+
+    num_prompts: int = option(
+        0,
+        help="episodes whose prompts an --environment of a class makes itself, in the place of "
+        "--data_path; reset gets the number of the episode, 0 and on, as `episode`",
+    )
+    max_prompt_seq_len: int = option(256, help="longer prompts follow --overlong")
+    max_answer_seq_len: int = option(256, help="most tokens of a response")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(self, ">= 1", "max_prompt_seq_len", "max_answer_seq_len")
+        require_numbers(self, ">= 0", "num_prompts")
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of prompt and response together."""
+        return self.max_prompt_seq_len + self.max_answer_seq_len
+
+    @property
+    def data(self) -> DataConfig:
+        """The prompts as data to prepare."""
+        source = {name: getattr(self, name) for name in SourceConfig.__dataclass_fields__}
+        return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Number of responses, and sampling."""
+
+    section = "rollouts"
+
+    per_device_generation_batch_size: int = option(
+        16, help="responses generated at a time on a device"
+    )
+    generation_batches: int = option(
+        1,
+        help="generation batches of one iteration; where no size of a batch is typed, as many as "
+        "make 64 responses over all processes",
+    )
+    per_device_training_batch_size: int = option(
+        16, help="responses per device and micro-batch of the update", section="training"
+    )
+    gradient_accumulation_steps: int = option(
+        1, help="micro-batches per optimizer step", section="training"
+    )
+    tokens_per_device: int = option(
+        0,
+        help="cut the responses of a step into micro-batches of up to so many tokens per device, "
+        "instead of so many responses; 0: by responses",
+        section="training",
+    )
+    num_generations: int = by_algorithm(
+        "responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare "
+        "them (8, or fewer that divide --per_device_generation_batch_size; or 1)"
+    )
+    rollout_engine: str = option(
+        "own",
+        help="what draws responses: own; transformers, its continuous batching; vllm, which the "
+        "run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take "
+        "adapters at run time, by their addresses with commas between them, such as "
+        "http://127.0.0.1:8000",
+    )
+    vllm_command: str | None = option(
+        None,
+        help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
+        "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3,
+        help="share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm "
+        "takes while it draws; on a GPU it sleeps while the actor trains",
+    )
+    rollout_adapter_dir: str | None = option(
+        None,
+        help="directory that the servers of --rollout_engine see too, in which they find the "
+        "adapter; default: one in memory, for servers on this machine",
+    )
+    rollout_timeout: float = option(
+        600.0,
+        help="seconds that a server of --rollout_engine, or a teacher's, may take for a response, "
+        "and vllm to start",
+    )
+    rollouts_ahead: int = option(
+        0,
+        help="have the servers of --rollout_engine draw the responses of so many further "
+        "iterations while one trains, by adapters that are at most so many iterations old; "
+        "--rollout_correction weighs for that; 0: they wait for each other",
+    )
+    oversample: float = option(
+        1.0,
+        help="begin the responses to so many times the prompts of an iteration, and end when those "
+        "to enough of them are whole: the longest are given up, with all responses to their prompt",
+    )
+    merge_for_rollouts: bool = option(
+        False,
+        help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
+        "in exchange for their memory; sampler_error shows how far rounding moves the policy",
+        section="rollouts",
+    )
+    prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP, section="rollouts")
+    do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
+    temperature: float = option(1.0, help="of sampling and of all log-probabilities")
+    rollout_temperature: float | None = option(
+        None, help="of sampling, if not --temperature; --importance_cap weighs for the difference"
+    )
+    top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")
+    top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
+    stop_tokens: tuple[str, ...] = option(
+        (), help="tokens that end a response, beside those of tokenizer, template and model"
+    )
+    stop_strings: tuple[str, ...] = option(
+        (), help="texts that end a response with the token that completes them"
+    )
+    environment: str | None = option(
+        None,
+        help="module:function that answers the actor's turns with messages of a user or tool, or "
+        "ends the episode; or module:Class of objects with reset, and step or tools, and rewards; "
+        "or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND "
+        "and mcp:URL, whose tools are offered",
+    )
+    agent: str | None = option(
+        None,
+        help="module:function that plays an episode: it gets the row and a client of the openai "
+        "package for the actor, asks as often as it likes, and returns the reward",
+    )
+    agent_command: str | None = option(
+        None,
+        help="command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is "
+        "the actor's, and the last line that it prints is the reward",
+    )
+    agent_timeout: float = option(
+        600.0, help="seconds of an agent's episode, but for those in which the actor answers"
+    )
+    agent_retries: int = option(0, help="further attempts at an agent's episode that failed")
+    agent_max_calls: int = option(100, help="most answers in an episode of an agent")
+    max_turns: int = option(
+        8, help="most turns of the actor in an episode with --environment, of one response's length"
+    )
+
+    def __post_init__(self) -> None:
+        rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
+        update = ("per_device_training_batch_size", "gradient_accumulation_steps")
+        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
+        require_numbers(self, ">= 0", "tokens_per_device")
+        greedy = ">= 1e-06 (greedy: --no-do_sample)"
+        require_numbers(self, greedy, "temperature", "rollout_temperature")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require_numbers(self, ">= 0", "top_k", "prompt_lookup_num_tokens")
+        for name in ("stop_tokens", "stop_strings"):
+            require(all(getattr(self, name)), name, "", "texts that are not empty")
+        for name in ("environment", "agent"):
+            if getattr(self, name) is not None:
+                _check_name(name, getattr(self, name))
+        require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
+        require_numbers(self, "in [0, 16]", "rollouts_ahead")
+        require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
+        share = self.vllm_gpu_memory_utilization
+        require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
+        if self.by_servers and self.rollout_engine != "vllm":
+            addresses = self.rollout_servers
+            require(
+                bool(addresses) and all(map(_is_address, addresses)),
+                "rollout_engine",
+                self.rollout_engine,
+                "own, transformers, vllm, or addresses of servers such as http://127.0.0.1:8000, "
+                "with commas between them (vLLM and SGLang are such servers)",
+            )
+        require_numbers(self, ">= 0", "agent_retries")
+        require_numbers(self, ">= 1", "agent_max_calls")
+        players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
+        if len(players) > 1:
+            raise ValueError(f"--{players[0]} and --{players[1]} both play episodes: give one")
+        if self.num_generations is None:
+            return
+        at_a_time = self.per_device_generation_batch_size
+        if self.num_generations > at_a_time:
+            raise ValueError(
+                f"--num_generations {self.num_generations} responses to a prompt are generated at "
+                f"a time: --per_device_generation_batch_size {at_a_time} must be as many"
+            )
+        own = at_a_time * self.generation_batches
+        if own % self.num_generations:
+            raise ValueError(
+                f"--num_generations {self.num_generations} must divide the {own} responses of an "
+                "iteration (--per_device_generation_batch_size x --generation_batches)"
+            )
+
+    @property
+    def rows_decoded(self) -> int:
+        """Responses that a device decodes at a time, those that are given up among them."""
+        rows = self.per_device_generation_batch_size
+        return max(rows, self.oversampled(rows // self.num_generations) * self.num_generations)
+
+    def oversampled(self, prompts: int) -> int:
+        """How many prompts are begun where so many are needed."""
+        return math.ceil(self.oversample * prompts - 1e-9)
+
+    @property
+    def by_servers(self) -> bool:
+        """Whether servers draw the responses."""
+        return self.rollout_engine not in ("own", "transformers")
+
+    @property
+    def rollout_servers(self) -> tuple[str, ...]:
+        """Addresses of the servers that are named, without the path ``/v1``; perhaps none."""
+        if not self.by_servers or self.rollout_engine == "vllm":
+            return ()
+        given = (each.strip().rstrip("/") for each in self.rollout_engine.split(","))
+        return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether a program plays the episodes."""
+        return self.agent is not None or self.agent_command is not None
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the actor may speak several times in an episode."""
+        return self.environment is not None or self.has_agent
+
+    @property
+    def draws_from_policy(self) -> bool:
+        """Whether responses are drawn from the very distribution that learns."""
+        return self.only_filters and self.top_p == 1 and self.top_k == 0
+
+    @property
+    def only_filters(self) -> bool:
+        """Whether it is that distribution but for top-p and top-k."""
+        return self.do_sample and self.rollout_temperature in (None, self.temperature)
+
+
+@dataclass(frozen=True)
+class RewardsConfig:
+    """Rewards of responses, and their scale."""
+
+    section = "rewards"
+
+    reward_function: tuple[str, ...] = option(
+        (),
+        help="module:function that scores responses, one or several, instead of the reward model "
+        "or added to it, with the arguments of TRL, verl or OpenRLHF; builtin:NAME for one that "
+        "comes along; the http:// address of a server that is asked as OpenRLHF asks one",
+    )
+    reward_weights: tuple[float, ...] = option(
+        (),
+        help="weight of each reward function in the sum of scores, and last that of the reward "
+        "model, if there is one; 1 each by default",
+    )
+    reward_gate: tuple[str, ...] = option(
+        (),
+        help="functions, named as those of --reward_function: where one of them scores 0 or less, "
+        "the response scores at most 0, whatever else it is worth",
+    )
+    reward_batch: Literal["all", "group"] = option(
+        "all",
+        help="responses of a call: all that a process has, or those to one prompt",
+    )
+    reward_retries: int = option(
+        0, help="further calls of a reward function, or an environment, that failed"
+    )
+    reward_timeout: float = option(
+        0.0,
+        help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
+        "as it likes",
+    )
+    clip_reward_value: float = option(
+        5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
+    )
+    reward_scaling: Literal["none", "running", "initial"] = option(
+        "initial",
+        help="running: divide scores by their standard deviation so far; initial: by that of the "
+        "first iterations' scores, at least 64, after subtracting their mean; the critic starts in "
+        "these units (with none and running in those of the reward model)",
+    )
+    judge_function: str | None = option(
+        None,
+        help="module:function that judges held-out responses at evaluations; never trained on",
+        section="evaluation",
+    )
+    missing_eos_penalty: float = option(
+        0.0, help="subtracted from the score of a response that was cut off"
+    )
+    soft_overlong_tokens: int = option(
+        0,
+        help="scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's "
+        "soft overlong punishment; dapo: a fifth of them); 0: never",
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
+        require_numbers(self, ">= 0", "soft_overlong_tokens")
+        require_numbers(self, ">= 0", "reward_retries", "reward_timeout")
+        for field in ("reward_function", "reward_gate"):
+            names = getattr(self, field)
+            if isinstance(names, str):
+                object.__setattr__(self, field, (names,))
+            for name in getattr(self, field):
+                _check_name(field, name)
+        if self.judge_function is not None:
+            _check_name("judge_function", self.judge_function)
+        count, weights = len(self.reward_function), self.reward_weights
+        if weights and len(weights) not in (count, count + 1):
+            raise ValueError(
+                f"--reward_weights has {len(weights)} weights for {count} functions of "
+                "--reward_function: give one for each, and last one for the reward model, if any"
+            )
+        require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
+
+
+@dataclass(frozen=True)
+class ClassicConfig:
+    """Further options of DeepSpeed-Chat, and of the log."""
+
+    section = "rollouts"
+
+    only_optimize_lora: bool = option(
+        True, help="freeze base models that have an adapter (no-: train them too)", section="LoRA"
+    )
+    enable_ema: bool = option(
+        False, help="keep a moving average of the actor, written to actor_ema/", section="training"
+    )
+    ema_decay: float = option(
+        0.992, help="share of the average that stays at a step", section="training"
+    )
+    log_rollouts: int = option(
+        128,
+        help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none",
+        section="logging",
+    )
+    print_answers: bool = option(
+        False, help="show a response at every iteration", section="logging"
+    )
+    print_answers_interval: int = option(
+        10, help="iterations between shown responses; 0: never", section="logging"
+    )
+    enable_test_mode: bool = classic(False, help="stop after --test_stop_step optimizer steps")
+    test_stop_step: int = classic(0, help="optimizer steps of --enable_test_mode")
+    num_padding_at_beginning: int = classic(
+        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
+    )
+    align_overflow: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps"
+    )
+    offload_reference_model: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"
+    )
+    offload_reward_model: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; the reward model shares the critic's base"
+    )
+    enable_hybrid_engine: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own"
+    )
+    unpin_actor_parameters: bool = classic(
+        False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
+    )
+    release_inference_cache: bool = option(
+        False,
+        help="free the cache of keys and values before each update (by default it is kept on a "
+        "GPU that has room for it)",
+        section="memory and processes",
+    )
+    inference_tp_size: int = classic(
+        1,
+        help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
+        "that hold the model (--tensor_parallel_size)",
+    )
+    tp_gather_partition_size: int = classic(
+        8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
+    )
+    enable_mixed_precision_lora: bool = classic(
+        False, help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights"
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, "in [0, 1)", "ema_decay")
+        require_numbers(self, ">= 1", "inference_tp_size")
+        require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
+        if self.enable_test_mode and not self.test_stop_step:
+            raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
+
+
+@dataclass(frozen=True)
+class RlhfConfig(StageConfig):
+    """Options of step 3, which trains the actor on its own responses."""
+
+    actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
+    critic: RoleConfig = group(
+        RoleConfig,
+        flat=False,
+        section="critic and reward model",
+        role="critic",
+        learning_rate=5e-6,
+    )
+    load: LoadConfig = group(LoadConfig)
+    data: PromptConfig = group(PromptConfig)
+    batch: RolloutConfig = group(RolloutConfig)
+    rewards: RewardsConfig = group(RewardsConfig)
+    ppo: PpoConfig = group(PpoConfig)
+    teacher: TeacherConfig = group(TeacherConfig)
+    pretraining: PretrainingConfig = group(PretrainingConfig)
+    classic: ClassicConfig = group(ClassicConfig)
+    optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
+    eval_prompts: int = option(
+        64,
+        help="held-out prompts answered at each evaluation, greedily and by sampling; 0: none, "
+        "and none is held out unless --eval_ratio is given",
+        section="evaluation",
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "eval_prompts")
+        if self.eval_prompts == 0 and "eval_ratio" not in self.given:
+            object.__setattr__(self, "data", replace(self.data, eval_ratio=0.0))
+        if self.batch.num_generations is None:
+            rows = self.batch.per_device_generation_batch_size
+            most = GROUP_SIZE if self.ppo.rules.compares else 1
+            size = max(n for n in range(1, most + 1) if rows % n == 0)
+            object.__setattr__(self, "batch", replace(self.batch, num_generations=size))
+        if self.ppo.correction is not None and not self.batch.do_sample:
+            given = f"--importance_cap {self.ppo.importance_cap:g}"
+            if not self.ppo.importance_cap:
+                given = f"--rollout_correction {self.ppo.rollout_correction}"
+            raise ValueError(
+                f"{given} weighs by the probability that a token was drawn with, and "
+                "--no-do_sample draws none: leave one of them out"
+            )
+        if self.ppo.use_rollout_logprobs and self.batch.rollout_engine != "own":
+            raise ValueError(
+                "--use_rollout_logprobs is of --rollout_engine own; those of "
+                f"{self.batch.rollout_engine} are of other kernels, for which there is "
+                "--rollout_correction"
+            )
+        if self.ppo.use_rollout_logprobs and self.teacher.on_policy_share < 1:
+            raise ValueError(
+                "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
+                f"{self.teacher.on_policy_share:g} takes some from the data: leave one of them out"
+            )
+        if self.teacher.server is not None:
+            address, _ = self.teacher.server
+            require(
+                _is_address(address),
+                "teacher_model_name_or_path",
+                self.teacher.teacher_model_name_or_path,
+                "the address of a server, such as http://127.0.0.1:8000/v1, or a model",
+            )
+            if self.batch.temperature != 1:
+                raise ValueError(
+                    f"--temperature {self.batch.temperature:g} is also of the teacher's "
+                    f"log-probabilities, which the server {address} gives at 1: leave it out"
+                )
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Not ``tokens_per_device``, which divides the same steps into other micro-batches."""
+        return super().fixed - {"tokens_per_device"}
+
+    @property
+    def rows(self) -> dict[str, tuple[str, str]]:
+        """The responses of an iteration and those of an optimizer step."""
+        return {
+            "responses": ("per_device_generation_batch_size", "generation_batches"),
+            "rows_per_step": ("per_device_training_batch_size", "gradient_accumulation_steps"),
+        }
+
+    @property
+    def stage(self) -> str:
+        """The name of the stage: of its runs, its directory and its command."""
+        return "rlhf"
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic estimates values."""
+        return self.ppo.rules.advantage == "gae"
+
+
+@dataclass(frozen=True)
+class DistillConfig(RlhfConfig):
+    """Options of step 3 for on-policy distillation; the actor is the student."""
+
+    spellings: ClassVar[Mapping[str, str]] = {
+        name: f"actor_{name}"
+        for name in (
+            *("model_name_or_path", "lora_dim", "lora_alpha", "target_modules"),
+            *("learning_rate", "lora_learning_rate"),
+        )
+    }
+
+    ppo: PpoConfig = group(PpoConfig, algorithm="distill")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        algorithm = self.ppo.algorithm
+        require(algorithm == "distill", "algorithm", algorithm, "distill, or the verb rlhf")
+
+    @property
+    def stage(self) -> str:
+        return "distill"

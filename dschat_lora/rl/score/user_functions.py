@@ -1,0 +1,490 @@
+"""User functions: what they are called with, and what they log."""
+
+import concurrent.futures
+import importlib
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from dschat_lora.config.held import held_object, is_held
+from dschat_lora.engine.distributed import (
+    gather_texts,
+    raise_together,
+)
+from dschat_lora.models.loading import Tokenizer
+from dschat_lora.report.terminal import note
+from dschat_lora.rl.response.coroutines import in_thread, run_together
+from dschat_lora.rl.response.errors import UserFunctionError
+from dschat_lora.rl.response.messages import as_messages, messages_after_prompt, prompt_of
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.builtin_rewards import builtin_function, is_builtin, is_remote
+from dschat_lora.rl.score.external_rewards import RemoteReward
+from dschat_lora.runtime.checks import working_directory
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """How far a run is, for functions that ask for ``trainer_state``.
+
+    Names are those of ``transformers.TrainerState``, which takes seconds to import.
+    """
+
+    global_step: int = 0  # optimizer steps done
+    max_steps: int = 0  # of the run
+    epoch: float = 0.0  # passes over the prompts, as a fraction
+    num_train_epochs: int = 0
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+
+
+@dataclass
+class RewardLog:
+    """What reward functions log beside their scores, by the arguments of TRL's functions."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, dict[int, Any]] = field(default_factory=dict)  # by identity of the response
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Keep a number, whose mean over calls and ranks is a metric of the iteration."""
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def log_extra(self, responses: Sequence[Response], column: str, values: Sequence[Any]) -> None:
+        """Keep one value for each response, for its line among the rollouts.
+
+        Raises:
+            ValueError: if there are not as many.
+        """
+        if len(values) != len(responses):
+            raise ValueError(
+                f"log_extra({column!r}, ...) got {len(values)} values for {len(responses)} "
+                "responses; give a list of one for each"
+            )
+        kept = self.columns.setdefault(str(column), {})
+        kept |= {id(each): value for each, value in zip(responses, values, strict=True)}
+
+    def add(self, other: "RewardLog") -> None:
+        """Keep what another log holds as well."""
+        for name, values in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+        for column, by_response in other.columns.items():
+            self.columns.setdefault(column, {}).update(by_response)
+
+    def take(self, responses: Sequence[Response]) -> tuple[dict[str, float], dict[str, list[Any]]]:
+        """Metrics by name, and columns with an entry for each response, of all ranks; begins anew.
+
+        Call on every rank with the same responses. An entry that nobody logged is None.
+
+        Raises:
+            RewardError: if JSON cannot hold what was logged.
+        """
+        numbers = {id(each): number for number, each in enumerate(responses)}
+        columns = {
+            column: {numbers[key]: value for key, value in kept.items() if key in numbers}
+            for column, kept in self.columns.items()
+        }
+        try:
+            logged = [self.metrics, columns]
+            text = raise_together(lambda: json.dumps(logged, default=_plain))
+        except Exception as error:
+            raise RewardError from error
+        self.metrics, self.columns = {}, {}
+        values: dict[str, list[float]] = {}
+        found: dict[str, list[Any]] = {}
+        for metrics, shares in map(json.loads, gather_texts(text)):
+            for name, own in metrics.items():
+                values.setdefault(name, []).extend(own)
+            for column, share in shares.items():
+                entries = found.setdefault(column, [None] * len(responses))
+                for number, value in share.items():
+                    entries[int(number)] = value
+        return {name: sum(own) / len(own) for name, own in sorted(values.items())}, found
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON lacks, as a list of numbers if it is an array, else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function that is called by keyword with those arguments that it takes.
+
+    They are those of :func:`calls_of`. A coroutine function is waited for, all calls of a process
+    at once.
+    """
+
+    noun: ClassVar[str] = "entries"  # of the list that it returns
+    entry: ClassVar[str] = "one entry"
+
+    option: str  # that names it
+    name: str  # module:function
+    function: Callable[..., Any]
+    tokenizer: Tokenizer
+    batch: str = "all"  # of a call: "all" responses of this process, or those of a "group"
+    retries: int = 0  # further tries after an error
+    timeout: float = 0.0  # seconds that a try may take; 0: any
+    log: RewardLog = field(default_factory=RewardLog, compare=False)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse a function that asks for columns which the data lacks.
+
+        Raises:
+            ValueError: naming both.
+        """
+        column = getattr(self.function, "column", None)  # of a built-in one
+        wanted = required_columns(self.function) if column is None else [column]
+        lacking = [name for name in wanted if name not in columns]
+        if lacking:
+            raise ValueError(
+                f"--{self.option} {self.name} asks for {', '.join(lacking)}; it may take prompts, "
+                "responses (or completions), messages, ended, rows, token_ids, trainer_state, "
+                "log_extra, log_metric, and the columns of the data: "
+                f"{', '.join(sorted(columns)) or 'there are none'}"
+            )
+
+    def call(
+        self,
+        responses: Sequence[Response],
+        state: TrainerState | None = None,
+        environments: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """What the function returns for each response, after so many errors at most.
+
+        Raises:
+            ValueError: if it returns no list of as many.
+        """
+        where = f"--{self.option} {self.name}"
+        single = one_at_a_time(self.function)
+        parts = [[each] for each in responses] if single else [list(responses)]
+        values: dict[int, Any] = {}
+        logs: dict[int, RewardLog] = {}
+        for tries_left in reversed(range(self.retries + 1)):
+            # A call that succeeded is not made again, and what one logs that fails is not kept.
+            tried = [RewardLog() for _ in parts]
+            calls = calls_of(self.function, responses, self.tokenizer, state, tried, environments)
+            left = {n: call for n, call in enumerate(calls) if n not in values}
+            count, came = sum(len(parts[n]) for n in left), dict[int, Any]()
+            scored = list(zip(parts, tried, strict=True))
+            make = partial(self._make, left, came, scored, tries_left)
+            failure = None
+            try:
+                self._within_time(make, count) if self.timeout else make()
+            except Exception as error:  # noqa: BLE001 - raised unless another try goes better
+                failure = error
+            left.clear()  # a thread that took too long begins no further call
+            values |= (done := dict(came))
+            logs |= {n: tried[n] for n in done}
+            if failure is None:
+                break
+            if tries_left:
+                some = f" for {len(parts) - len(values)} of {len(parts)} responses"
+                words = f"{where} failed{some if single else ''} and is tried again"
+                note(f"{words}: {failure!r}")
+            elif isinstance(failure, ValueError | OSError):
+                # It would pass for a wrong option or a full disk, and be shown without its place.
+                raise RuntimeError(f"{where} failed") from failure
+            else:
+                raise failure
+        for _, log in sorted(logs.items()):
+            self.log.add(log)
+        found = [values[n] for n in range(len(parts))] if single else values[0]
+        if hasattr(found, "tolist") and not isinstance(found, Tensor):
+            found = found.tolist()  # an array
+        is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
+        if not is_list or len(found) != len(responses):
+            what = f"{len(found)} {self.noun}" if is_list else f"a {type(found).__name__}"
+            raise ValueError(
+                f"{where} returned {what} for {len(responses)} responses; it must return a list of "
+                f"{self.entry}, for each"
+            )
+        return list(found)
+
+    def _within_time(self, returned: Callable[[], Any], count: int) -> Any:
+        future = in_thread(returned)
+        try:
+            return future.result(self.timeout)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            raise RuntimeError(
+                f"--{self.option} {self.name} took more than the {self.timeout:g} seconds of "
+                f"--reward_timeout for {count} responses"
+            ) from None
+
+    def _make(
+        self,
+        calls: dict[int, dict[str, Any]],
+        values: dict[int, Any],
+        scored: Sequence[tuple[list[Response], RewardLog]],
+        tries_left: int,
+    ) -> None:
+        """Make calls, put into ``values`` what each gives, and raise the first error after all.
+
+        Where no try is left, none begins after an error.
+        """
+        errors: dict[int, Exception | SystemExit] = {}
+
+        @contextmanager
+        def errors_of(number: int) -> Iterator[None]:
+            try:
+                yield
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - raised below
+                errors[number] = error
+
+        async def wait_for(number: int, value: Awaitable[Any]) -> None:
+            with errors_of(number):
+                values[number] = self.value_of(await value, *scored[number])
+
+        waiting = []
+        with same_gradients():
+            for number in list(calls):
+                if number not in calls or (errors and not tries_left):
+                    break
+                with errors_of(number):
+                    value = self.function(**calls[number])
+                    if inspect.isawaitable(value):
+                        waiting.append(wait_for(number, value))
+                    else:
+                        values[number] = self.value_of(value, *scored[number])
+            if waiting:
+                run_together(waiting)
+        if not errors:
+            return
+        first = errors[min(errors)]
+        if isinstance(first, SystemExit):  # it would pass for the end of the run
+            raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from first
+        raise first
+
+    def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
+        """What counts of a call's result."""
+        return found
+
+
+def same_gradients() -> torch.set_grad_enabled:
+    """A block after which gradients are taken as before, whatever code in it switched off."""
+    return torch.set_grad_enabled(torch.is_grad_enabled())
+
+
+# Modules that command lines know under another name.
+_MOVED = {"dschat_lora.world": "dschat_lora.assets.toy_world"}
+
+
+def find_function(option: str, name: str) -> Callable[..., Any]:
+    """The function behind ``module:function``; the module is imported, nothing is evaluated.
+
+    Raises:
+        ValueError: if there is no such function, or it takes no responses.
+    """
+    function = find_object(option, name)
+    check_takes_responses(option, name, function)
+    return function
+
+
+def find_object(option: str, name: str) -> Callable[..., Any]:
+    """What ``module:name``, ``builtin:name``, an address or an object of Python stands for.
+
+    Raises:
+        ValueError: if there is nothing of that name that can be called.
+    """
+    if is_held(name):
+        return cast(Callable[..., Any], held_object(name, option))
+    if is_builtin(name):
+        return builtin_function(name)
+    return RemoteReward(name) if is_remote(name) else _imported(option, name)
+
+
+def check_takes_responses(option: str, name: str, function: Callable[..., object]) -> None:
+    """Refuse a function that takes no responses.
+
+    Raises:
+        ValueError: naming what it takes.
+    """
+    if not (takes_responses(named_parameters(function)) or takes_all(function)):
+        raise ValueError(
+            f"--{option} {name} must take responses, completions or messages (one at a time: "
+            f"response or completion), it takes {inspect.signature(function)}"
+        )
+
+
+def _imported(option: str, name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    with working_directory(), same_gradients():
+        try:
+            module = importlib.import_module(_MOVED.get(module_name, module_name))
+        except (ImportError, SyntaxError) as error:
+            raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
+    found: Callable[..., Any] = function
+    return found
+
+
+OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
+
+
+TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+# Of a function that is called with one response at a time.
+SINGULAR = {
+    "prompts": "prompt",
+    "responses": "response",
+    "completions": "completion",
+    "environments": "environment",
+    "rows": "row",
+}
+
+
+# Any of these parameters says that a function scores one response at a time.
+_OF_ONE = {"response", "completion", "solution_str"}
+
+
+# Functions of verl get what these columns hold, or None.
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+OPENRLHF = ("queries", "prompts", "labels")
+
+
+# Columns that are other arguments' matter, as in TRL.
+_NOT_OFFERED = {"prompt", "completion", "messages", "chosen", "rejected"}
+
+
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """Parameters of the function but ``*more`` and ``**others``."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind not in _OPEN}
+
+
+def takes_all(function: Callable[..., object]) -> bool:
+    """Whether the function has ``**others``, and so takes every argument."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def takes_responses(names: Collection[str]) -> bool:
+    """Whether parameters of these names are what a function needs to see responses."""
+    told = _OF_ONE | {"responses", "completions", "messages", "queries"}
+    return not told.isdisjoint(names)
+
+
+def is_singular(function: Callable[..., object]) -> bool:
+    """Whether the function takes values of one response, by its parameters' names."""
+    return bool(_OF_ONE & named_parameters(function).keys())
+
+
+def one_at_a_time(function: Callable[..., object]) -> bool:
+    """Whether a call scores one response; OpenRLHF's get lists of one, as from OpenRLHF itself."""
+    takes_lists = getattr(function, "takes_lists", False)  # a server, which OpenRLHF asks at once
+    names = named_parameters(function).keys()
+    return bool(_OF_ONE & names) or ("queries" in names and not takes_lists)
+
+
+def required_columns(function: Callable[..., object]) -> list[str]:
+    """Parameters without default that only columns of the data can fill."""
+    parameters, known = named_parameters(function), {*OWN, *TRL}
+    if is_singular(function):
+        known = {SINGULAR.get(name, name) for name in known}
+    if "solution_str" in parameters:
+        known |= {*VERL}
+    if "queries" in parameters:
+        known |= {*OPENRLHF}
+    needed = (p.name for p in parameters.values() if p.default is p.empty)
+    return [name for name in needed if name not in known]
+
+
+def calls_of(
+    function: Callable[..., object],
+    responses: Sequence[Response],
+    tokenizer: Tokenizer,
+    state: TrainerState | None = None,
+    logs: Sequence[RewardLog] = (),
+    environments: Sequence[Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Keyword arguments of each call that scores the responses, with what the function takes.
+
+    All in one call, unless the function takes one at a time; ``logs`` has one for each call. A
+    function of TRL's, which takes ``completions`` and no ``responses``, gets prompts and
+    completions as its data has them: text, or lists of messages.
+    """
+    names = named_parameters(function)
+    rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
+    columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
+    turns = [list(each.last_turn) for each in responses]
+    texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
+    prompts = [tokenizer.decode(each.prompt) for each in responses]
+    asked = [prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
+    said = [messages_after_prompt(each, tokenizer.decode) for each in responses]
+    ids = [list(each.tokens) for each in responses]
+    by_column = {name: [row.get(name) for row in rows] for name in columns}
+    offered: dict[str, list[Any]] = by_column | {
+        "prompts": prompts,
+        "responses": texts,
+        "completions": texts,
+        "messages": [[*as_messages(p), *m] for p, m in zip(asked, said, strict=True)],
+        "ended": [each.ended for each in responses],
+        "rows": rows,
+        "token_ids": ids,
+        "completion_ids": ids,
+    }
+    if not {"responses", "response"} & names.keys():  # one of TRL's
+        offered["prompts"] = asked
+        offered["completions"] = [
+            text if isinstance(prompt, str) else messages
+            for prompt, text, messages in zip(asked, texts, said, strict=True)
+        ]
+    if environments is not None:
+        offered["environments"] = list(environments)
+    if "solution_str" in names:  # one of verl's
+        offered |= {
+            "solution_str": texts,
+            "data_source": [row.get("data_source") for row in rows],
+            "ground_truth": list(map(_ground_truth, rows)),
+            "extra_info": [row.get("extra_info") for row in rows],
+        }
+    if "queries" in names:  # one of OpenRLHF's
+        answers = [tokenizer.decode(list(each.tokens)) for each in responses]
+        offered |= {
+            "queries": [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)],
+            "prompts": prompts,
+            "labels": [row.get("label", row.get("answer", "")) for row in rows],
+        }
+    if is_singular(function):
+        whole = {SINGULAR.get(name, name): values for name, values in offered.items()}
+        calls = [{name: v[i] for name, v in whole.items()} for i in range(len(responses))]
+        parts = [[each] for each in responses]
+    elif one_at_a_time(function):
+        parts = [[each] for each in responses]
+        calls = [{name: v[i : i + 1] for name, v in offered.items()} for i in range(len(responses))]
+    else:
+        calls, parts = [offered], [list(responses)]
+    logs = logs or [RewardLog() for _ in calls]
+    for call, part, log in zip(calls, parts, logs, strict=True):
+        call |= {"trainer_state": state or TrainerState(), "log_metric": log.log_metric}
+        call |= {"log_extra": partial(log.log_extra, part)}
+    if takes_all(function):
+        return calls
+    return [{name: v for name, v in call.items() if name in names} for call in calls]
+
+
+def _ground_truth(row: dict[str, Any]) -> Any:
+    """Where verl's data has it, or in a column of that name."""
+    by_rule = row.get("reward_model")
+    return by_rule.get("ground_truth") if isinstance(by_rule, dict) else row.get("ground_truth")
+
+
+class RewardError(UserFunctionError):
+    """A reward function failed; the cause is its error. Raised on every rank."""
+
+    what = "a reward function"

@@ -1,0 +1,208 @@
+"""Metrics of an iteration, its responses and its update."""
+
+import json
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
+from dschat_lora.algos.kl import kl_k3
+from dschat_lora.algos.preference import correlation
+from dschat_lora.algos.segments import to_device
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
+from dschat_lora.rl.learn.update import StepResult
+from dschat_lora.rl.options.algorithms import RolloutCorrection
+from dschat_lora.rl.response.response import TIMED_OUT, Response
+from dschat_lora.runtime.loop import rate_metrics
+
+
+def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
+    """Learning rates, and means over an iteration's steps, weighted by tokens.
+
+    Gradient norms are those of the last step.
+    """
+    tokens = sum(result.num_tokens for result in results)
+
+    def mean(name: str) -> float | None:
+        values = [(getattr(result, name), result.num_tokens) for result in results]
+        if any(value is None for value, _ in values):
+            return None
+        return sum(value * weight for value, weight in values) / tokens
+
+    names = ("loss", "policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
+    means = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
+    if means["text_loss"] is None:
+        del means["text_loss"]
+    last = results[-1].outcomes
+    actor = last.get("actor")  # None while the critic alone learns
+    norms = {
+        "grad_norm": None if actor is None else actor.grad_norm,
+        "loss_scale": None if actor is None else actor.loss_scale,
+        "skipped": results[-1].skipped,
+    }
+    if "critic" in last:
+        norms["critic_grad_norm"] = last["critic"].grad_norm
+    return {
+        "loss": means.pop("loss"),
+        **_learning_rates(results[-1]),
+        **means,
+        **norms,
+        "ratio_error": results[0].ratio_error,
+    }
+
+
+def _learning_rates(result: StepResult) -> dict[str, float | None]:
+    """The rates of base and LoRA parameters: the actor's, and the critic's with a prefix."""
+    rates = rate_metrics(result.learning_rates["actor"])
+    if "critic" in result.learning_rates:
+        critic = rate_metrics(result.learning_rates["critic"])
+        rates |= {f"critic_{name}": rate for name, rate in critic.items()}
+    return rates
+
+
+def response_metrics(
+    experience: Experience,
+    rewards: Tensor,
+    targets: AdvantagesAndReturns | None,
+) -> dict[str, float | int | None]:
+    """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
+    responses, mask = experience.responses, experience.mask
+    assert experience.logprobs is not None
+    k3 = kl_k3(experience.logprobs, experience.ref_logprobs)
+    columns = [experience.scores, response_sums(experience.kl(), mask), response_sums(k3, mask)]
+    table = torch.stack([*columns, rewards], dim=1).cpu().double()  # read at once
+    counts = ~table[:, 0].isnan()
+    kept = [r for r, counted in zip(responses, counts.tolist(), strict=True) if counted]
+    scores, kl, k3, scaled = table[counts].unbind(1)
+    lengths = torch.tensor([float(r.num_actor_tokens) for r in kept], dtype=torch.float64)
+    eos_rate = sum(r.ended for r in kept) / len(kept)
+    explained = None
+    if targets is not None and targets.returns is not None and experience.values is not None:
+        explained = float(explained_variance(experience.values, targets.returns, mask))
+    return {
+        "reward": float(scores.mean()),
+        "reward_std": float(scores.std(correction=0)),
+        **rewards_by_name(experience),
+        **_equal_prompts(experience),
+        "scaled_reward": float(scaled.mean()),
+        "kl": float(kl.mean()),
+        "kl_k3": float(k3.mean()),
+        "kl_standard_error": float(kl.std(correction=0)) / math.sqrt(len(kept)),
+        "explained_variance": explained,
+        "response_length": float(lengths.mean()),
+        "reward_length_correlation": correlation(scores, lengths),
+        "eos_rate": eos_rate,
+        "truncated_fraction": 1 - eos_rate,
+        "dropped": len(responses) - len(kept),
+        "undrawn": sum(each.undrawn for each in responses),
+        **agent_metrics(responses),
+        "samples": len(responses),
+        "tokens": sum(map(len, responses)),
+        "supervised_tokens": sum(r.num_actor_tokens for r in responses),
+        **turn_metrics(kept),
+    }
+
+
+def source_metrics(responses: Sequence[Response], names: Sequence[str]) -> dict[str, int]:
+    """Responses to the rows of each source, and their tokens."""
+    found: dict[str, int] = {}
+    for number, name in enumerate(names):
+        own = [len(each) for each in responses if each.source == number]
+        found |= {f"samples/{name}": len(own), f"tokens/{name}": sum(own)}
+    return found
+
+
+def turn_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Mean number of the actor's turns and of tokens read from an environment, if any has some."""
+    if not any(each.actor_mask or each.num_calls for each in responses):
+        return {}
+    turns = sum(_num_turns(each) for each in responses)
+    read = sum(each.num_read_tokens for each in responses)
+    return {"turns": turns / len(responses), "environment_tokens": read / len(responses)}
+
+
+def agent_metrics(responses: Sequence[Response]) -> dict[str, float | int]:
+    """Sequences of an agent's episodes, and how many failed; nothing without agents."""
+    if not any(each.num_calls or each.failure for each in responses):
+        return {}
+    played = [len(each.sequences) for each in responses if not each.failure]
+    return {
+        "sequences": sum(played) / max(1, len(played)),
+        "failed_episodes": sum(bool(each.failure) for each in responses),
+        "timed_out_episodes": sum(each.failure.startswith(TIMED_OUT) for each in responses),
+        "retried_episodes": sum(each.num_retries > 0 for each in responses),
+    }
+
+
+def _num_turns(response: Response) -> int:
+    if response.num_calls:
+        return response.num_calls
+    earlier = json.loads(response.earlier or b"[]")
+    return 1 + sum(message["role"] == "assistant" for message in earlier)
+
+
+def rewards_by_name(experience: Experience) -> dict[str, float]:
+    """Mean and deviation of what each function scored, and the metrics that functions logged."""
+    found = {}
+    for name, scores in experience.rewards.items():
+        counted = scores[experience.counts & ~scores.isnan()].double()
+        if len(counted):
+            found[f"reward/{name}"] = float(counted.mean())
+            found[f"reward/{name}_std"] = float(counted.std(correction=0))
+    return found | {f"logged/{name}": value for name, value in experience.logged_metrics.items()}
+
+
+def _equal_prompts(experience: Experience) -> dict[str, int]:
+    """Prompts of which no two responses have different scores, where they have several."""
+    groups = [each.group for each in experience.responses]
+    if len(set(groups)) == len(groups):
+        return {}
+    return {"equal_prompts": len(equal_groups(experience.scores.tolist(), groups))}
+
+
+def importance_metrics(
+    importance: Tensor | None, experience: Experience, correction: RolloutCorrection | None
+) -> dict[str, float]:
+    """How far sampler and policy are apart, and what the weights of tokens make of it.
+
+    The mean of the (N, R) weights ``importance`` of the tokens that count, and the share of those
+    that bounds cut or mask; nothing of weights where there are none.
+    """
+    mismatch = experience.mismatch(correction)
+    found = {"rollout_kl": mismatch.kl, "rollout_ratio_max": mismatch.largest_ratio}
+    if importance is None or correction is None:
+        return found
+    weights = importance[experience.mask].double()
+    found["importance_weight"] = float(weights.mean())
+    if correction.masks:
+        return found | {"importance_masked": float((weights == 0).double().mean())}
+    return found | {"importance_capped": float((weights >= correction.cap).double().mean())}
+
+
+def version_metrics(responses: Sequence[Response], iteration: int) -> dict[str, float]:
+    """By how many iterations the adapters that drew responses are behind, where they may be."""
+    lags = [iteration - r.policy_version for r in responses if r.policy_version is not None]
+    return {"rollout_version_lag": sum(lags) / len(lags)} if lags else {}
+
+
+def sampler_errors(experience: Experience, *, bounds: bool = False) -> dict[str, float]:
+    """|decode loop's minus old log-probabilities| over the tokens that count, in nats.
+
+    Where an engine knows but those of what it drew from, and ``bounds`` says that these are larger,
+    as after top-p and top-k: by how much they are smaller, which no filter makes them.
+    """
+    assert experience.logprobs is not None
+    table = experience.table(response.logprobs for response in experience.responses)
+    drawn = to_device(torch.tensor([r.is_drawn for r in experience.responses]), table.device)
+    chosen = experience.mask & drawn[:, None]
+    if not chosen.any():
+        return {}
+    errors = (table - experience.logprobs).abs()[chosen]
+    if table[chosen].isnan().any():
+        if not bounds:
+            return {}
+        filtered = experience.table(response.sampler_logprobs for response in experience.responses)
+        errors = (experience.logprobs - filtered).clamp(min=0)[chosen]
+    return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}

@@ -1,0 +1,247 @@
+"""Time and work of an iteration's phases: generation, scoring, training."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+
+import torch
+
+from dschat_lora.algos.segments import causal_pairs
+from dschat_lora.engine.distributed import sum_over_ranks, world_size
+from dschat_lora.lora.parallel import group_of
+from dschat_lora.perf.memory import cached_token_bytes
+from dschat_lora.perf.shape import describe
+from dschat_lora.perf.throughput import (
+    Flops,
+    StepCounts,
+    deepspeed_chat_flops,
+    forward_flops,
+    peak_memory_bytes,
+    step_flops,
+    synchronize,
+)
+from dschat_lora.rl.learn.roles import Roles
+from dschat_lora.rl.response.batch import ResponseBatch, step_counts
+from dschat_lora.rl.response.response import Response
+
+PHASES = ("generation", "scoring", "training")
+
+
+@dataclass
+class PhaseTimer:
+    """Seconds spent in each phase since the last :meth:`take`; the device is waited for."""
+
+    device: torch.device
+    clock: Callable[[], float] = time.perf_counter
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's time as that of a phase."""
+        synchronize(self.device)
+        start = self.clock()
+        yield
+        synchronize(self.device)
+        self.seconds[name] += self.clock() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds by phase; begins anew."""
+        taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+
+@dataclass(frozen=True)
+class PhaseWork:
+    """Work of an iteration over all processes."""
+
+    flops: dict[str, Flops]  # by phase
+    deepspeed_chat_flops: float  # of generation and training by DeepSpeed-Chat's formula
+    decode_bytes: float  # that decoding reads
+
+
+class FlopCounter:
+    """Counts the work of iterations from the shapes of the roles."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        *,
+        checkpointed: Mapping[str, bool],
+        num_generations: int,
+        batch_size: int,
+        decodes_here: bool = True,
+        compares: bool = False,
+    ) -> None:
+        """Read the models' shapes, before ZeRO 3 shards them.
+
+        ``checkpointed`` says whether blocks of each role that trains are recomputed. Keys and
+        values of a prompt are computed once for its ``num_generations`` responses, of which
+        ``batch_size`` are decoded at a time by a model, unless that is done elsewhere. With
+        ``compares`` an update runs the reference too.
+
+        Raises:
+            ValueError: for an architecture that is not understood.
+        """
+        self._shapes = {name: describe(model.model) for name, model in roles.models.items()}
+        self._checkpointed = checkpointed
+        self._num_generations, self._batch_size = num_generations, batch_size
+        self._decodes_here, self._compares = decodes_here, compares
+        model = roles.actor.model
+        group = group_of(model)
+        holders = 1 if group is None else group.size  # each reads what it holds
+        self._weight_bytes = holders * sum(p.numel() * p.element_size() for p in model.parameters())
+        self._bytes_per_cached_token = cached_token_bytes(model)
+
+    def __call__(
+        self,
+        responses: Sequence[Response],
+        *,
+        passes: float,
+        shares_before: Mapping[str, float],
+        counts: StepCounts,
+        skips_padding: bool,
+        text: StepCounts | None = None,
+        learning: Collection[str] = ("actor", "critic"),
+    ) -> PhaseWork:
+        """Work of one iteration over all processes, whose update made ``passes`` over responses.
+
+        Roles that are not ``learning`` had forward passes alone.
+        Actor and critic had a forward pass before the update over these shares of the responses.
+        ``counts`` are of all ranks' batches of one pass, in which ``skips_padding`` says that
+        padding is not computed, and ``text`` of the pretraining text that the actor trained on.
+        """
+        forward = _sizes(counts, skips_padding)
+        scoring = training = Flops()
+        for name, shape in self._shapes.items():
+            share = shares_before[name] if name in self._checkpointed else 1.0
+            one = forward_flops(shape, **forward)
+            scoring += Flops(one.model * share, one.hardware * share)
+        for name, checkpointed in self._checkpointed.items():
+            shape = self._shapes[name]
+            if name in learning:
+                one = step_flops(shape, gradient_checkpointing=checkpointed, **forward)
+            else:
+                one = forward_flops(shape, **forward)
+            training += Flops(one.model * passes, one.hardware * passes)
+        if self._compares:
+            one = forward_flops(self._shapes["reference"], **forward)
+            training += Flops(one.model * passes, one.hardware * passes)
+        if text is not None:
+            training += step_flops(
+                self._shapes["actor"],
+                gradient_checkpointing=self._checkpointed["actor"],
+                **_sizes(text, skips_padding),
+            )
+        generation = self._generation(responses) if self._decodes_here else Flops()
+        return PhaseWork(
+            {"generation": generation, "scoring": scoring, "training": training},
+            self._deepspeed_chat(responses, passes),
+            self._decode_bytes(responses) if self._decodes_here else 0.0,
+        )
+
+    def _generation(self, responses: Sequence[Response]) -> Flops:
+        """Each token is computed once; the last one of a response never, a shared prompt once."""
+        sequences = [each for r in responses if r.is_drawn for each in r.sequences]
+        prompts = [len(each.prompt) for each in sequences]
+        fed = [len(each.prompt) + len(each.tokens) - 1 for each in sequences]
+        saved = 1 - 1 / self._num_generations
+        return forward_flops(
+            self._shapes["actor"],
+            num_tokens=sum(fed) - saved * sum(prompts),
+            num_attended=sum(map(causal_pairs, fed)) - saved * sum(map(causal_pairs, prompts)),
+            num_targets=sum(each.num_actor_tokens for each in responses),
+        )
+
+    def _decode_bytes(self, responses: Sequence[Response]) -> float:
+        """Weights once a step, keys and values of what came before once a token."""
+        sequences = [each for r in responses if r.is_drawn for each in r.sequences]
+        lengths = [len(each.tokens) for each in sequences]
+        cached = sum(
+            length * len(each.prompt) + causal_pairs(length)
+            for length, each in zip(lengths, sequences, strict=True)
+        )
+        steps = sum(sorted(lengths, reverse=True)[:: self._batch_size])
+        return steps * self._weight_bytes + cached * self._bytes_per_cached_token
+
+    def _deepspeed_chat(self, responses: Sequence[Response], passes: float) -> float:
+        """FLOPs of training and generation by DeepSpeed-Chat's formula, k = 2r/h included."""
+        lengths = [len(each) for each in responses]
+        if not sum(lengths):
+            return 0.0
+        length = sum(n**2 for n in lengths) / sum(lengths)
+
+        def flops(role: str, *, lora_dim: int, checkpointed: bool) -> float:
+            shape = self._shapes[role]
+            return deepspeed_chat_flops(
+                batch_size=sum(lengths) / length,
+                sequence_length=length,
+                num_layers=shape.num_layers,
+                hidden_size=shape.hidden_size,
+                vocab_size=shape.vocab_size,
+                lora_dim=lora_dim,
+                gradient_checkpointing=checkpointed,
+            )
+
+        training = 0.0
+        for role, checkpointed in self._checkpointed.items():
+            rank = self._shapes[role].lora_dim
+            training += passes * flops(role, lora_dim=rank, checkpointed=checkpointed)
+        return training + flops("actor", lora_dim=0, checkpointed=False) / 3
+
+
+def counts_over_ranks(batches: Sequence[ResponseBatch]) -> StepCounts:
+    """Counts of all ranks' batches; call on every rank."""
+    return StepCounts(*map(round, sum_over_ranks(list(astuple(step_counts(batches))))))
+
+
+def throughput_metrics(
+    seconds: Mapping[str, float],
+    responses: Sequence[Response],
+    *,
+    work: PhaseWork | None,
+    peak_tflops: float | None,
+    device: torch.device,
+) -> dict[str, float | None]:
+    """Throughput fields of a train line; without ``work`` or ``peak_tflops`` some are None."""
+    step_seconds = max(sum(seconds.values()), 1e-9)
+    spent = {name: max(seconds[name], 1e-9) for name in PHASES}
+    generated = sum(each.num_actor_tokens for each in responses if each.is_drawn)
+    metrics: dict[str, float | None] = {
+        "step_seconds": step_seconds,
+        **{f"{name}_seconds": seconds[name] for name in PHASES},
+        "tokens_per_second": sum(map(len, responses)) / step_seconds,
+        "samples_per_second": len(responses) / step_seconds,
+        "generation_tokens_per_second": generated / spent["generation"],
+        "tflops_per_device": None,
+        "hardware_tflops_per_device": None,
+        "tflops_deepspeed_chat": None,
+        "mfu": None,
+        "peak_memory_bytes": peak_memory_bytes(device),
+    }
+    if work is None:
+        return metrics
+    scale = 1e12 * world_size()
+    total = sum(work.flops.values(), Flops())
+    tflops = total.model / scale / step_seconds
+    return metrics | {
+        "tflops_per_device": tflops,
+        "hardware_tflops_per_device": total.hardware / scale / step_seconds,
+        "tflops_deepspeed_chat": work.deepspeed_chat_flops / scale / step_seconds,
+        "mfu": None if peak_tflops is None else tflops / peak_tflops,
+        **{f"{n}_tflops_per_device": work.flops[n].model / scale / spent[n] for n in PHASES},
+        "generation_bytes_per_second": work.decode_bytes / world_size() / spent["generation"],
+    }
+
+
+def _sizes(counts: StepCounts, skips_padding: bool) -> dict[str, float]:
+    """Arguments of the FLOP formulas."""
+    sizes: dict[str, float] = {
+        "num_tokens": counts.num_tokens,
+        "num_attended": counts.num_attended,
+        "num_targets": counts.num_targets,
+    }
+    if not skips_padding:
+        sizes["num_positions"] = counts.num_positions
+        sizes["num_scored_pairs"] = counts.num_scored_pairs
+    return sizes
