@@ -2,12 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, end_ids
-
-if TYPE_CHECKING:
-    pass  # which needs a server's libraries
 
 
 def stop_ids(tokenizer: Tokenizer, model: PreTrainedModel, stop_tokens: Sequence[str]) -> list[int]:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.build import TrainEngine
@@ -26,17 +27,12 @@ from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.generation.transformers_engine import TransformersDecoder
 from dschat_lora.models.loading import PreTrainedModel
 from dschat_lora.rl.draw.rollout_engines import Drawn, ServerEngine, raise_on_every_rank
-from dschat_lora.rl.learn.network import Network
-from dschat_lora.rl.play.environment import Episodes
+from dschat_lora.rl.draw.turn_decoder import TurnDecoder, unanswered
 from dschat_lora.rl.response.errors import FullWhileDecodingError
 from dschat_lora.rl.response.response import Response
-
-if TYPE_CHECKING:
-    from dschat_lora.rl.play.agents import Agents  # which needs a server's libraries
-from dschat_lora.rl.draw.turn_decoder import _TurnDecoder, _unanswered
 from dschat_lora.rl.response.transfer import (
-    _from_row,
-    _table,
+    as_table,
+    from_row,
     response_from_json,
     responses_as_json,
 )
@@ -64,6 +60,44 @@ class BrokenWeightsError(ValueError):
     """A weight of the actor is not finite, or no answer can be drawn. Raised on every rank."""
 
 
+# Numbers of responses, these with their environment's messages read, and the number of the turn.
+NextTurn = Callable[[Sequence[int], Sequence[Response], int], list[Response]]
+
+
+class Episodes(Protocol):
+    """Episodes with an environment, such as :class:`~dschat_lora.rl.play.environment.Episodes`."""
+
+    def begin(
+        self,
+        prompts: Sequence[PromptSample],
+        mine: Iterable[int],
+        num_generations: int,
+        key: tuple[int | str, ...],
+    ) -> list[PromptSample]: ...
+    def play(
+        self,
+        responses: Sequence[Response],
+        next_turn: NextTurn,
+        *,
+        max_tokens: int,
+        places: Sequence[int],
+    ) -> list[Response]: ...
+
+
+class Agents(Protocol):
+    """Agents that play episodes, such as :class:`~dschat_lora.rl.play.agents.Agents`."""
+
+    def play(
+        self,
+        copies: Sequence[tuple[Response, tuple[int, int]]],
+        decode: Callable[..., Any],
+        *,
+        key: tuple[int | str, ...],
+        max_calls_at_a_time: int,
+        is_end: Callable[[int], bool],
+    ) -> list[Response]: ...
+
+
 class Generator:
     """Generates responses with the actor's present weights; call methods on every rank.
 
@@ -73,7 +107,7 @@ class Generator:
 
     def __init__(
         self,
-        engine: TrainEngine[Network],
+        engine: TrainEngine[nn.Module],
         rollout: PreTrainedModel,
         sharded: PreTrainedModel,
         *,
@@ -88,7 +122,7 @@ class Generator:
         num_drafts: int = 0,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
         episodes: Episodes | None = None,
-        agents: "Agents | None" = None,
+        agents: Agents | None = None,
         by_transformers: bool = False,
         servers: ServerEngine | None = None,
     ) -> None:
@@ -159,8 +193,7 @@ class Generator:
         order = _by_length(prompts)
         mine = order[data_rank() :: data_world_size()]
         if self._episodes is not None:
-            begin = self._episodes.environment.begin
-            prompts = begin(prompts, mine, num_generations, key)
+            prompts = self._episodes.begin(prompts, mine, num_generations, key)
         found: dict[int, Response] = {}
         with self._weights() as (decoder, keep_going):
             counted = self._num_drafts > 0 and self._own_batches
@@ -182,7 +215,7 @@ class Generator:
                 places = [n * num_generations + k for n, k in copies]
                 if self._agents is not None:
                     played = self._agents.play(
-                        [(_unanswered(n, prompts[n]), (n, k)) for n, k in copies],
+                        [(unanswered(n, prompts[n]), (n, k)) for n, k in copies],
                         decode,
                         key=("rollout", *key),
                         max_calls_at_a_time=self._batch_size,
@@ -278,8 +311,8 @@ class Generator:
         key: tuple[int | str, ...],
         *,
         keep_logprobs: bool,
-    ) -> _TurnDecoder:
-        return _TurnDecoder(
+    ) -> TurnDecoder:
+        return TurnDecoder(
             decode,
             ("rollout", *key),
             sampling.max_new_tokens,
@@ -297,17 +330,17 @@ class Generator:
     ) -> list[Response]:
         """All ranks' responses by number, from those of this rank; call on every rank."""
         width = sampling.max_new_tokens
-        blank = [_unanswered(n, prompt) for n, prompt in enumerate(prompts)]
+        blank = [unanswered(n, prompt) for n, prompt in enumerate(prompts)]
         blank = [each for each in blank for _ in range(num_generations)]
         if self._plays_episodes:
             shares = map(json.loads, gather_texts(responses_as_json(own)))
             found = {int(n): fields for share in shares for n, fields in share.items()}
             return [response_from_json(found[n], each.columns) for n, each in enumerate(blank)]
-        whole = gather_over_ranks(_table(own, width).to(self._engine.device)).cpu()
+        whole = gather_over_ranks(as_table(own, width).to(self._engine.device)).cpu()
         rows = whole[whole[:, 0].argsort()]
         # Of some prompts there may be none.
         numbers = range(len(blank)) if len(rows) == len(blank) else rows[:, 0].long().tolist()
-        return [_from_row(row, blank[n], width) for row, n in zip(rows, numbers, strict=True)]
+        return [from_row(row, blank[n], width) for row, n in zip(rows, numbers, strict=True)]
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[Any, KeepGoing | None]]:

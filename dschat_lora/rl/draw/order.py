@@ -1,12 +1,8 @@
 """The order of prompts."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dschat_lora.algos.seeds import permutation
-
-if TYPE_CHECKING:
-    pass  # which needs a server's libraries
 
 
 @dataclass(frozen=True)

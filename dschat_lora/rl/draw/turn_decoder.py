@@ -2,19 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.rl.response.response import DecodedTurn, Response, decoded_turns
 
-if TYPE_CHECKING:
-    pass  # which needs a server's libraries
-
 
 @dataclass(frozen=True)
-class _TurnDecoder:
+class TurnDecoder:
     """Decodes turns of the actor, each with random numbers of its own."""
 
     decode: Callable[..., Any]
@@ -61,7 +58,7 @@ class _TurnDecoder:
         needed: int | None = None,
     ) -> list[Response]:
         """The responses to prompts that were decoded, prompt after prompt; see :meth:`first`."""
-        blank = [_unanswered(*each) for each in prompts for _ in range(num_generations)]
+        blank = [unanswered(*each) for each in prompts for _ in range(num_generations)]
         responses = self._continued(blank, found)
         if needed is None:
             return responses
@@ -119,6 +116,6 @@ def _with_turn(to: Response, turn: DecodedTurn) -> Response:
     )
 
 
-def _unanswered(group: int, prompt: PromptSample) -> Response:
+def unanswered(group: int, prompt: PromptSample) -> Response:
     ids = tuple(prompt.input_ids.tolist())
     return Response(ids, (), False, group, prompt.columns, source=prompt.source)

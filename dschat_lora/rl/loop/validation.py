@@ -28,7 +28,7 @@ from dschat_lora.rl.draw.rollout_servers import (
     vllm_rank,
 )
 from dschat_lora.rl.options.algorithms import Correction
-from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig, is_builtin, is_remote
 from dschat_lora.rl.options.inputs import (
     RlhfInputs,
     announce,
@@ -41,7 +41,7 @@ from dschat_lora.rl.options.inputs import (
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
-from dschat_lora.rl.score.builtin_rewards import is_builtin, is_remote
+from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -162,7 +162,9 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         ("judge_function", judges),
     ):
         for name in names:
-            if not (is_builtin(name) or is_remote(name)):
+            if is_builtin(name):
+                builtin_function(name)
+            elif not is_remote(name):
                 check_function(option, name)
     if config.batch.environment is not None:
         _check_environment(config.batch.environment)

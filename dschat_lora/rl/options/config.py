@@ -19,12 +19,23 @@ from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
-from dschat_lora.rl.play.environment_adapters import ADAPTERS
-from dschat_lora.rl.score.builtin_rewards import builtin_function, is_builtin, is_remote
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
+BUILTIN = "builtin:"  # before the name of a built-in reward
+# Before the name of an environment of theirs.
+ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
+
+
+def is_builtin(name: str) -> bool:
+    """Whether ``name`` is one of ``builtin:...``."""
+    return name.startswith(BUILTIN)
+
+
+def is_remote(name: str) -> bool:
+    """Whether ``name`` is the address of a server that scores."""
+    return name.startswith(("http://", "https://"))
 
 
 def _is_address(text: str) -> bool:
@@ -40,14 +51,13 @@ def _check_name(option: str, name: str) -> None:
     """Refuse what names no function; built-in ones are rewards."""
     scores = option not in ("environment", "agent")
     if scores and is_builtin(name):
-        builtin_function(name)
         return
     allowed = "module:function such as my_rewards:is_right"
     usable = bool(_FUNCTION.fullmatch(name))
     if option == "environment":
         library, _, rest = name.partition(":")
-        usable = bool(rest) if library in ADAPTERS else usable
-        allowed += f", or LIBRARY:NAME of {', '.join(ADAPTERS)}"
+        usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable
+        allowed += f", or LIBRARY:NAME of {', '.join(ENVIRONMENT_LIBRARIES)}"
     elif scores:
         usable = usable or is_remote(name)
         allowed += ", or the address of a server that scores"

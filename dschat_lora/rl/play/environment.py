@@ -1,7 +1,7 @@
 """Episodes of several turns: the actor and an environment answer each other."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from dschat_lora.engine.distributed import (
     raise_together,
     tensor_rank,
 )
+from dschat_lora.rl.draw.generator import NextTurn
 from dschat_lora.rl.play.turn_tokens import TurnTokens
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.messages import messages_after_prompt
@@ -91,10 +92,6 @@ class Environment(UserFunction):
         return found
 
 
-# Numbers of responses, these with their environment's messages read, and the number of the turn.
-NextTurn = Callable[[Sequence[int], Sequence[Response], int], list[Response]]
-
-
 @dataclass(frozen=True)
 class Episodes:
     """Plays episodes: turns of the actor, with an environment's messages between them.
@@ -107,6 +104,16 @@ class Episodes:
     environment: Environment
     turn_tokens: TurnTokens
     max_turns: int
+
+    def begin(
+        self,
+        prompts: Sequence[PromptSample],
+        mine: Iterable[int],
+        num_generations: int,
+        key: tuple[int | str, ...],
+    ) -> list[PromptSample]:
+        """The prompts of episodes that are to begin."""
+        return self.environment.begin(prompts, mine, num_generations, key)
 
     def play(
         self,

@@ -3,19 +3,16 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dschat_lora.rl.response.response import Response, TokenSequence
 
-if TYPE_CHECKING:
-    pass  # which needs a server's libraries
 
-
-def _from_row(row: Tensor, blank: Response, width: int) -> Response:
-    """The response to ``blank``'s prompt of a row of :func:`_table`."""
+def from_row(row: Tensor, blank: Response, width: int) -> Response:
+    """The response to ``blank``'s prompt of a row of :func:`as_table`."""
     return replace(
         blank,
         tokens=tuple(row[4 : 4 + int(row[1])].long().tolist()),
@@ -26,7 +23,7 @@ def _from_row(row: Tensor, blank: Response, width: int) -> Response:
     )
 
 
-def _table(own: Mapping[int, Response], width: int) -> Tensor:
+def as_table(own: Mapping[int, Response], width: int) -> Tensor:
     """(n, 4 + 3 width) fp64: numbers, tokens and fp32 values, which are exact in it."""
     table = torch.full((len(own), 4 + 3 * width), -1, dtype=torch.float64)
     for row, (number, each) in zip(table, own.items(), strict=True):

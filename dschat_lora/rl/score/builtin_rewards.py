@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.files import read_json
+from dschat_lora.rl.options.config import BUILTIN
 from dschat_lora.runtime.checks import require_packages
 
-PREFIX = "builtin:"
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 
 
@@ -28,32 +28,22 @@ class BuiltinReward:
         return self.score(response, wanted, token_ids)
 
 
-def is_builtin(name: str) -> bool:
-    """Whether ``name`` is one of ``builtin:...``."""
-    return name.startswith(PREFIX)
-
-
 def builtin_function(name: str) -> Callable[..., Any]:
     """The function of ``builtin:NAME`` or ``builtin:NAME=ARGUMENT``.
 
     Raises:
         ValueError: if there is none of this name, or its argument will not do.
     """
-    kind, _, argument = name.removeprefix(PREFIX).partition("=")
+    kind, _, argument = name.removeprefix(BUILTIN).partition("=")
     if kind not in BUILTINS:
         raise ValueError(
             f"--reward_function {name}: there is no such built-in reward; there are "
-            + ", ".join(PREFIX + each for each in BUILTINS)
+            + ", ".join(BUILTIN + each for each in BUILTINS)
         )
     try:
         return BUILTINS[kind](argument)
     except (ValueError, re.error) as error:
         raise ValueError(f"--reward_function {name}: {error}") from error
-
-
-def is_remote(name: str) -> bool:
-    """Whether ``name`` is the address of a server that scores."""
-    return name.startswith(("http://", "https://"))
 
 
 def exact_match(argument: str) -> BuiltinReward:

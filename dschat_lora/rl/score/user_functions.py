@@ -20,11 +20,12 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
+from dschat_lora.rl.options.config import is_builtin, is_remote
 from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.messages import as_messages, messages_after_prompt, prompt_of
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.builtin_rewards import builtin_function, is_builtin, is_remote
+from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import RemoteReward
 from dschat_lora.runtime.checks import working_directory
 
