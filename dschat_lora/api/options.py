@@ -16,7 +16,7 @@ from dschat_lora.config.held import held
 from dschat_lora.config.options import option_fields
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
-from dschat_lora.rl.options.config import is_builtin
+from dschat_lora.rl.options.names import is_builtin
 from dschat_lora.runtime.stage_main import late
 
 

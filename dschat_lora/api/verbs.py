@@ -19,7 +19,8 @@ from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig, TuneConfig
 from dschat_lora.pipeline.stages import STAGES, planned_card, with_verb_defaults
 from dschat_lora.report.markup import safe
-from dschat_lora.rl.options.config import RewardsConfig, is_builtin, is_remote
+from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.options.names import is_builtin, is_remote
 from dschat_lora.runtime.checks import check_function, require_packages
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_reading

@@ -28,7 +28,7 @@ from dschat_lora.rl.draw.rollout_servers import (
     vllm_rank,
 )
 from dschat_lora.rl.options.algorithms import Correction
-from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig, is_builtin, is_remote
+from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
 from dschat_lora.rl.options.inputs import (
     RlhfInputs,
     announce,
@@ -39,6 +39,7 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
+from dschat_lora.rl.options.names import is_builtin, is_remote
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.score.builtin_rewards import builtin_function

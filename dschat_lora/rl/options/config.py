@@ -1,11 +1,9 @@
 """Options of step 3: prompts, rollouts, rewards, and all groups together."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
-from urllib.parse import urlsplit
 
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
@@ -18,50 +16,10 @@ from dschat_lora.config.groups import (
 from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
+from dschat_lora.rl.options.names import check_name, is_address
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
-BUILTIN = "builtin:"  # before the name of a built-in reward
-# Before the name of an environment of theirs.
-ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
-
-
-def is_builtin(name: str) -> bool:
-    """Whether ``name`` is one of ``builtin:...``."""
-    return name.startswith(BUILTIN)
-
-
-def is_remote(name: str) -> bool:
-    """Whether ``name`` is the address of a server that scores."""
-    return name.startswith(("http://", "https://"))
-
-
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        host = (parts.hostname or "").encode("idna")  # refuses labels above 63 characters
-        return bool(_ADDRESS.fullmatch(text) and host and parts.port != 0)
-    except ValueError:
-        return False
-
-
-def _check_name(option: str, name: str) -> None:
-    """Refuse what names no function; built-in ones are rewards."""
-    scores = option not in ("environment", "agent")
-    if scores and is_builtin(name):
-        return
-    allowed = "module:function such as my_rewards:is_right"
-    usable = bool(_FUNCTION.fullmatch(name))
-    if option == "environment":
-        library, _, rest = name.partition(":")
-        usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable
-        allowed += f", or LIBRARY:NAME of {', '.join(ENVIRONMENT_LIBRARIES)}"
-    elif scores:
-        usable = usable or is_remote(name)
-        allowed += ", or the address of a server that scores"
-    require(usable, option, name, allowed)
 
 
 @dataclass(frozen=True)
@@ -222,7 +180,7 @@ class RolloutConfig:
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         for name in ("environment", "agent"):
             if getattr(self, name) is not None:
-                _check_name(name, getattr(self, name))
+                check_name(name, getattr(self, name))
         require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
         require_numbers(self, "in [0, 16]", "rollouts_ahead")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
@@ -231,7 +189,7 @@ class RolloutConfig:
         if self.by_servers and self.rollout_engine != "vllm":
             addresses = self.rollout_servers
             require(
-                bool(addresses) and all(map(_is_address, addresses)),
+                bool(addresses) and all(map(is_address, addresses)),
                 "rollout_engine",
                 self.rollout_engine,
                 "own, transformers, vllm, or addresses of servers such as http://127.0.0.1:8000, "
@@ -367,9 +325,9 @@ class RewardsConfig:
             if isinstance(names, str):
                 object.__setattr__(self, field, (names,))
             for name in getattr(self, field):
-                _check_name(field, name)
+                check_name(field, name)
         if self.judge_function is not None:
-            _check_name("judge_function", self.judge_function)
+            check_name("judge_function", self.judge_function)
         count, weights = len(self.reward_function), self.reward_weights
         if weights and len(weights) not in (count, count + 1):
             raise ValueError(
@@ -510,7 +468,7 @@ class RlhfConfig(StageConfig):
         if self.teacher.server is not None:
             address, _ = self.teacher.server
             require(
-                _is_address(address),
+                is_address(address),
                 "teacher_model_name_or_path",
                 self.teacher.teacher_model_name_or_path,
                 "the address of a server, such as http://127.0.0.1:8000/v1, or a model",

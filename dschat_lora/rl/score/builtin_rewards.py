@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.files import read_json
-from dschat_lora.rl.options.config import BUILTIN
+from dschat_lora.rl.options.names import BUILTIN
 from dschat_lora.runtime.checks import require_packages
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")

@@ -16,7 +16,8 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.options.config import RewardsConfig, is_remote
+from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.options.names import is_remote
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.user_functions import (
     RewardError,

@@ -20,7 +20,7 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
-from dschat_lora.rl.options.config import is_builtin, is_remote
+from dschat_lora.rl.options.names import is_builtin, is_remote
 from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.messages import as_messages, messages_after_prompt, prompt_of

@@ -1,0 +1,48 @@
+"""Names of functions, environments and servers, as options have them."""
+
+import re
+from urllib.parse import urlsplit
+
+from dschat_lora.config.groups import require
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
+BUILTIN = "builtin:"  # before the name of a built-in reward
+# Before the name of an environment of theirs.
+ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
+
+
+def is_builtin(name: str) -> bool:
+    """Whether ``name`` is one of ``builtin:...``."""
+    return name.startswith(BUILTIN)
+
+
+def is_remote(name: str) -> bool:
+    """Whether ``name`` is the address of a server that scores."""
+    return name.startswith(("http://", "https://"))
+
+
+def is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        host = (parts.hostname or "").encode("idna")  # refuses labels above 63 characters
+        return bool(_ADDRESS.fullmatch(text) and host and parts.port != 0)
+    except ValueError:
+        return False
+
+
+def check_name(option: str, name: str) -> None:
+    """Refuse what names no function; built-in ones are rewards."""
+    scores = option not in ("environment", "agent")
+    if scores and is_builtin(name):
+        return
+    allowed = "module:function such as my_rewards:is_right"
+    usable = bool(_FUNCTION.fullmatch(name))
+    if option == "environment":
+        library, _, rest = name.partition(":")
+        usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable
+        allowed += f", or LIBRARY:NAME of {', '.join(ENVIRONMENT_LIBRARIES)}"
+    elif scores:
+        usable = usable or is_remote(name)
+        allowed += ", or the address of a server that scores"
+    require(usable, option, name, allowed)
