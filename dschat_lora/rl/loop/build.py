@@ -7,7 +7,6 @@ from typing import Any
 
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, make_rows
-from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size
@@ -20,6 +19,7 @@ from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.draw.rollout_engines import ServerEngine
 from dschat_lora.rl.draw.rollout_servers import RolloutServers
 from dschat_lora.rl.draw.vllm_server import sleeps
+from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import Engines, policies_of, resolve_architecture
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
@@ -71,10 +71,20 @@ def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Networ
     return TrainEngine(network, groups, setup.settings[role])
 
 
-def make_pretraining(setup: RlhfSetup, texts: Prepared) -> Pretraining:
-    """Unpacked rows of these texts, or of what follows them, as many a step as responses."""
+def make_average(setup: RlhfSetup) -> MovingAverage | None:
+    """The actor's moving average, where one is kept."""
+    classic = setup.config.classic
+    if not classic.enable_ema:
+        return None
+    return MovingAverage(setup.roles.actor.model, classic.ema_decay)
+
+
+def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
+    """Unpacked rows of the pretraining text, as many a step as responses; None without any."""
     config, seed, data = setup.config, setup.config.run.seed, text_data(setup.config)
-    assert data is not None
+    texts = setup.text
+    if texts is None or data is None:
+        return None
     options: dict[str, Any] = {
         "micro_batch_size": config.batch.per_device_training_batch_size,
         "gradient_accumulation_steps": config.batch.gradient_accumulation_steps,

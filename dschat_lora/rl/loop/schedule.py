@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dschat_lora.engine.distributed import data_world_size
+from dschat_lora.engine.distributed import data_world_size, local_rank, rank
 from dschat_lora.rl.draw.order import PromptOrder
 from dschat_lora.rl.draw.prompt_stream import PromptStream
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.throughput import PHASES
 from dschat_lora.runtime.loop import Progress
 
@@ -134,3 +135,15 @@ def make_rlhf_schedule(
     if config.data.streaming:
         num_prompts = per_iteration * max(1, config.optim.max_steps)
     return RlhfSchedule(PromptOrder(num_prompts, per_iteration, config.run.seed), **rest)
+
+
+def trainer_state(schedule: RlhfSchedule, progress: RlhfProgress) -> TrainerState:
+    """How far a run is, for reward functions."""
+    return TrainerState(
+        global_step=progress.step,
+        max_steps=schedule.num_steps,
+        epoch=schedule.order.passes(progress.iteration)["epoch"],
+        num_train_epochs=schedule.num_epochs,
+        is_world_process_zero=rank() == 0,
+        is_local_process_zero=local_rank() == 0,
+    )

@@ -195,7 +195,7 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
     }
     if trainer.average is not None:
         states["actor_ema"] = trainer.average
-    order, answers, config = schedule.order, trainer.answers, setup.config
+    order, answers, config = schedule.order, trainer.sampler.answers, setup.config
     streamed = [config.data.data, *([text] if (text := text_data(config)) is not None else [])]
     parts: dict[str, Stateful | None] = {
         "progress": trainer.progress,
@@ -205,7 +205,7 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         "evaluation": evaluator,
         "rollouts": trainer.rollouts,
         "pretraining": trainer.pretraining,
-        "rollouts_ahead": trainer.ahead,
+        "rollouts_ahead": trainer.sampler.ahead,
     }
     return Checkpointer(
         setup.run,

@@ -7,44 +7,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, response_sums
 from dschat_lora.algos.entropy import adapted_entropy_coef, applied_entropy_coef
 from dschat_lora.algos.kl import adapted_kl_coef
-from dschat_lora.algos.seeds import permutation, stream_seed
-from dschat_lora.config.data import DataConfig
-from dschat_lora.data.loader import sample_sources, told_sources
-from dschat_lora.data.prepare import Prepared
-from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import PromptSample, SourcedSamples
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, local_rank, rank
-from dschat_lora.generation.sampling import Sampling
+from dschat_lora.engine.distributed import device, rank
 from dschat_lora.perf.throughput import device_peak
 from dschat_lora.report.log import rlhf_line
 from dschat_lora.report.rollouts import RolloutLog
-from dschat_lora.rl.draw.prompt_stream import Pool, PromptStream
-from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
-from dschat_lora.rl.learn.dynamic_sampling import Resampled, resample
-from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import Engines, Retry
 from dschat_lora.rl.learn.experience import (
     Experience,
-    Scores,
     advantages_and_returns,
     check_scores,
     score_responses,
     scores_alone,
 )
-from dschat_lora.rl.learn.teacher import answer_of
 from dschat_lora.rl.learn.update import StepResult, Updater, count_deferred
-from dschat_lora.rl.loop.build import make_generator, make_pretraining
-from dschat_lora.rl.loop.schedule import RlhfProgress, make_rlhf_schedule
+from dschat_lora.rl.loop.build import make_average, make_generator, make_pretraining
+from dschat_lora.rl.loop.sampler import RolloutSampler
+from dschat_lora.rl.loop.schedule import RlhfProgress, trainer_state
 from dschat_lora.rl.loop.setup import RlhfSetup
-from dschat_lora.rl.options.inputs import answers_data
-from dschat_lora.rl.response.batch import Minibatch, ResponseBatch, collate, make_minibatches
+from dschat_lora.rl.response.batch import Batching, Minibatch, ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.shaping import (
     clipped_rewards,
@@ -52,7 +38,6 @@ from dschat_lora.rl.score.shaping import (
     rescale_values,
     shaped_rewards,
 )
-from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.diagnostics import Diagnostics, check_sampler
 from dschat_lora.rl.watch.metrics import (
     importance_metrics,
@@ -76,9 +61,8 @@ from dschat_lora.runtime.resume import goes_on_in_place, run_of
 class RlhfTrainer:
     """Makes one iteration after another; call methods on every rank.
 
-    ``progress``, ``diagnostics``, ``answers`` (of the data), ``pretraining``, ``average`` (the
-    actor's moving average) and ``ahead`` are kept up to date; the last four are None where the run
-    has none.
+    ``progress``, ``sampler``, ``diagnostics``, ``pretraining`` and ``average`` (the actor's moving
+    average) are kept up to date; the last two are None where the run has none.
     """
 
     def __init__(self, setup: RlhfSetup, engines: Engines) -> None:
@@ -88,20 +72,28 @@ class RlhfTrainer:
             ValueError: if one of ``--stop_tokens`` is not one token.
         """
         self.setup, self.config = setup, setup.config
-        config, self._pad_id = self.config, int(setup.tokenizer.pad_token_id)
-        streams = config.data.streaming
-        prompts = partial(self._stream, config.data.data, setup.prompts)
-        self.schedule = make_rlhf_schedule(
-            config, len(setup.prompts.train), prompts if streams else None
-        )
-        self.generator = make_generator(setup, engines)
-        self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
+        config, run, earlier = self.config, setup.run, None
+        self.timer = PhaseTimer(device())
         self.progress = RlhfProgress(
             kl_coef=config.ppo.kl_coef,
             kl_start=config.ppo.kl_coef,
             entropy_coef=config.ppo.entropy_coef,
             entropy_start=config.ppo.entropy_coef,
         )
+        self._batching = Batching(
+            int(setup.tokenizer.pad_token_id),
+            config.batch.per_device_training_batch_size,
+            config.batch.tokens_per_device,
+            config.run.seed,
+            shares_prompts=engines.shares_prompts and config.batch.num_generations > 1,
+        )
+        self.generator = make_generator(setup, engines)
+        self.sampler = RolloutSampler(
+            setup, self.generator, self.progress, self._batching, self.timer
+        )
+        self.schedule = self.sampler.schedule
+        self.state = partial(trainer_state, self.schedule, self.progress)
+        self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
         self.diagnostics = Diagnostics(
             setup.settings["actor"].dtype,
             samples_tokens=config.batch.draws_from_policy and setup.answers is None,
@@ -111,61 +103,12 @@ class RlhfTrainer:
             guards=config.ppo.guard != "off",
             kl_budget=config.ppo.kl_budget,
         )
-        self._sources = told_sources(config.data.data, setup.prompts)
-        self._known = self._with_sources(setup.prompts)
-        self.answers: PromptStream | SourcedSamples | None = None
-        if setup.answers is not None:
-            self.answers = self._with_sources(setup.answers)
-            if streams:
-                responses = self.schedule.order.per_iteration * self.schedule.num_generations
-                drawn = round((1 - config.teacher.on_policy_share) * responses)
-                data = answers_data(config)
-                self.answers = self._stream(data, setup.answers, max(1, drawn), kind="samples")
-        self.pretraining = self.average = None
-        if setup.text is not None:
-            self.pretraining = make_pretraining(setup, setup.text)
-        if config.classic.enable_ema:
-            self.average = MovingAverage(setup.roles.actor.model, config.classic.ema_decay)
-        run, earlier = setup.run, None
+        self.pretraining, self.average = make_pretraining(setup), make_average(setup)
         assert run.directory is not None, "a dry run keeps nothing"
         if config.checkpoint and not goes_on_in_place(config):
             earlier = run_of(Path(config.checkpoint))
         self.rollouts = RolloutLog(run.directory, run.log, active=rank() == 0, source=earlier)
-        self.ahead = None
-        if config.batch.rollouts_ahead:
-            self.ahead = RolloutsAhead(
-                config.batch.rollouts_ahead,
-                lambda: self.schedule.num_iterations,
-                iteration=lambda: self.progress.iteration,
-                prompts_of=lambda iteration: self._prompts(self._begun(iteration), iteration),
-                begin=lambda prompts, iteration: self.generator.begin(
-                    prompts, **self._drawing(iteration), needed=self._needed(iteration)
-                ),
-            )
-        self.timer = PhaseTimer(device())
-        self._shares_prompts = engines.shares_prompts and self.schedule.num_generations > 1
         self._rate_factor = standard_schedule(config.optim)(self.schedule.num_steps)
-
-    def _stream(
-        self, data: DataConfig, head: Prepared, per_iteration: int, kind: DataKind = "prompts"
-    ) -> PromptStream:
-        setup, run = self.setup, self.config.run
-        return PromptStream(
-            setup.stream(data, head, kind),
-            per_iteration=per_iteration,
-            most=max(1, self.config.optim.max_steps),
-            kind=kind,
-            seed=run.seed,
-            iteration=lambda: self.progress.iteration,
-            say=setup.run.log.say,
-        )
-
-    def _with_sources(self, data: Prepared) -> SourcedSamples:
-        """The prepared samples, with their sources where metrics tell them apart."""
-        numbers = np.zeros(len(data.train), np.int64)
-        if self._sources and not self.config.data.streaming:
-            numbers = sample_sources(data, self._sources).numbers
-        return SourcedSamples(data.train, numbers)
 
     @property
     def learning(self) -> tuple[str, ...]:
@@ -181,36 +124,30 @@ class RlhfTrainer:
             return coef
         return applied_entropy_coef(coef, entropy=self.progress.entropy, target=target)
 
-    def state(self) -> TrainerState:
-        """How far the run is, for reward functions."""
-        return TrainerState(
-            global_step=self.progress.step,
-            max_steps=self.schedule.num_steps,
-            epoch=self.schedule.order.passes(self.progress.iteration)["epoch"],
-            num_train_epochs=self.config.optim.num_train_epochs,
-            is_world_process_zero=rank() == 0,
-            is_local_process_zero=local_rank() == 0,
-        )
-
     def iterate(self) -> bool:
         """Generate, score, update and report; whether the last optimizer step was skipped."""
         config, progress = self.config, self.progress
         with self.timer.phase("generation"):
-            responses = self._responses()
+            responses = self.sampler()
         if self.setup.agents is not None:
             self.setup.agents.check(responses)
-        resampled = self._resample(responses) if config.ppo.dynamic_sampling else None
-        if resampled is not None:
+        scores_of = partial(
+            scores_alone, self.engines, scorer=self.setup.scorer, state=self.state()
+        )
+        if resampled := self.sampler.resample(responses, scores_of):
             responses = resampled.responses
         self.generator.make_room()
         with self.timer.phase("scoring"):
             passes = config.ppo.ppo_epochs
-            minibatches = self._minibatches(
-                responses, rows_per_step=self.schedule.rows_per_step, passes=passes
+            minibatches = self._batching.minibatches(
+                responses,
+                rows_per_step=self.schedule.rows_per_step,
+                iteration=progress.iteration,
+                passes=passes,
             )
             self._read_text(len(minibatches))
             first_pass = minibatches[: len(minibatches) // passes]
-            make_batch = self._collator(responses)
+            make_batch = self._batching.collator(responses)
             batches = [make_batch(rows) for each in first_pass for rows in each.micro_batches]
             deferred = count_deferred(config.ppo, minibatches)
             from_sampler = config.ppo.use_rollout_logprobs and not deferred
@@ -259,17 +196,17 @@ class RlhfTrainer:
             )
             return False
         metrics = {
-            **self._passes(),
+            **self.sampler.passes(),
             "iteration": progress.iteration,
             **update_metrics(results),
             **sampler_errors(updater.looked, bounds=config.batch.only_filters),
             **response_metrics(experience, rewards, updater.targets),
-            **source_metrics(experience.responses, self._sources),
+            **source_metrics(experience.responses, self.sampler.sources),
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
             **self.generator.draft_metrics(),
             **version_metrics(responses, progress.iteration - 1),
-            **self._cut(progress.iteration - 1),
+            **self.sampler.cut(progress.iteration - 1),
             "kl_coef": progress.kl_coef,
             **({"entropy_coef": self.entropy_coef} if config.ppo.target_entropy else {}),
             "updates": len(results),
@@ -286,154 +223,10 @@ class RlhfTrainer:
         self._report(metrics, experience)
         return results[-1].skipped
 
-    def _passes(self) -> dict[str, float]:
-        """Passes over the data so far and, of a mixture, over each source."""
-        found = self.schedule.order.passes(self.progress.iteration)
-        if self.config.data.streaming:
-            return found
-        times = self.setup.prompts.times
-        return found | {f"epochs/{name}": found["epoch"] * times[name] for name in self._sources}
-
-    def _responses(self) -> list[Response]:
-        """Those of an iteration: the actor's and, by ``--on_policy_share``, answers of the data."""
-        iteration, given = self.progress.iteration, list[Response]()
-        numbers = self._numbers(iteration)
-        if (answers := self.answers) is not None:
-            samples = answers.pool(iteration) if isinstance(answers, PromptStream) else answers
-            order = permutation(len(samples), "answers", self.config.run.seed, iteration)
-            count = self.schedule.order.size(iteration) - len(numbers)
-            count *= self.schedule.num_generations
-            chosen = [samples[int(order[n % len(order)])] for n in range(count)]
-            given = [answer_of(each, group=len(numbers) + n) for n, each in enumerate(chosen)]
-        if self.ahead is not None:
-            drawn = self.ahead()
-        else:
-            drawn = self._generate(self._begun(iteration), needed=self._needed(iteration))
-        places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
-        responses = [*(replace(each, group=places[each.group]) for each in drawn), *given]
-        prompts = self.setup.teacher_prompts
-        return responses if prompts is None else prompts(responses)
-
-    def _numbers(self, iteration: int) -> list[int]:
-        """Numbers of an iteration's prompts that the actor answers."""
-        numbers = self.schedule.order(iteration)
-        if self.answers is None:
-            return numbers
-        # Of a prompt all responses are drawn, or none; its fraction is rounded at random.
-        wanted = self.config.teacher.on_policy_share * len(numbers)
-        chance = stream_seed("on-policy share", self.config.run.seed, iteration) / 2**63
-        return numbers[: int(wanted + chance)]
-
-    def _begun(self, iteration: int) -> list[int]:
-        """The same and, by ``--oversample``, further ones."""
-        numbers = self._numbers(iteration)
-        if self.config.batch.oversample == 1:
-            return numbers
-        more = self.config.batch.oversampled(len(numbers)) - len(numbers)
-        return [*numbers, *self._further(iteration)[:more]]
-
-    def _needed(self, iteration: int) -> int | None:
-        return len(self._numbers(iteration)) if self.config.batch.oversample > 1 else None
-
-    def _further(self, iteration: int) -> list[int]:
-        """Numbers of the prompts that are not of an iteration, in a random order."""
-        first = set(self.schedule.order(iteration))
-        key = ("further prompts", self.config.run.seed, iteration)
-        order = permutation(len(self._pool(iteration)), *key)
-        return [int(number) for number in order if int(number) not in first]
-
-    def _pool(self, iteration: int) -> Pool:
-        """The prompts that an iteration's numbers are of."""
-        if isinstance(self.schedule.order, PromptStream):
-            return self.schedule.order.pool(iteration)
-        return self._known
-
-    def _prompts(self, numbers: Sequence[int], iteration: int) -> list[PromptSample]:
-        pool = self._pool(iteration)
-        return [pool[number] for number in numbers]
-
-    def _generate(
-        self, numbers: Sequence[int], *more: int | str, needed: int | None = None
-    ) -> list[Response]:
-        """Responses to the prompts of these numbers; ``more`` is of the key of random numbers.
-
-        Of those that are not to the ``needed`` prompts whose responses end first, none.
-        """
-        if not numbers:
-            return []
-        drawing = self._drawing(self.progress.iteration, *more)
-        prompts = self._prompts(numbers, self.progress.iteration)
-        found = self.generator(prompts, **drawing, keep_logprobs=True, needed=needed)
-        if self.ahead is None:
-            return found
-        return [replace(each, policy_version=self.progress.iteration) for each in found]
-
-    def _drawing(self, iteration: int, *more: int | str) -> dict[str, Any]:
-        """How the generator draws an iteration's responses; ``more`` as in :meth:`_generate`."""
-        batch = self.config.batch
-        return {
-            "sampling": Sampling(
-                max_new_tokens=self.config.data.max_answer_seq_len,
-                do_sample=batch.do_sample,
-                temperature=batch.rollout_temperature or batch.temperature,
-                policy_temperature=batch.temperature,
-                top_p=batch.top_p,
-                top_k=batch.top_k,
-            ),
-            "num_generations": self.schedule.num_generations,
-            "key": (self.config.run.seed, iteration, *more),
-        }
-
-    def _resample(self, responses: list[Response]) -> Resampled:
-        """The responses by dynamic sampling, with their scores."""
-        tries, iteration = self.config.ppo.dynamic_sampling, self.progress.iteration
-
-        def generate(numbers: Sequence[int], number: int) -> list[Response]:
-            with self.timer.phase("generation"):
-                return self._generate(numbers, "further", number)
-
-        def score(found: Sequence[Response]) -> Scores:
-            with self.timer.phase("scoring"):
-                (whole,) = self._minibatches(found, rows_per_step=len(found), passes=1)
-                batches = list(map(self._collator(found), whole.micro_batches))
-                return scores_alone(
-                    self.engines, found, batches, scorer=self.setup.scorer, state=self.state()
-                )
-
-        begun = set(self._begun(iteration))
-        further = [number for number in self._further(iteration) if number not in begun]
-        return resample(responses, further=further, tries=tries, generate=generate, score=score)
-
     def _read_text(self, steps: int) -> None:
         """Have the text of the steps to come: one that cannot be read is to stop before them."""
         if self.pretraining is not None and "actor" in self.learning:
             self.pretraining.read(steps)
-
-    def _minibatches(
-        self, responses: Sequence[Response], *, rows_per_step: int, passes: int
-    ) -> list[Minibatch]:
-        """The minibatches of all passes over the responses."""
-        longest = max(len(s.prompt) + len(s.tokens) for r in responses for s in r.sequences)
-        # Several sequences of a response stand in as many rows of a batch.
-        lengths = [len(r.sequences) * longest if r.earlier_sequences else len(r) for r in responses]
-        groups = [each.group for each in responses] if self._shares_prompts else None
-        return [
-            minibatch
-            for number in range(passes)
-            for minibatch in make_minibatches(
-                lengths,
-                rows_per_step=rows_per_step,
-                micro_batch_size=self.config.batch.per_device_training_batch_size,
-                rank=data_rank(),
-                world_size=data_world_size(),
-                key=("minibatches", self.config.run.seed, self.progress.iteration, number),
-                tokens_per_device=self.config.batch.tokens_per_device,
-                groups=groups,
-            )
-        ]
-
-    def _collator(self, responses: Sequence[Response]) -> Callable[[Sequence[int]], ResponseBatch]:
-        return partial(collate, responses, pad_id=self._pad_id, shares_prompts=self._shares_prompts)
 
     def _shape_rewards(self, experience: Experience) -> tuple[Tensor, float]:
         """(N,) shaped scores, 0 for responses that do not count; the share that was clipped."""
@@ -563,11 +356,6 @@ class RlhfTrainer:
             peak_tflops=device_peak(device(), self.setup.settings["actor"].torch_dtype),
             device=device(),
         )
-
-    def _cut(self, iteration: int) -> dict[str, int]:
-        """Prompts of an iteration whose responses were given up, where some may be."""
-        needed = self._needed(iteration)
-        return {} if needed is None else {"cut_prompts": len(self._begun(iteration)) - needed}
 
     def _mismatch(self, updater: Updater) -> dict[str, float]:
         """Metrics of the sampler beside the policy, where they may differ by more than rounding."""

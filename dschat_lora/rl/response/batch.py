@@ -1,7 +1,8 @@
 """Batches of responses: rows of tokens, and minibatches of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -13,6 +14,7 @@ from dschat_lora.algos.seeds import permutation
 from dschat_lora.algos.segments import Sizes, Spans, to_device
 from dschat_lora.data.batch import PaddedRows, batch_to_device, tree_pairs
 from dschat_lora.data.loader import cut_evenly
+from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.rl.response.response import Response, TokenSequence
 
@@ -205,3 +207,46 @@ def _part(rows: list[int], rank: int, world_size: int) -> list[int]:
     """This rank's of consecutive parts of sizes as equal as possible."""
     ends = [len(rows) * n // world_size for n in (rank, rank + 1)]
     return rows[slice(*ends)]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How responses stand in batches and minibatches, the same on every rank."""
+
+    pad_id: int
+    micro_batch_size: int
+    tokens_per_device: int  # 0: by responses
+    seed: int
+    shares_prompts: bool  # whether responses to one prompt are branches of one row
+
+    def minibatches(
+        self,
+        responses: Sequence[Response],
+        *,
+        rows_per_step: int,
+        iteration: int,
+        passes: int = 1,
+    ) -> list[Minibatch]:
+        """The minibatches of all passes over the responses; see :func:`make_minibatches`."""
+        longest = max(len(s.prompt) + len(s.tokens) for r in responses for s in r.sequences)
+        # Several sequences of a response stand in as many rows of a batch.
+        lengths = [len(r.sequences) * longest if r.earlier_sequences else len(r) for r in responses]
+        groups = [each.group for each in responses] if self.shares_prompts else None
+        return [
+            minibatch
+            for number in range(passes)
+            for minibatch in make_minibatches(
+                lengths,
+                rows_per_step=rows_per_step,
+                micro_batch_size=self.micro_batch_size,
+                rank=data_rank(),
+                world_size=data_world_size(),
+                key=("minibatches", self.seed, iteration, number),
+                tokens_per_device=self.tokens_per_device,
+                groups=groups,
+            )
+        ]
+
+    def collator(self, responses: Sequence[Response]) -> Callable[[Sequence[int]], ResponseBatch]:
+        """What makes the batch of responses of some numbers."""
+        return partial(collate, responses, pad_id=self.pad_id, shares_prompts=self.shares_prompts)
