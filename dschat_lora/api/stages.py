@@ -29,8 +29,8 @@ PROGRAMS = {
     "sft": late("supervised.stages:run_sft"),
     "reward": late("supervised.stages:run_reward"),
     "dpo": late("supervised.stages:run_dpo"),
-    "rlhf": late("rl.train:run_rlhf"),
-    "distill": late("rl.train:run_rlhf"),
+    "rlhf": late("rl.loop.train:run_rlhf"),
+    "distill": late("rl.loop.train:run_rlhf"),
 }
 # Options that are arguments under a shorter name.
 _NAMED = (

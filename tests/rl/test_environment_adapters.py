@@ -262,7 +262,7 @@ def test_no_process_of_an_mcp_server_is_left():
     server = f"{sys.executable} {HELPERS / 'mcp_tools.py'}"
     code = (
         "import os, sys, psutil\n"
-        "from dschat_lora.rl.environment_adapters import find_adapter\n"
+        "from dschat_lora.rl.play.environment_adapters import find_adapter\n"
         f"made = [find_adapter('mcp:{server}')() for _ in range(2)]\n"
         "print(*(each.pid for each in psutil.Process().children()))"
     )
