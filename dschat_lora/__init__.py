@@ -8,7 +8,10 @@
 Each name is imported when it is used: to import the package is quick.
 """
 
+import sys
 from importlib import import_module
+
+from dschat_lora.config.old_names import OldNames
 
 __version__ = "0.3.0"
 
@@ -34,6 +37,9 @@ _HOMES = {
     ),
 }
 __all__ = ["__version__", *_HOMES]
+
+
+sys.meta_path.append(OldNames())
 
 
 def __getattr__(name: str) -> object:

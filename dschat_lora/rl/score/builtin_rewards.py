@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.files import read_json
-from dschat_lora.rl.options.names import BUILTIN
+from dschat_lora.rl.options.names import BUILTIN as PREFIX
 from dschat_lora.runtime.checks import require_packages
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
@@ -34,11 +34,11 @@ def builtin_function(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is none of this name, or its argument will not do.
     """
-    kind, _, argument = name.removeprefix(BUILTIN).partition("=")
+    kind, _, argument = name.removeprefix(PREFIX).partition("=")
     if kind not in BUILTINS:
         raise ValueError(
             f"--reward_function {name}: there is no such built-in reward; there are "
-            + ", ".join(BUILTIN + each for each in BUILTINS)
+            + ", ".join(PREFIX + each for each in BUILTINS)
         )
     try:
         return BUILTINS[kind](argument)

@@ -273,10 +273,6 @@ def same_gradients() -> torch.set_grad_enabled:
     return torch.set_grad_enabled(torch.is_grad_enabled())
 
 
-# Modules that command lines know under another name.
-_MOVED = {"dschat_lora.world": "dschat_lora.assets.toy_world"}
-
-
 def find_function(option: str, name: str) -> Callable[..., Any]:
     """The function behind ``module:function``; the module is imported, nothing is evaluated.
 
@@ -318,7 +314,7 @@ def _imported(option: str, name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     with working_directory(), same_gradients():
         try:
-            module = importlib.import_module(_MOVED.get(module_name, module_name))
+            module = importlib.import_module(module_name)
         except (ImportError, SyntaxError) as error:
             raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
     function = getattr(module, function_name, None)

@@ -1,0 +1,85 @@
+"""Names that modules had: imports, command lines and checkpoints of users may have them."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_PACKAGE = __name__.partition(".")[0]
+# By the old name the modules that have what was in it; names begin behind that of the package.
+OLD_NAMES = {
+    "rl.advice": "rl.loop.advice rl.response.errors",
+    "rl.agent_programs": "rl.play.agent_programs",
+    "rl.agent_server": "rl.play.agent_server",
+    "rl.agents": "rl.play.agents",
+    "rl.algorithms": "rl.options.algorithms",
+    "rl.batch": "rl.response.batch rl.response.response",
+    "rl.builtin_rewards": "rl.score.builtin_rewards rl.options.names",
+    "rl.config": "rl.options.config rl.options.names",
+    "rl.conversations": "rl.play.conversations",
+    "rl.coroutines": "rl.response.coroutines",
+    "rl.dynamic_sampling": "rl.learn.dynamic_sampling",
+    "rl.ema": "rl.learn.ema",
+    "rl.engines": "rl.learn.engines rl.loop.build",
+    "rl.environment": "rl.play.environment rl.play.turn_tokens",
+    "rl.environment_adapters": "rl.play.environment_adapters",
+    "rl.evaluation": "rl.loop.evaluation",
+    "rl.experience": "rl.learn.experience",
+    "rl.external_rewards": "rl.score.external_rewards",
+    "rl.inputs": "rl.options.inputs",
+    "rl.memory": "rl.loop.memory",
+    "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.watch.rows",
+    "rl.pretraining": "rl.learn.pretraining rl.loop.build",
+    "rl.prompt_stream": "rl.draw.prompt_stream",
+    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.messages "
+    "rl.score.reward_functions rl.score.shaping",
+    "rl.role_config": "rl.options.role_config",
+    "rl.roles": "rl.learn.roles rl.learn.network",
+    "rl.rollout": "rl.draw.generator generation.stops rl.draw.order "
+    "rl.draw.turn_decoder rl.response.transfer",
+    "rl.rollout_engines": "rl.draw.rollout_engines",
+    "rl.rollout_servers": "rl.draw.rollout_servers",
+    "rl.rollouts_ahead": "rl.draw.rollouts_ahead",
+    "rl.served_teacher": "rl.learn.served_teacher",
+    "rl.setup": "rl.loop.setup",
+    "rl.stateful_environment": "rl.play.stateful_environment",
+    "rl.teacher": "rl.learn.teacher",
+    "rl.throughput": "rl.watch.throughput",
+    "rl.train": "rl.loop.train",
+    "rl.trainer": "rl.loop.trainer rl.loop.build rl.loop.schedule rl.loop.sampler",
+    "rl.update": "rl.learn.update",
+    "rl.validation": "rl.loop.validation",
+    "rl.verifiers_environment": "rl.play.verifiers_environment",
+    "rl.vllm_server": "rl.draw.vllm_server",
+    "world": "assets.toy_world",
+}
+
+
+class OldNames(MetaPathFinder, Loader):
+    """Finds modules by the names that they had, where nothing else has these.
+
+    Such a module has the attributes of those that took its place, which are imported when one is
+    asked for.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The specification of a module of ``OLD_NAMES``."""
+        package, _, module = name.partition(".")
+        is_old = package == _PACKAGE and module in OLD_NAMES
+        return ModuleSpec(name, self, origin=OLD_NAMES[module]) if is_old else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let the module have what its successors have."""
+        old = module.__name__.partition(".")[2]
+
+        def attribute(name: str) -> object:
+            for each in OLD_NAMES[old].split() if not name.startswith("__") else ():
+                successor = import_module(f"{_PACKAGE}.{each}")
+                if hasattr(successor, name):
+                    return getattr(successor, name)
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        module.__getattr__ = attribute  # type: ignore[method-assign]

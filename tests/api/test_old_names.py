@@ -1,0 +1,140 @@
+"""Names of modules and what is in them that were in use before modules moved."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from dschat_lora.config.old_names import OLD_NAMES
+
+# What users could import, by the module that had it.
+FORMER = {
+    "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
+    "rl.agent_programs": (
+        "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
+        "reward_and_metrics load_program"
+    ),
+    "rl.agent_server": "HOST AgentServer",
+    "rl.agents": (
+        "PATIENCE QUIET OVER AgentFailedError Server AgentLimits Episode Call AgentModel Agents"
+    ),
+    "rl.algorithms": (
+        "AlgorithmName KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
+        "ALGORITHMS RolloutCorrection PpoConfig PretrainingConfig"
+    ),
+    "rl.batch": (
+        "TIMED_OUT TokenSequence Response DecodedTurn decoded_turns ResponseBatch response_mask "
+        "step_counts Minibatch collate make_minibatches"
+    ),
+    "rl.builtin_rewards": (
+        "PREFIX BuiltinReward is_builtin builtin_function is_remote exact_match regex "
+        "number_equals length json_valid json_schema math_equal format_tags repetition_penalty "
+        "soft_overlong ifeval judge python_tests BUILTINS"
+    ),
+    "rl.config": (
+        "GROUP_SIZE PromptConfig RolloutConfig RewardsConfig ClassicConfig RlhfConfig DistillConfig"
+    ),
+    "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.coroutines": "start in_thread run_together run_without_loop",
+    "rl.dynamic_sampling": "Resampled resample",
+    "rl.ema": "MovingAverage",
+    "rl.engines": "Retry Engines build_engines policies_of resolve_architecture",
+    "rl.environment": "EnvironmentFailedError Environment TurnTokens NextTurn Episodes",
+    "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer ADAPTERS find_adapter",
+    "rl.evaluation": "RlhfEvaluator",
+    "rl.experience": (
+        "Experience padded AdvantagesAndReturns Scores score_responses ScoreError check_scores "
+        "scores_alone add_old_outputs advantages_and_returns"
+    ),
+    "rl.external_rewards": (
+        "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
+        "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
+    ),
+    "rl.inputs": (
+        "Sources RlhfInputs episode_prompt find_sources check_vocabularies other_tokenizer "
+        "text_data answers_data shares_base announce note_without_effect"
+    ),
+    "rl.memory": (
+        "memory_plan trained_models divergence_bytes unpacking_for_rollouts unpacking_note "
+        "keeping_cache cache_columns cache_bytes"
+    ),
+    "rl.metrics": (
+        "update_metrics response_metrics source_metrics turn_metrics agent_metrics "
+        "ROWS_BY_TOKEN rollout_rows rewards_by_name importance_metrics version_metrics "
+        "sampler_errors WINDOW PATIENCE RATIO_TOLERANCE SAMPLER_TOLERANCE SAMPLER_LIMIT "
+        "ENGINE_LIMIT MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL GUARDED "
+        "check_sampler Diagnostics"
+    ),
+    "rl.pretraining": "TextWindow Pretraining make_pretraining",
+    "rl.prompt_stream": "Pool PromptStream",
+    "rl.rewards": (
+        "UserFunctionError TrainerState RewardLog UserFunction same_gradients find_function "
+        "find_object check_takes_responses OWN TRL SINGULAR VERL OPENRLHF named_parameters "
+        "takes_all takes_responses is_singular one_at_a_time required_columns calls_of "
+        "messages_after_prompt prompt_messages as_messages prompt_of RewardError RewardFunction "
+        "shortened RewardFunctions load_functions load_function INITIAL_SCORES shaped_rewards "
+        "rescale_values clipped_rewards punish_overlong"
+    ),
+    "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
+    "rl.roles": "Roles build_roles frozen Network",
+    "rl.rollout": (
+        "GATHER_SHARE whole_weights_fit free_bytes BrokenWeightsError PromptOrder "
+        "responses_as_json response_from_json Generator stop_ids end_of_text"
+    ),
+    "rl.rollout_engines": "RolloutError raise_on_every_rank Drawn ServerEngine",
+    "rl.rollout_servers": (
+        "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
+        "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
+        "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
+    ),
+    "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.served_teacher": (
+        "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
+    ),
+    "rl.setup": "RlhfSetup set_up role_settings",
+    "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
+    "rl.teacher": "TeacherPrompts answer_of",
+    "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter counts_over_ranks throughput_metrics",
+    "rl.train": "NOTE run_rlhf train show_plan finish",
+    "rl.trainer": (
+        "RlhfTrainer make_generator RlhfSchedule StreamedSchedule RlhfProgress make_rlhf_schedule"
+    ),
+    "rl.update": "StepResult count_deferred Updater",
+    "rl.validation": (
+        "BUNDLED_LENGTHS BUNDLED_REWARD DEFAULT_RESPONSES check_rlhf with_environment_prompts "
+        "with_bundled_prompts check_rewards check_teacher with_overlong_punishment "
+        "with_continued_lora check_lora with_fitting_lengths fit_lengths with_base_bits "
+        "check_tensor_parallel check_num_generations check_tokenizers check_data "
+        "with_deepspeed_json with_default_responses with_whole_steps check_kl_horizon "
+        "check_budget check_attention check_zero_stages with_recomputation "
+        "check_sources_are_kept check_rollouts with_rollout_engine RLHF_CHECKS"
+    ),
+    "rl.verifiers_environment": "Verifiers",
+    "rl.vllm_server": "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess",
+    "world": "reward rule",
+}
+
+
+@pytest.mark.parametrize("module", FORMER)
+def test_former_names_are_those_of_what_took_their_place(module):
+    found = importlib.import_module(f"dschat_lora.{module}")
+    lost = [name for name in FORMER[module].split() if not hasattr(found, name)]
+    assert not lost
+
+
+def test_each_former_module_is_tried():
+    assert set(FORMER) == set(OLD_NAMES)
+
+
+def test_what_had_no_such_name_has_none():
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from dschat_lora.rl.rewards import nothing  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"dschat_lora\.rl\.nothing"):
+        importlib.import_module("dschat_lora.rl.nothing")
+
+
+def test_a_former_name_imports_nothing_until_it_is_used():
+    code = "import sys, dschat_lora.rl.trainer; print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
