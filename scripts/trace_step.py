@@ -5,13 +5,16 @@ CPU and profiles the time from the second line of metrics to the third: the data
 and step, and what is counted and written of them. Files, functions and lines are those of the
 package that are entered, a function's lines from its ``def`` to its end; frames are the package's
 on the stack at its deepest, from the stage's main function on. ``--walk`` lists the functions in
-the order in which they are first entered.
+the order in which they are first entered. In that order, a change of file is a function whose file
+is not that of the function before it, the first included, and begins a visit to that file.
 """
 
 import inspect
 import sys
 import tempfile
 from argparse import ArgumentParser
+from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -79,12 +82,15 @@ def main() -> None:
         for code, depth in walk.depths.items():
             place = code.co_filename.removeprefix(PACKAGE)
             print(f"{depth:3} {place}:{code.co_firstlineno} {code.co_qualname}")
-    files = {code.co_filename for code in walk.depths}
+    visits = [file.removeprefix(PACKAGE) for file, _ in groupby(c.co_filename for c in walk.depths)]
     lines = sum(len(inspect.getsourcelines(code)[0]) for code in walk.depths)
+    num_files, num_frames = len(set(visits)), max(walk.depths.values())
     print(
-        f"{options.stage}: {len(files)} files, {len(walk.depths)} functions, {lines:,} lines, "
-        f"{max(walk.depths.values())} frames"
+        f"{options.stage}: {num_files} files, {len(walk.depths)} functions, {lines:,} lines, "
+        f"{num_frames} frames, {len(visits)} changes of file"
     )
+    most = Counter(visits).most_common(5)
+    print("most visits:", ", ".join(f"{file} {num}" for file, num in most))
 
 
 if __name__ == "__main__":
