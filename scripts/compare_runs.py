@@ -23,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from run_inputs import rollout_server, write_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
+HALF = 2  # the step whose checkpoint is resumed
 RESUME = "--resume_from_checkpoint latest"
 
 
@@ -52,15 +53,11 @@ class Configuration:
         stage: directory of its script under ``training/``.
         options: of the script; ``{inputs}`` and ``{server}`` stand for their path and address.
         two: further options in two processes.
-        half: the last step of the checkpoint that is resumed.
-        processes: numbers of processes that it can run in.
     """
 
     stage: str
     options: str
     two: str = ""
-    half: int = 2
-    processes: tuple[int, ...] = (1, 2)
 
 
 SAVES = "--max_steps 4 --save_interval 2 --save_minutes 0 --save_total_limit 0"
@@ -79,17 +76,18 @@ RL = (
 PROMPTS = "--data_path {inputs}/prompts.jsonl --eval_data_path {inputs}/eval_prompts.jsonl"
 SCORED = "--reward_function user_functions:score"
 GROUPS = f"{RL} --num_generations 4"
+GRPO = f"{GROUPS} {PROMPTS} {SCORED} --algorithm grpo"
 PPO = (
     f"{RL} {PROMPTS} --critic_model_name_or_path {{inputs}}/reward "
     "--critic_lora_learning_rate 5e-3 --critic_learning_rate 1e-3"
 )
+SERVER = f"{GRPO} --rollout_engine {{server}}"
+SLOWLY = "--actor_lora_learning_rate 1e-3"  # the server's policy is the base's all along
 CONFIGURATIONS = {
     # The bundled model and data of either tree.
-    "sft": Configuration(
-        "step1_sft", f"{SUPERVISED} --packing --eval_iters 2", two="--zero_stage 3"
-    ),
-    "reward": Configuration("step2_reward", f"{SUPERVISED} {MODEL} {PAIRS}", two="--zero_stage 2"),
-    "dpo": Configuration("step2_dpo", f"{SUPERVISED} {MODEL} {PAIRS}", two="--zero_stage 1"),
+    "sft": Configuration("step1_sft", f"{SUPERVISED} --packing --eval_iters 2", "--zero_stage 3"),
+    "reward": Configuration("step2_reward", f"{SUPERVISED} {MODEL} {PAIRS}", "--zero_stage 2"),
+    "dpo": Configuration("step2_dpo", f"{SUPERVISED} {MODEL} {PAIRS}", "--zero_stage 1"),
     "kto": Configuration(
         "step2_dpo",
         f"{SUPERVISED} {MODEL} --loss_type kto --data_path {{inputs}}/unpaired.jsonl "
@@ -97,37 +95,22 @@ CONFIGURATIONS = {
     ),
     "ppo": Configuration("step3_rlhf", f"{PPO} --ppo_epochs 2 --whiten_advantages"),
     "rloo": Configuration("step3_rlhf", f"{GROUPS} {PROMPTS} {SCORED} --algorithm rloo"),
-    "grpo": Configuration(
-        "step3_rlhf", f"{GROUPS} {PROMPTS} {SCORED} --algorithm grpo", two="--zero_stage 3"
-    ),
+    "grpo": Configuration("step3_rlhf", GRPO, "--zero_stage 3"),
     "distill": Configuration(
         "step3_rlhf",
         f"{RL} {PROMPTS} --algorithm distill --teacher_model_name_or_path {{inputs}}/teacher",
     ),
     "environment": Configuration(
-        "step3_rlhf",
-        f"{GROUPS} {PROMPTS} {SCORED} --algorithm grpo --environment user_functions:reply "
-        "--max_turns 3",
+        "step3_rlhf", f"{GRPO} --environment user_functions:reply --max_turns 3"
     ),
     "agent": Configuration(
         "step3_rlhf",
         f"{GROUPS} --algorithm grpo --data_path {{inputs}}/chats.jsonl --eval_ratio 0.1 "
         "--agent user_functions:play",
     ),
-    "transformers": Configuration(
-        "step3_rlhf",
-        f"{GROUPS} {PROMPTS} {SCORED} --algorithm grpo --rollout_engine transformers",
-    ),
-    "server": Configuration(
-        "step3_rlhf",
-        f"{GROUPS} {PROMPTS} {SCORED} --algorithm grpo --rollout_engine {{server}} "
-        "--actor_lora_learning_rate 1e-3",
-    ),
-    "ahead": Configuration(
-        "step3_rlhf",
-        f"{GROUPS} {PROMPTS} {SCORED} --algorithm grpo --rollout_engine {{server}} "
-        "--rollouts_ahead 1 --actor_lora_learning_rate 1e-3",
-    ),
+    "transformers": Configuration("step3_rlhf", f"{GRPO} --rollout_engine transformers"),
+    "server": Configuration("step3_rlhf", f"{SERVER} {SLOWLY}"),
+    "ahead": Configuration("step3_rlhf", f"{SERVER} --rollouts_ahead 1 {SLOWLY}"),
     "dynamic": Configuration(
         "step3_rlhf",
         f"{GROUPS} {PROMPTS} --reward_function user_functions:by_thirds --algorithm dapo "
@@ -137,7 +120,7 @@ CONFIGURATIONS = {
         "step3_rlhf",
         f"{PPO} --unsupervised_dataset_name {{inputs}}/texts.jsonl --unsup_coef 0.3 --enable_ema "
         "--ema_decay 0.8 --adaptive_kl_target 0.5 --kl_horizon 40 --reward_scaling running",
-        two="--zero_stage 2",
+        "--zero_stage 2",
     ),
     "streaming": Configuration(
         "step3_rlhf",
@@ -146,8 +129,8 @@ CONFIGURATIONS = {
     ),
     "nlg": Configuration(
         "nlg_gpt2",
-        "--init_checkpoint {inputs}/gpt2 --train_data {inputs}/nlg_train.txt --valid_data "
-        "{inputs}/nlg_eval.txt --lr 2e-2 --max_step 4 --label_smooth 0.1 --save_interval 2 "
+        "--init_checkpoint {inputs}/gpt2 --train_data {inputs}/train.txt --valid_data "
+        "{inputs}/held.txt --lr 2e-2 --max_step 4 --label_smooth 0.1 --save_interval 2 "
         "--train_batch_size 4 --log_interval 1 --sample_generations 0",
     ),
     "glue": Configuration(
@@ -169,6 +152,10 @@ class Tree:
 
     path: Path
     inputs: Path
+
+    def paths(self, home: Path) -> dict[str, str]:
+        """Names of the paths that a run in ``home`` may write."""
+        return {str(self.path): "TREE", str(self.inputs): "INPUTS", str(home): "HOME"}
 
     def start(self, command: list[str], home: Path, **more: str) -> subprocess.Popen[bytes]:
         """Start Python on a command in ``home``, where its output is appended to ``output``."""
@@ -219,10 +206,10 @@ class Tree:
             command = [script, *options.split(), "--output_dir", "out"]
             ranks = _ranks(processes) if processes > 1 else [{}]
             started = [self.start(command, home, **rank) for rank in ranks]
+            codes: list[int | str] = ["too long"]
             try:
-                codes = [process.wait(SECONDS) for process in started]
-            except subprocess.TimeoutExpired:
-                codes = [None]
+                with suppress(subprocess.TimeoutExpired):
+                    codes = [process.wait(SECONDS) for process in started]
             finally:
                 for process in started:
                     process.kill()
@@ -264,25 +251,25 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def _normaliser(home: Path, *trees: str) -> Callable[[str], str]:
-    """Replaces paths and addresses that differ between the runs."""
+def _normaliser(names: dict[str, str]) -> Callable[[str], str]:
+    """Replaces paths by names, and addresses of servers."""
 
     def change(text: str) -> str:
-        for path in (str(home), *trees):
-            text = text.replace(path, "TREE" if path in trees else "HOME")
+        for path in sorted(names, key=len, reverse=True):
+            text = text.replace(path, names[path])
         return re.sub(r"http://127\.0\.0\.1:\d+", "SERVER", text)
 
     return change
 
 
-def _copy_halfway(whole: Path, copy: Path, half: int) -> None:
+def _copy_halfway(whole: Path, copy: Path) -> None:
     """Copy of a finished run what it had when it wrote its checkpoint of halfway."""
 
     def later(directory: str, names: list[str]) -> set[str]:
         left = {"adapter", "model", "actor", "critic", "actor_ema", "report.html"} & set(names)
         for name in names:
             step = re.fullmatch(r"(?:step|checkpoint)-(\d+)(?:\.\w+)?", name)
-            if step and int(step[1]) > half:
+            if step and int(step[1]) > HALF:
                 left.add(name)
         return left
 
@@ -303,19 +290,18 @@ def compare(base: Tree, tree: Tree, kept: Path, work: Path, name: str, processes
     if not (done.exists() and json.loads(done.read_text())["options"] == options):
         shutil.rmtree(home, ignore_errors=True)
         base.run(configuration.stage, options, home, processes)
-        done.write_text(json.dumps({"options": options, "tree": str(base.path)}))
+        done.write_text(json.dumps({"options": options, "paths": base.paths(home)}))
     shutil.rmtree(mine, ignore_errors=True)
-    expected = _normaliser(home, json.loads(done.read_text())["tree"])
+    paths = json.loads(done.read_text())["paths"]
     runs = {"": mine, "resumed from the base's checkpoint: ": mine / "resumed"}
     for title, place in runs.items():
         if title:
-            _copy_halfway(home / "out", place / "out", configuration.half)
+            _copy_halfway(home / "out", place / "out")
         tree.run(configuration.stage, f"{options} {RESUME if title else ''}", place, processes)
-        found = _normaliser(place, str(tree.path), json.loads(done.read_text())["tree"])
         if difference := first_difference(
             home / "out",
             place / "out",
-            normalise=(expected, found),
+            normalise=(_normaliser(paths), _normaliser(paths | tree.paths(place))),
             left_out=LEFT_OUT_OF_RESUMED if title else LEFT_OUT,
         ):
             return title + difference
@@ -332,12 +318,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="configurations at a time")
     parser.add_argument("--list", action="store_true", help="list configurations, run nothing")
     options = parser.parse_args()
-    chosen = [
-        (name, number)
-        for name in options.only
-        for number in options.processes
-        if number in CONFIGURATIONS[name].processes
-    ]
+    chosen = [(name, number) for name in options.only for number in options.processes]
     if options.list or options.base is None:
         print("\n".join(f"{name} in {number}" for name, number in chosen))
         return 0 if options.list else parser.error("which commit is the base?")
@@ -361,8 +342,11 @@ def _compare_all(
             each.check(temporary / f"check-{name}")
         if not (kept / "inputs.done").exists():
             shutil.rmtree(inputs, ignore_errors=True)
-            run = partial(_run_in, base, temporary)
-            write_inputs(inputs, base.path, run)
+            write_inputs(
+                inputs,
+                base.path,
+                lambda stage, options: base.run(stage, options, temporary / stage),
+            )
             (kept / "inputs.done").touch()
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         futures = [pool.submit(compare, base, tree, kept, work, *each) for each in chosen]
@@ -377,10 +361,8 @@ def _compare_all(
     return worst
 
 
-def _run_in(base: Tree, temporary: Path, stage: str, options: str) -> Path:
-    return base.run(stage, options, temporary / stage)
-
-
 if __name__ == "__main__":
+    # The checkout of the base goes too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with suppress(KeyboardInterrupt):
         sys.exit(main())

@@ -3,10 +3,11 @@
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -85,14 +86,17 @@ def _leaves(path: Path, normalise: Normalise, left_out: re.Pattern[str]) -> dict
 
 def _walk(value: Any, left_out: re.Pattern[str], place: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves of nested dicts and lists by their place."""
-    if isinstance(value, (dict, list, tuple)):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        compared = [(key, each) for key, each in pairs if not left_out.fullmatch(str(key))]
-        yield f"{place} length".lstrip(), len(compared)
-        for key, each in compared:
-            yield from _walk(each, left_out, f"{place}.{key}".lstrip("."))
+    if isinstance(value, dict) and value:
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)) and value:
+        pairs = enumerate(value)
     else:
-        yield place, value
+        # The digits of an array would be cut short.
+        yield place, torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        return
+    for key, each in pairs:
+        if not left_out.fullmatch(str(key)):
+            yield from _walk(each, left_out, f"{place}.{key}".lstrip("."))
 
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:

@@ -3,25 +3,21 @@
 import gzip
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import ByteLevelBPETokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    logging,
-)
-from transformers.models.roberta import RobertaConfig, RobertaModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, logging
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from helpers.glue_toys import save_encoder, write_task
+from helpers.restaurants import save_base, write_data
 
 logging.disable_progress_bar()
 
@@ -93,8 +89,10 @@ def write_inputs(directory: Path, tree: Path, train: Callable[[str, str], Path])
     questions = [{"question": row["prompt"].strip().split(": ")[1].split("\n")[0]} for row in rows]
     chats = [{"prompt": [{"role": "user", "content": q["question"]}], **q} for q in questions]
     _write_rows(directory / "chats.jsonl", chats)
-    _write_nlg(directory)
-    _write_glue(directory)
+    write_data(directory)
+    save_base(directory / "gpt2")
+    save_encoder("roberta", directory / "roberta")
+    write_task("sst2", directory / "sst2")
     common = f"--model_name_or_path {directory}/model --data_path {directory}/train.jsonl"
     sizes = "--lora_dim 4 --max_steps 3 --eval_iters 1 --per_device_train_batch_size 8"
     for name, stage in {"teacher": "step1_sft", "reward": "step2_reward"}.items():
@@ -108,61 +106,6 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
-def _write_nlg(directory: Path) -> None:
-    """Data in E2E's form and an untrained GPT-2 of two blocks, ``gpt2``."""
-    names, foods = ("The Blue Door", "Old Mill", "Green Garden"), ("Indian", "French", "Thai")
-    lines = [
-        f"name : {name} | food : {food} | area : {area}||{name} serves {food} food at {area} .\n"
-        for name, food, area in product(names, foods, ("riverside", "city centre"))
-    ]
-    (directory / "nlg_train.txt").write_text("".join(lines[:14]), encoding="utf-8")
-    (directory / "nlg_eval.txt").write_text("".join(lines[14:]), encoding="utf-8")
-    end = "<|endoftext|>"
-    pairs = ByteLevelBPETokenizer()
-    pairs.train_from_iterator(lines, vocab_size=300, special_tokens=[end])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=pairs._tokenizer, bos_token=end, eos_token=end, unk_token=end
-    )
-    torch.manual_seed(0)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    config = GPT2Config(vocab_size=len(tokenizer), **ends, **sizes)
-    GPT2LMHeadModel(config).save_pretrained(directory / "gpt2")
-    tokenizer.save_pretrained(directory / "gpt2")
-
-
-def _write_glue(directory: Path) -> None:
-    """SST-2 in GLUE's own files and an untrained RoBERTa of two blocks, ``roberta``."""
-    lines = [f"a {'not ' * (n % 2)}good film of {n} parts\t{1 - n % 2}\n" for n in range(40)]
-    (directory / "sst2").mkdir()
-    for name, part in {"train": lines[:24], "dev": lines[24:]}.items():
-        text = "sentence\tlabel\n" + "".join(part)
-        (directory / "sst2" / f"{name}.tsv").write_text(text, encoding="utf-8")
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    pairs = ByteLevelBPETokenizer()
-    pairs.train_from_iterator(lines, vocab_size=300, special_tokens=special)
-    names = ("bos_token", "pad_token", "eos_token", "unk_token", "mask_token")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=pairs._tokenizer,
-        cls_token="<s>",
-        sep_token="</s>",
-        model_input_names=["input_ids", "attention_mask"],
-        **dict(zip(names, special, strict=True)),
-    )
-    torch.manual_seed(0)
-    config = RobertaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=66,
-        type_vocab_size=1,
-    )
-    RobertaModel(config).save_pretrained(directory / "roberta")
-    tokenizer.save_pretrained(directory / "roberta")
-
-
 # ---------------------------------------------------------------------------- a server
 
 
@@ -170,7 +113,8 @@ def _write_glue(directory: Path) -> None:
 def answer_to(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
     """A reply of vLLM's ``/v1/completions``: what the base draws by the request's seed."""
     generator = torch.Generator().manual_seed(body["seed"] % 2**63)
-    tokens, logprobs = [], []
+    tokens: list[int] = []
+    logprobs: list[float] = []
     end = model.generation_config.eos_token_id
     while len(tokens) < body["max_tokens"] and end not in tokens:
         logits = model(torch.tensor([[*body["prompt"], *tokens]])).logits[0, -1]
