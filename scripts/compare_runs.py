@@ -9,10 +9,11 @@ configuration says ``equal`` or shows the first difference; the exit status is 1
 and 2 where a run failed, whose last lines are shown.
 
 ``--keep DIR`` keeps what the base wrote, by commit, so that the next comparison runs this tree
-alone. ``--jobs N`` runs N configurations at a time, each process with one thread.
+alone; ``--work DIR`` keeps what this tree wrote. ``--jobs N`` runs N configurations at a time, each
+process with one thread.
 
-To see that a difference is found, change one sign, such as that of ``advantages`` in
-``policy_loss`` of ``dschat_lora/algos/ppo.py``, and compare ``--only ppo grpo``: the first line of
+To see that a difference is found, change one sign, such as that of ``-advantages * ratios`` in
+``dschat_lora/algos/ppo.py``, and compare ``--only ppo grpo --processes 1``: the first line of
 metrics or the first tensor that the change reaches is printed.
 
 Uncommitted changes of this tree take part. Runs of one commit are alike on one machine and by one
@@ -101,7 +102,8 @@ CONFIGURATIONS = {
         f"{RL} {PROMPTS} --algorithm distill --teacher_model_name_or_path {{inputs}}/teacher",
     ),
     "environment": Configuration(
-        "step3_rlhf", f"{GRPO} --environment user_functions:reply --max_turns 3"
+        "step3_rlhf",
+        f"{GRPO} --environment user_functions:reply --max_turns 3 --max_answer_seq_len 48",
     ),
     "agent": Configuration(
         "step3_rlhf",
