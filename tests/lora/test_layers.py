@@ -95,6 +95,15 @@ def test_disabled_layer_is_its_base_bit_for_bit():
     assert torch.equal(layer(x), base(x))
 
 
+def test_disabled_embedding_is_its_base_bit_for_bit():
+    base, ids = nn.Embedding(7, 3), torch.tensor([[0, 3], [6, 3]])
+    layer = LoraEmbedding(base, r=2, scaling=0.5)
+    randomise([layer.lora_embedding_A, layer.lora_embedding_B])
+    assert not torch.equal(layer(ids), base(ids))
+    layer.enabled = False
+    assert torch.equal(layer(ids), base(ids))
+
+
 def test_dropout_acts_on_the_adapter_input_alone_and_only_in_training():
     base, layer = adapted_linear(dropout=0.5)
     x = torch.randn(4, 5)

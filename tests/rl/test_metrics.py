@@ -13,7 +13,7 @@ from dschat_lora.rl.options.algorithms import RolloutCorrection
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.shaping import clipped_rewards
-from dschat_lora.rl.watch.metrics import importance_metrics, sampler_errors
+from dschat_lora.rl.watch.metrics import importance_metrics, response_metrics, sampler_errors
 from dschat_lora.rl.watch.rows import rollout_rows
 
 
@@ -39,6 +39,16 @@ def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
     known = [replace(rows[0], logprobs=(-1.0, 0.0)), replace(rows[1], logprobs=(nan,))]
     found = sampler_errors(replace(experience, responses=known))
     assert found == {"sampler_error": 0.5, "sampler_error_max": 1.0}
+
+
+def test_answers_of_the_data_have_no_error_of_a_sampler():
+    rows = [
+        Response((1,), (2,), True, 0, logprobs=(-2.0,)),
+        Response((1,), (2,), True, 1, is_drawn=False),
+    ]
+    mask, policy = torch.tensor([[True], [True]]), torch.full((2, 1), -1.5)
+    experience = Experience(rows, mask, policy, torch.zeros(2), policy, None)
+    assert sampler_errors(experience) == {"sampler_error": 0.5, "sampler_error_max": 0.5}
 
 
 def test_answers_of_the_data_have_weight_1():
@@ -131,6 +141,37 @@ def test_responses_are_kept_with_the_numbers_of_each_of_the_actors_tokens():
     extra = [row["extra"] for row in rollout_rows(logged, targets, decode, iteration=3, most=2)]
     assert extra == [{"golden": "a"}, {"golden": "b"}]
     assert rollout_rows(experience, None, decode, iteration=3, most=1)[0]["advantage"] is None
+
+
+def test_metrics_of_responses_are_means_over_those_that_count():
+    responses = [
+        Response((1,), (2, 3), True, 0),
+        Response((1,), (4,), False, 0),
+        Response((1,), (7,), True, 1),
+    ]
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    policy = torch.tensor([[0.5, 0.25], [0.5, 1.0], [1.0, 1.0]]).log()
+    reference = torch.tensor([[0.25, 0.5], [0.125, 1.0], [1.0, 1.0]]).log()
+    scores, taught = torch.tensor([1.0, 4.0, math.nan]), torch.tensor([-1.0, 2.0, 0.0])
+    values = torch.tensor([[1.0, 3.0], [2.0, 0.0], [0.0, 0.0]])
+    targets = AdvantagesAndReturns(values, torch.tensor([[1.0, 3.0], [5.0, 0.0], [0.0, 0.0]]))
+    experience = Experience(responses, mask, reference, scores, policy, values)
+    found = response_metrics(experience, taught, targets)
+    # log p/q is log 2 - log 2 in all of the first response, and log 4 of the second
+    assert found["kl"] == pytest.approx(math.log(4) / 2, rel=1e-6)
+    assert found["kl_standard_error"] == pytest.approx(math.log(4) / 2 / math.sqrt(2), rel=1e-6)
+    # k3 is r - 1 - log r of r = q/p: 1/2 and 2, and 1/4
+    assert found["kl_k3"] == pytest.approx((0.5 + (-0.75 + math.log(4))) / 2, rel=1e-6)
+    assert (found["reward"], found["reward_std"], found["scaled_reward"]) == (2.5, 1.5, 0.5)
+    assert (found["response_length"], found["reward_length_correlation"]) == (
+        1.5,
+        pytest.approx(-1),
+    )
+    assert (found["eos_rate"], found["truncated_fraction"], found["dropped"]) == (0.5, 0.5, 1)
+    # errors 0, 0, 3 have the variance 2, the returns 1, 3, 5 that of 8/3
+    assert found["explained_variance"] == pytest.approx(1 - 2 / (8 / 3), rel=1e-6)
+    assert found["equal_prompts"] == 1
+    assert (found["samples"], found["tokens"], found["supervised_tokens"]) == (3, 7, 4)
 
 
 def test_clipped_scores_are_told_whatever_the_penalty():

@@ -130,6 +130,21 @@ def test_tables_of_the_reference_are_those_of_the_same_tokens():
     assert collate([Response((3,), (5,), True, 0)], [0], pad_id=0).reference is None
 
 
+def test_the_reference_alone_reads_the_teachers_prompt():
+    read = {}
+
+    def network(role, input_ids, *rest):
+        read[role] = input_ids.tolist()
+        return torch.zeros(2), torch.zeros(2)
+
+    answered = [Response((3,), (5, 6), True, 0, reference_prompt=(9, 9, 3))]
+    batch = collate(answered, [0], pad_id=0)
+    engines = engines_module.Engines(network, None, None, 1.0)
+    for role in ("actor", "reference"):
+        engines.policy(batch, 2, role)
+    assert read == {"actor": [[3, 5, 6]], "reference": [[9, 9, 3, 5, 6]]}
+
+
 def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     ignored = -100
     ids, labels = [4, 5, 6, 7, 8, 9], [ignored, ignored, 6, ignored, 8, ignored]

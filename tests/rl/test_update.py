@@ -422,6 +422,15 @@ def test_each_role_has_its_own_clip(policy, value, clipped):
     assert result.approx_kl == pytest.approx(ratio - 1 - 0.3)
 
 
+def test_figures_are_means_over_tokens_whatever_divides_the_loss():
+    config = PpoConfig(algorithm="grpo", loss_normalization="sequence", cliprange=0.1)
+    roles = Roles(critic=False, logprob=-0.7)
+    ((_, result),) = updated(roles, experience(critic=False), TWO_HALVES[:1], config=config)[0]
+    assert (result.entropy, result.clip_fraction) == (pytest.approx(0.25), 1.0)
+    assert result.approx_kl == pytest.approx(math.exp(0.3) - 1 - 0.3)
+    assert result.policy_loss == pytest.approx(-1.1)
+
+
 def test_batches_that_are_there_serve_the_first_pass_in_their_order():
     roles, numbers = Roles(), [[0, 1], [2], [3], [5, 4]]
     options = {"estimate_advantages": advantages, "kl_coef": 0.0, "pretraining": None}
