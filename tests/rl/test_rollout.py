@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.batch import Response
-from dschat_lora.rl.rollout import _TurnDecoder
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.draw.turn_decoder import TurnDecoder
 
 T, F = True, False
 PROMPTS = [(n, PromptSample(torch.tensor([3 + n, 4]), b"")) for n in range(3)]
@@ -14,7 +14,7 @@ PROMPTS = [(n, PromptSample(torch.tensor([3 + n, 4]), b"")) for n in range(3)]
 
 def decoder(decode, *key):
     """One of responses of 8 tokens, which token 2 ends."""
-    return _TurnDecoder(
+    return TurnDecoder(
         decode,
         ("rollout", *key),
         8,

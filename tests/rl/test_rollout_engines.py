@@ -22,7 +22,7 @@ from dschat_lora.models.source import find_model
 from dschat_lora.rl.draw import generator as rollout
 from dschat_lora.rl.draw.rollout_engines import RolloutError, ServerEngine
 from dschat_lora.rl.draw.rollout_servers import RolloutServer, RolloutServers
-from dschat_lora.rl.draw.turn_decoder import _TurnDecoder
+from dschat_lora.rl.draw.turn_decoder import TurnDecoder
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, running_server
@@ -262,7 +262,7 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
     longest = [max(len(r) for r in whole[2 * n : 2 * n + 2]) for n in range(len(prompts))]
     assert len(set(longest)) > 2
     for needed in range(1, len(prompts) + 1):
-        turns = _TurnDecoder(
+        turns = TurnDecoder(
             partial(decode, sampling=SAMPLING),
             ("x",),
             12,
