@@ -9,6 +9,7 @@ from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import classic, hidden, option
 from dschat_lora.config.parser import EVALUATION, LOGGING, PROCESSES
 from dschat_lora.config.values import LOCAL_HOSTS
+from dschat_lora.config.when import no_effect
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]
@@ -135,7 +136,9 @@ class LoadConfig:
     add_eot_token: bool = option(
         False, help="add --eot_token to the tokenizer and end every completion with it"
     )
-    eot_token: str = option("<|endoftext|>", help="end-of-text token of --add_eot_token")
+    eot_token: str = option(
+        "<|endoftext|>", help="end-of-text token of --add_eot_token", when="add_eot_token"
+    )
     chat_template: str | None = option(
         None,
         help="Jinja file that renders messages, in place of the tokenizer's own; saved with the "
@@ -211,10 +214,14 @@ class LoraConfig:
         settled="that of the adapter that is continued, else 16, in the scripts of training/ and "
         "with --config 0",
     )
-    lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
-    lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
+    lora_alpha: float = option(
+        32.0, help="the update is scaled by lora_alpha / lora_dim", when="lora_dim"
+    )
+    lora_dropout: float = option(
+        0.0, help="dropout on the adapter's input, in [0, 1)", when="lora_dim"
+    )
     use_rslora: bool = option(
-        False, help="scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)"
+        False, help="scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)", when="lora_dim"
     )
     target_modules: tuple[str, ...] = option(
         ("all-linear",), help="layers to adapt: all-linear, name endings, or one regular expression"
@@ -223,7 +230,7 @@ class LoraConfig:
         None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
     )
     train_bias: Literal["none", "all", "lora_only"] = option(
-        "none", help="biases to train: none, all, or those of adapted layers"
+        "none", help="biases to train: none, all, or those of adapted layers", when="lora_dim"
     )
     modules_to_save: tuple[str, ...] = option(
         (), help="name endings of modules to train in full and save with the adapter"
@@ -232,6 +239,7 @@ class LoraConfig:
         (),
         help="q, k, v: the parts of a packed projection that get factors of their own; the layer "
         "has one pair for all of it when absent",
+        when="lora_dim",
     )
     expert_lora_dim: int | None = option(
         None,
@@ -242,7 +250,7 @@ class LoraConfig:
         None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
     )
     only_optimize_lora: bool = option(
-        True, help="freeze the base model when lora_dim > 0 (no-: train it too)"
+        True, help="freeze the base model when lora_dim > 0 (no-: train it too)", when="lora_dim"
     )
     # By whole name, modules of another rank or alpha than these: an adapter of PEFT has such.
     ranks: tuple[tuple[str, int], ...] = hidden(())
@@ -315,14 +323,16 @@ class ScheduleConfig:
     section = "training"
 
     loraplus_lr_ratio: float = option(
-        1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike"
+        1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike", when="lora_dim"
     )
     adam_beta1: float = option(0.9, help="decay of the gradient's mean")
     adam_beta2: float = option(0.95, help="decay of the gradient's square")
     adam_epsilon: float = option(1e-8, help="added to the root of the second moment")
     max_grad_norm: float = option(1.0, help="gradients are clipped to this norm; 0: never")
     lr_scheduler_type: Scheduler = option("cosine", help="shape of the rate over the steps")
-    num_warmup_steps: int = option(0, help="optimizer steps of linear warm-up")
+    num_warmup_steps: int = option(
+        0, help="optimizer steps of linear warm-up", when="not lr_scheduler_type=constant"
+    )
     num_train_epochs: int = option(
         1,
         help="passes over the data; 0 evaluates only",
@@ -341,6 +351,20 @@ class ScheduleConfig:
         require_numbers(self, ">= 0", "max_grad_norm", *lengths)
 
 
+def base_rate_note(value: Callable[[str], Any]) -> str:
+    """A message where ``--learning_rate`` is of base weights, and adapters alone train."""
+    rate, own, default = map(
+        value, ("learning_rate", "lora_learning_rate", "default_lora_learning_rate")
+    )
+    if not (value("lora_dim") and value("only_optimize_lora")) or own == rate:
+        return ""
+    # Otherwise the adapters' rate comes from it.
+    if own is None and (rate == "auto" or value("lora_lr_multiplier") or default is None):
+        return ""
+    why = f": adapters alone train, at --lora_learning_rate {own or default:g}"
+    return no_effect("learning_rate", why)
+
+
 @dataclass(frozen=True)
 class OptimConfig(ScheduleConfig):
     """AdamW and its schedule with the rates of the one model that trains."""
@@ -349,14 +373,18 @@ class OptimConfig(ScheduleConfig):
         5e-5,
         help="peak rate of base weights or, where adapters alone train, theirs (but in the scripts "
         "of training/); auto: by published rules for width and stage, that of adapters too",
+        when=base_rate_note,
     )
     lora_learning_rate: float | None = option(
-        None, help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5"
+        None,
+        help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5",
+        when="lora_dim",
     )
     lora_lr_multiplier: float | None = option(
         None,
         help="adapters train at this multiple of --learning_rate; measured best: about 10, up to "
         "15 in runs of 100 steps; to be cautious: 2 to 3",
+        when="lora_dim",
     )
     expert_learning_rate: float | None = option(
         None, help="peak rate of experts' adapters in a mixture; default: that of the adapters"
@@ -422,6 +450,7 @@ class ParallelConfig:
         False,
         help="with --tensor_parallel_size above 1: between the layers each process keeps its "
         "share of the tokens alone",
+        when="tensor_parallel_size>1",
     )
     context_parallel_size: int = option(
         1,
@@ -466,7 +495,7 @@ class RunConfig:
         None, help="what the run writes; default: the first free of output/STAGE, -2, -3, ..."
     )
     overwrite_output_dir: bool = option(
-        False, help="delete what an earlier run left in --output_dir"
+        False, help="delete what an earlier run left in --output_dir", when="output_dir"
     )
     resume_from_checkpoint: str | None = option(
         None,
@@ -494,10 +523,12 @@ class RunConfig:
         2, help="held-out prompts answered before and after training", section=EVALUATION
     )
     merge_adapter: bool = option(
-        False, help="also write base and adapter merged as a transformers model"
+        False, help="also write base and adapter merged as a transformers model", when="lora_dim"
     )
     merge_max_kl: float = option(
-        0.01, help="refuse a merge that moves the distribution by more (nats per token)"
+        0.01,
+        help="refuse a merge that moves the distribution by more (nats per token)",
+        when="merge_adapter or not only_optimize_lora",
     )
     report_to: tuple[TrackerName, ...] = option(
         ("none",),
@@ -520,7 +551,7 @@ class RunConfig:
         False,
         help="check everything but the weights, say what the run would do, and stop",
     )
-    verbose: bool = option(False, help="with --dry_run: list all options")
+    verbose: bool = option(False, help="with --dry_run: list all options", when="dry_run")
 
     def __post_init__(self) -> None:
         evaluation = ("eval_interval", "eval_iters", "sample_generations", "merge_max_kl")

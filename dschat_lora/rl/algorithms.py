@@ -25,9 +25,9 @@ LossNormalization = Literal["token", "sequence", "constant"]
 Correction = Literal["none", "tis", "mis"]
 
 
-def by_algorithm(help: str) -> Any:
+def by_algorithm(help: str, *, when: str = "") -> Any:
     """An option whose default is that of ``--algorithm``."""
-    return option(None, help=f"{help}; default: by --algorithm")
+    return option(None, help=f"{help}; default: by --algorithm", when=when)
 
 
 @dataclass(frozen=True)
@@ -113,20 +113,30 @@ class PpoConfig:
         "reward; the others compare the responses to a prompt",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
-    kl_coef: float = by_algorithm("weight of the divergence from the reference (0.1 or 0)")
-    kl_estimator: KlEstimator = by_algorithm("estimator of the divergence at a token")
+    kl_coef: float = by_algorithm(
+        "weight of the divergence from the reference (0.1 or 0)", when="not algorithm=distill"
+    )
+    kl_estimator: KlEstimator = by_algorithm(
+        "estimator of the divergence at a token", when="not algorithm=distill"
+    )
     kl_in: KlPlace = by_algorithm(
-        "where the divergence is paid: in the reward of each token, or in the loss"
+        "where the divergence is paid: in the reward of each token, or in the loss",
+        when="not algorithm=distill",
     )
     adaptive_kl_target: float = option(
         0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"
     )
-    kl_horizon: int = option(10000, help="responses over which kl_coef adapts")
-    gamma: float = option(1.0, help="discount of later rewards, in [0, 1]")
+    kl_horizon: int = option(
+        10000, help="responses over which kl_coef adapts", when="adaptive_kl_target"
+    )
+    gamma: float = option(
+        1.0, help="discount of later rewards, in [0, 1]", when="algorithm=ppo,reinforce_pp"
+    )
     lam: float = option(
         1.0,
         help="bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t "
         "tokens before the end only by lam^t, and by the critic's values for the rest",
+        when="has_critic",
     )
     cliprange: float = by_algorithm(
         "bound on the change of a token's probability ratio, fall and rise alike (0.2)"
@@ -147,12 +157,16 @@ class PpoConfig:
         "replace prompts whose responses all got one reward by further prompts, at most so many "
         "times an iteration; 0: never"
     )
-    cliprange_value: float = option(0.2, help="bound on the change of a value")
+    cliprange_value: float = option(0.2, help="bound on the change of a value", when="has_critic")
     whiten_advantages: bool = option(
-        True, help="advantages of an iteration get mean 0 and standard deviation 1"
+        True,
+        help="advantages of an iteration get mean 0 and standard deviation 1",
+        when="has_critic",
     )
     critic_warmup_iterations: int = option(
-        0, help="first iterations at which the critic alone learns, the actor stays as it is"
+        0,
+        help="first iterations at which the critic alone learns, the actor stays as it is",
+        when="has_critic",
     )
     importance_cap: float = option(
         0.0,
@@ -167,11 +181,15 @@ class PpoConfig:
         "default: tis with another --rollout_engine than own, else none",
     )
     rollout_is: Literal["token", "sequence"] = option(
-        "token", help="whether each token has a weight, or each response the product of its tokens'"
+        "token",
+        help="whether each token has a weight, or each response the product of its tokens'",
+        when="rollout_correction",
     )
-    rollout_is_threshold: float = option(2.0, help="largest weight of --rollout_correction")
+    rollout_is_threshold: float = option(
+        2.0, help="largest weight of --rollout_correction", when="rollout_correction"
+    )
     rollout_is_threshold_lower: float = option(
-        0.0, help="smallest weight: below it tis gives this one, mis 0"
+        0.0, help="smallest weight: below it tis gives this one, mis 0", when="rollout_correction"
     )
     use_rollout_logprobs: bool = option(
         False,
@@ -293,7 +311,11 @@ class PretrainingConfig:
     unsupervised_dataset_config_name: str | None = option(
         None, help="configuration of a hub data set, as in name:configuration"
     )
-    unsup_coef: float = option(27.8, help="weight of its loss per token beside the policy's")
+    unsup_coef: float = option(
+        27.8,
+        help="weight of its loss per token beside the policy's",
+        when="unsupervised_dataset_name",
+    )
 
     def __post_init__(self) -> None:
         require_numbers(self, "> 0", "unsup_coef")

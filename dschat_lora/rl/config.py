@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from dschat_lora.config.data import DataConfig, SourceConfig
@@ -15,8 +15,9 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import classic, group, option
+from dschat_lora.config.options import IN_OTHER_STAGES, NEVER, When, classic, group, option
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.config.when import no_effect
 from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig, by_algorithm
 from dschat_lora.rl.builtin_rewards import builtin_function, is_builtin, is_remote
 from dschat_lora.rl.environment_adapters import ADAPTERS
@@ -126,21 +127,25 @@ class RolloutConfig:
         None,
         help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
         "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
+        when="rollout_engine=vllm",
     )
     vllm_gpu_memory_utilization: float = option(
         0.3,
         help="share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm "
         "takes while it draws; on a GPU it sleeps while the actor trains",
+        when="rollout_engine=vllm",
     )
     rollout_adapter_dir: str | None = option(
         None,
         help="directory that the servers of --rollout_engine see too, in which they find the "
         "adapter; default: one in memory, for servers on this machine",
+        when="not rollout_engine=own,transformers",
     )
     rollout_timeout: float = option(
         600.0,
         help="seconds that a server of --rollout_engine, or a teacher's, may take for a response, "
         "and vllm to start",
+        when="has_server",
     )
     rollouts_ahead: int = option(
         0,
@@ -158,15 +163,22 @@ class RolloutConfig:
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
         "in exchange for their memory; sampler_error shows how far rounding moves the policy",
         section="rollouts",
+        when="rollout_engine=own",
     )
-    prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP, section="rollouts")
+    prompt_lookup_num_tokens: int = option(
+        0, help=PROMPT_LOOKUP, section="rollouts", when="rollout_engine=own"
+    )
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
     rollout_temperature: float | None = option(
-        None, help="of sampling, if not --temperature; --importance_cap weighs for the difference"
+        None,
+        help="of sampling, if not --temperature; --importance_cap weighs for the difference",
+        when="do_sample",
     )
-    top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")
-    top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
+    top_p: float = option(
+        1.0, help="sample from the likeliest tokens of this probability mass", when="do_sample"
+    )
+    top_k: int = option(0, help="sample from this many likeliest tokens; 0: all", when="do_sample")
     stop_tokens: tuple[str, ...] = option(
         (), help="tokens that end a response, beside those of tokenizer, template and model"
     )
@@ -191,12 +203,20 @@ class RolloutConfig:
         "the actor's, and the last line that it prints is the reward",
     )
     agent_timeout: float = option(
-        600.0, help="seconds of an agent's episode, but for those in which the actor answers"
+        600.0,
+        help="seconds of an agent's episode, but for those in which the actor answers",
+        when="agent or agent_command",
     )
-    agent_retries: int = option(0, help="further attempts at an agent's episode that failed")
-    agent_max_calls: int = option(100, help="most answers in an episode of an agent")
+    agent_retries: int = option(
+        0, help="further attempts at an agent's episode that failed", when="agent or agent_command"
+    )
+    agent_max_calls: int = option(
+        100, help="most answers in an episode of an agent", when="agent or agent_command"
+    )
     max_turns: int = option(
-        8, help="most turns of the actor in an episode with --environment, of one response's length"
+        8,
+        help="most turns of the actor in an episode with --environment, of one response's length",
+        when="environment",
     )
 
     def __post_init__(self) -> None:
@@ -307,6 +327,7 @@ class RewardsConfig:
         (),
         help="weight of each reward function in the sum of scores, and last that of the reward "
         "model, if there is one; 1 each by default",
+        when="not algorithm=distill",
     )
     reward_gate: tuple[str, ...] = option(
         (),
@@ -316,14 +337,18 @@ class RewardsConfig:
     reward_batch: Literal["all", "group"] = option(
         "all",
         help="responses of a call: all that a process has, or those to one prompt",
+        when="reward_function or reward_gate",
     )
     reward_retries: int = option(
-        0, help="further calls of a reward function, or an environment, that failed"
+        0,
+        help="further calls of a reward function, or an environment, that failed",
+        when="reward_function or reward_gate or environment",
     )
     reward_timeout: float = option(
         0.0,
         help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
         "as it likes",
+        when="reward_function or reward_gate or environment",
     )
     clip_reward_value: float = option(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
@@ -338,6 +363,7 @@ class RewardsConfig:
         None,
         help="module:function that judges held-out responses at evaluations; never trained on",
         section="evaluation",
+        when="eval_prompts",
     )
     missing_eos_penalty: float = option(
         0.0, help="subtracted from the score of a response that was cut off"
@@ -369,6 +395,18 @@ class RewardsConfig:
         require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
 
 
+def _inference_size_note(value: Callable[[str], Any]) -> str:
+    """A message where ``--inference_tp_size`` is not what it is in any case."""
+    size, training = value("inference_tp_size"), value("tensor_parallel_size")
+    if size in (1, training):
+        return ""
+    return no_effect(
+        f"inference_tp_size {size}",
+        ": rollouts run on the processes that hold the model, "
+        f"{training} by --tensor_parallel_size",
+    )
+
+
 @dataclass(frozen=True)
 class ClassicConfig:
     """Further options of DeepSpeed-Chat, and of the log."""
@@ -376,13 +414,19 @@ class ClassicConfig:
     section = "rollouts"
 
     only_optimize_lora: bool = option(
-        True, help="freeze base models that have an adapter (no-: train them too)", section="LoRA"
+        True,
+        help="freeze base models that have an adapter (no-: train them too)",
+        section="LoRA",
+        when="actor_lora_dim or critic_lora_dim",
     )
     enable_ema: bool = option(
         False, help="keep a moving average of the actor, written to actor_ema/", section="training"
     )
     ema_decay: float = option(
-        0.992, help="share of the average that stays at a step", section="training"
+        0.992,
+        help="share of the average that stays at a step",
+        section="training",
+        when="enable_ema",
     )
     log_rollouts: int = option(
         128,
@@ -393,27 +437,40 @@ class ClassicConfig:
         False, help="show a response at every iteration", section="logging"
     )
     print_answers_interval: int = option(
-        10, help="iterations between shown responses; 0: never", section="logging"
+        10,
+        help="iterations between shown responses; 0: never",
+        section="logging",
+        when="not print_answers",
     )
     enable_test_mode: bool = classic(False, help="stop after --test_stop_step optimizer steps")
-    test_stop_step: int = classic(0, help="optimizer steps of --enable_test_mode")
+    test_stop_step: int = classic(
+        0, help="optimizer steps of --enable_test_mode", when="enable_test_mode"
+    )
     num_padding_at_beginning: int = classic(
-        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
+        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding", when=NEVER
     )
     align_overflow: bool = classic(
-        False, help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps"
+        False,
+        help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps",
+        when=NEVER,
     )
     offload_reference_model: bool = classic(
-        False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"
+        False,
+        help="accepted from DeepSpeed-Chat; the reference shares the actor's base",
+        when=NEVER,
     )
     offload_reward_model: bool = classic(
-        False, help="accepted from DeepSpeed-Chat; the reward model shares the critic's base"
+        False,
+        help="accepted from DeepSpeed-Chat; the reward model shares the critic's base",
+        when=NEVER,
     )
     enable_hybrid_engine: bool = classic(
-        False, help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own"
+        False,
+        help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own",
+        when=NEVER,
     )
     unpin_actor_parameters: bool = classic(
-        False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
+        False, help="accepted from DeepSpeed-Chat, for its hybrid engine", when=NEVER
     )
     release_inference_cache: bool = option(
         False,
@@ -425,12 +482,15 @@ class ClassicConfig:
         1,
         help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
         "that hold the model (--tensor_parallel_size)",
+        when=_inference_size_note,
     )
     tp_gather_partition_size: int = classic(
-        8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
+        8, help="accepted from DeepSpeed-Chat, for its hybrid engine", when=NEVER
     )
     enable_mixed_precision_lora: bool = classic(
-        False, help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights"
+        False,
+        help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights",
+        when=NEVER,
     )
 
     def __post_init__(self) -> None:
@@ -445,11 +505,19 @@ class ClassicConfig:
 class RlhfConfig(StageConfig):
     """Options of step 3, which trains the actor on its own responses."""
 
+    when: ClassVar[Mapping[str, When]] = {
+        "critic_model_name_or_path": "",  # the reward model, too
+        "loraplus_lr_ratio": "actor_lora_dim or critic_lora_dim",
+        "merge_adapter": "actor_lora_dim",
+        "eval_iters": IN_OTHER_STAGES,
+        "print_loss": IN_OTHER_STAGES,
+    }
     actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
     critic: RoleConfig = group(
         RoleConfig,
         flat=False,
         section="critic and reward model",
+        when="has_critic",
         role="critic",
         learning_rate=5e-6,
     )
@@ -533,6 +601,11 @@ class RlhfConfig(StageConfig):
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
         return self.ppo.rules.advantage == "gae"
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a server draws responses or is the teacher."""
+        return self.batch.by_servers or self.teacher.server is not None
 
 
 @dataclass(frozen=True)

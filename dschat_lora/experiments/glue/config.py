@@ -139,16 +139,23 @@ class GlueConfig:
 
     # What is trained.
     apply_lora: bool = option(False, help="train LoRA factors and the head (no-: every weight)")
-    lora_r: int = option(8, help="rank of the update")
-    lora_alpha: float = option(16.0, help="the update is scaled by lora_alpha / lora_r")
-    lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
+    lora_r: int = option(8, help="rank of the update", when="apply_lora")
+    lora_alpha: float = option(
+        16.0, help="the update is scaled by lora_alpha / lora_r", when="apply_lora"
+    )
+    lora_dropout: float = option(
+        0.0, help="dropout on the adapter's input, in [0, 1)", when="apply_lora"
+    )
     lora_init: Literal["auto", "uniform", "normal"] = option(
         "auto",
         help="distribution of A at the start: uniform U(+-1/sqrt(in)), normal N(0, 0.02); auto: "
         "as the original, normal in DeBERTa and uniform in others",
+        when="apply_lora",
     )
     target_modules: tuple[str, ...] = option(
-        (), help="layers to adapt; query and value of RoBERTa and DeBERTa-v2 when absent"
+        (),
+        help="layers to adapt; query and value of RoBERTa and DeBERTa-v2 when absent",
+        when="apply_lora",
     )
     lora_path: str | None = option(
         None,
@@ -167,10 +174,13 @@ class GlueConfig:
         "houlsby",
         help="houlsby: an adapter after attention and one after the feed-forward part of each "
         "layer; pfeiffer: the second alone",
+        when="apply_adapter",
     )
-    adapter_size: int = option(64, help="width of the bottleneck")
+    adapter_size: int = option(64, help="width of the bottleneck", when="apply_adapter")
     adapter_path: str | None = option(
-        None, help="bottleneck_adapter.safetensors of another run, to start from"
+        None,
+        help="bottleneck_adapter.safetensors of another run, to start from",
+        when="apply_adapter",
     )
     reg_loss_wgt: float = option(
         0.0, help="weight of the divergence of two passes over each batch (R-Drop); 0: one pass"
@@ -212,6 +222,7 @@ class GlueConfig:
         None,
         help="measure that tells the best evaluation, such as accuracy or loss; default: the "
         "task's first, which the paper reports",
+        when="load_best_model_at_end",
     )
     logging_steps: int = option(500, help="steps between lines of training")
     logging_dir: str | None = classic(

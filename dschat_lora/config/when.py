@@ -1,0 +1,128 @@
+"""Options that change nothing: the conditions of their declarations, and the words about them."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from dschat_lora.config.options import (
+    IN_OTHER_STAGES,
+    NEVER,
+    command_line,
+    flatten,
+    nested_prefix,
+    option_fields,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from dschat_lora.config.options import StageOptions, When
+
+_AT_NO_TIME = {NEVER: " here: see --help", IN_OTHER_STAGES: " in this stage"}
+_OFF = (None, False, 0, "", (), "none")
+_TERM = re.compile(r"(not )?(\w+)(?:([=>])(\S+))?")
+
+
+def no_effect(option: str, why: str) -> str:
+    """The message about an option, with its value where that matters; ``why`` follows at once."""
+    return f"--{option} has no effect{why}"
+
+
+def without_effect(config: "StageOptions") -> list[str]:
+    """A message for each option that was given and changes nothing, as its ``when`` says.
+
+    One that is off, as by default, is passed over.
+    """
+    values, defaults = flatten(config), dict(option_fields(type(config)))
+    return [
+        message
+        for name, message in messages(config)
+        if message and name in config.given and (values[name] or defaults[name][0].default)
+    ]
+
+
+def messages(config: "DataclassInstance") -> Iterator[tuple[str, str]]:
+    """(name, message) of every option that has conditions, empty where they hold.
+
+    Conditions of the stage, its ``when``, take the place of those of groups and options.
+
+    Raises:
+        LookupError: if a condition names nothing that the config has.
+    """
+    values = _Values(config)
+    of_stage = getattr(config, "when", {})
+    for name, (field, _) in values.options.items():
+        conditions = [of_stage[name]] if name in of_stage else field.metadata["when"]
+        found = [values.message(name, c, field.metadata["prefix"]) for c in conditions if c]
+        if found:
+            yield name, next(filter(None, found), "")
+
+
+class _Values:
+    """The values of a config, its groups' other fields and properties included."""
+
+    def __init__(self, config: "DataclassInstance") -> None:
+        self.options = dict(option_fields(type(config)))
+        self._groups = list(_groups(config))
+
+    def message(self, option: str, condition: "When", prefix: str) -> str:
+        """The message about an option under a condition; empty where that holds."""
+        if callable(condition):
+            return condition(lambda name: self._find(name, prefix)[1])
+        if condition in _AT_NO_TIME:
+            return no_effect(option, _AT_NO_TIME[condition])
+        terms = [self._failure(term, prefix) for term in condition.split(" or ")]
+        if not all(terms):
+            return ""
+        without, given = (
+            [words for is_given, words in filter(None, terms) if is_given == kind]
+            for kind in (False, True)
+        )
+        parts = [f"without {' or '.join(without)}"] * bool(without)
+        parts += [f"with {' and '.join(given)}"] * bool(given)
+        return no_effect(option, f" {' and '.join(parts)}")
+
+    def _failure(self, term: str, prefix: str) -> tuple[bool, str] | None:
+        """None where a term holds, else what was given that rules it out, or (False) is missing."""
+        match = _TERM.fullmatch(term)
+        assert match is not None, term
+        negated, name, sign, bound = match.groups()
+        option, value = self._find(name, prefix)
+
+        def holds(value: Any) -> bool:
+            if sign == ">":
+                return bool(value > float(bound))
+            is_so = value in bound.split(",") if sign else value not in _OFF
+            return bool(is_so != bool(negated))
+
+        if holds(value):
+            return None
+        if option not in self.options:
+            return False, f"a {option.removeprefix('has_').replace('_', ' ')}"
+        default = self.options[option][0].default
+        if negated and not sign:
+            return (False, f"--no-{option}") if default is True else (True, f"--{option}")
+        if negated or holds(default):
+            return True, " ".join(command_line({option: value}))
+        wanted = f" above {bound}" if sign == ">" else f" {(bound or '').replace(',', ' or ')}"
+        return False, f"--{option}{wanted.rstrip()}"
+
+    def _find(self, name: str, prefix: str) -> tuple[str, Any]:
+        """The whole name and the value of a name in a condition of an option with this prefix."""
+        for whole in (prefix + name, name):
+            for start, group in self._groups:
+                own = whole.removeprefix(start)
+                if whole.startswith(start) and hasattr(group, own):
+                    return whole, getattr(group, own)
+        raise LookupError(f"no option, field or property is called {name}")
+
+
+def _groups(
+    config: "DataclassInstance", prefix: str = ""
+) -> "Iterator[tuple[str, DataclassInstance]]":
+    """(prefix of its options, group) of a config itself and of every group in it."""
+    yield prefix, config
+    for field in fields(config):
+        if "group" in field.metadata:
+            yield from _groups(getattr(config, field.name), nested_prefix(prefix, field))
