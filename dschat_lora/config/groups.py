@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 ROPE_TYPES = ("linear", "yarn", "llama3")  # by which a token's position alone decides
 MAX_ROPE_FACTOR = 10_000
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+
+of_adapters = partial(option, when="lora_dim")
 
 
 def require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -214,14 +217,10 @@ class LoraConfig:
         settled="that of the adapter that is continued, else 16, in the scripts of training/ and "
         "with --config 0",
     )
-    lora_alpha: float = option(
-        32.0, help="the update is scaled by lora_alpha / lora_dim", when="lora_dim"
-    )
-    lora_dropout: float = option(
-        0.0, help="dropout on the adapter's input, in [0, 1)", when="lora_dim"
-    )
-    use_rslora: bool = option(
-        False, help="scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)", when="lora_dim"
+    lora_alpha: float = of_adapters(32.0, help="the update is scaled by lora_alpha / lora_dim")
+    lora_dropout: float = of_adapters(0.0, help="dropout on the adapter's input, in [0, 1)")
+    use_rslora: bool = of_adapters(
+        False, help="scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)"
     )
     target_modules: tuple[str, ...] = option(
         ("all-linear",), help="layers to adapt: all-linear, name endings, or one regular expression"
@@ -229,17 +228,16 @@ class LoraConfig:
     lora_module_name: str | None = classic(
         None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
     )
-    train_bias: Literal["none", "all", "lora_only"] = option(
-        "none", help="biases to train: none, all, or those of adapted layers", when="lora_dim"
+    train_bias: Literal["none", "all", "lora_only"] = of_adapters(
+        "none", help="biases to train: none, all, or those of adapted layers"
     )
     modules_to_save: tuple[str, ...] = option(
         (), help="name endings of modules to train in full and save with the adapter"
     )
-    enable_lora: tuple[str, ...] = option(
+    enable_lora: tuple[str, ...] = of_adapters(
         (),
         help="q, k, v: the parts of a packed projection that get factors of their own; the layer "
         "has one pair for all of it when absent",
-        when="lora_dim",
     )
     expert_lora_dim: int | None = option(
         None,
@@ -249,8 +247,8 @@ class LoraConfig:
     expert_lora_alpha: float | None = option(
         None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
     )
-    only_optimize_lora: bool = option(
-        True, help="freeze the base model when lora_dim > 0 (no-: train it too)", when="lora_dim"
+    only_optimize_lora: bool = of_adapters(
+        True, help="freeze the base model when lora_dim > 0 (no-: train it too)"
     )
     # By whole name, modules of another rank or alpha than these: an adapter of PEFT has such.
     ranks: tuple[tuple[str, int], ...] = hidden(())
@@ -322,8 +320,8 @@ class ScheduleConfig:
 
     section = "training"
 
-    loraplus_lr_ratio: float = option(
-        1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike", when="lora_dim"
+    loraplus_lr_ratio: float = of_adapters(
+        1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike"
     )
     adam_beta1: float = option(0.9, help="decay of the gradient's mean")
     adam_beta2: float = option(0.95, help="decay of the gradient's square")
@@ -353,9 +351,8 @@ class ScheduleConfig:
 
 def base_rate_note(value: Callable[[str], Any]) -> str:
     """A message where ``--learning_rate`` is of base weights, and adapters alone train."""
-    rate, own, default = map(
-        value, ("learning_rate", "lora_learning_rate", "default_lora_learning_rate")
-    )
+    rates = ("learning_rate", "lora_learning_rate", "default_lora_learning_rate")
+    rate, own, default = map(value, rates)
     if not (value("lora_dim") and value("only_optimize_lora")) or own == rate:
         return ""
     # Otherwise the adapters' rate comes from it.
@@ -375,16 +372,13 @@ class OptimConfig(ScheduleConfig):
         "of training/); auto: by published rules for width and stage, that of adapters too",
         when=base_rate_note,
     )
-    lora_learning_rate: float | None = option(
-        None,
-        help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5",
-        when="lora_dim",
+    lora_learning_rate: float | None = of_adapters(
+        None, help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5"
     )
-    lora_lr_multiplier: float | None = option(
+    lora_lr_multiplier: float | None = of_adapters(
         None,
         help="adapters train at this multiple of --learning_rate; measured best: about 10, up to "
         "15 in runs of 100 steps; to be cautious: 2 to 3",
-        when="lora_dim",
     )
     expert_learning_rate: float | None = option(
         None, help="peak rate of experts' adapters in a mixture; default: that of the adapters"
@@ -522,8 +516,8 @@ class RunConfig:
     sample_generations: int = option(
         2, help="held-out prompts answered before and after training", section=EVALUATION
     )
-    merge_adapter: bool = option(
-        False, help="also write base and adapter merged as a transformers model", when="lora_dim"
+    merge_adapter: bool = of_adapters(
+        False, help="also write base and adapter merged as a transformers model"
     )
     merge_max_kl: float = option(
         0.01,

@@ -40,21 +40,14 @@ ValueT = TypeVar("ValueT")
 # When an option has an effect: a condition, or a function of values by name that gives the message
 # where it has none, as :func:`dschat_lora.config.when.no_effect` makes it, and else nothing.
 When = str | Callable[[Callable[[str], Any]], str]
-NEVER, IN_OTHER_STAGES = "never", "in other stages"
+NEVER, ELSEWHERE = "never", "elsewhere"
 
 # Set by launchers; DeepSpeed's own names that carry no setting of ours.
 _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
 
 
 @overload
-def option(
-    *,
-    help: str,
-    section: str | None = None,
-    hint: str = "",
-    settled: str = "",
-    when: When = "",
-) -> Any: ...
+def option(*, help: str, section: str | None = None, hint: str = "", settled: str = "") -> Any: ...
 
 
 @overload
@@ -89,9 +82,9 @@ def option(
     `` or `` between: ``lora_dim`` (is on, that is neither 0, false, absent nor "none"),
     ``rollout_engine=own,transformers`` (is one of these), ``tensor_parallel_size>1``, each
     perhaps after ``not ``. A name is that of an option, with or without the prefix of the group,
-    or a property such as ``has_critic``, which a message calls "a critic". With ``NEVER`` and
-    ``IN_OTHER_STAGES`` it has none at all. A stage's own conditions, by name, are its
-    class variable ``when``.
+    or a property such as ``has_critic``, which a message calls "a critic". ``NEVER`` is of options
+    that no stage uses, ``ELSEWHERE`` of those that other stages use. The class variable ``when`` of
+    a stage holds conditions by name, which take the place of these.
     """
     metadata = {"help": help, "section": section, "hint": hint, "settled": settled, "when": when}
     return dataclasses.field(default=default, metadata=metadata)
@@ -100,6 +93,11 @@ def option(
 def classic(default: ValueT, *, help: str, hint: str = "", when: When = "") -> ValueT:
     """An option that is there for compatibility: ``--help all`` explains it."""
     return option(default, help=help, section=COMPATIBILITY, hint=hint, when=when)
+
+
+def accepted(default: ValueT, *, help: str) -> ValueT:
+    """An option of other programs that needs nothing here, as ``help`` says."""
+    return classic(default, help=help, when=NEVER)
 
 
 def group(

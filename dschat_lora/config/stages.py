@@ -18,24 +18,15 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import (
-    IN_OTHER_STAGES,
-    NEVER,
-    When,
-    classic,
-    given_options,
-    group,
-    hidden,
-    option,
-)
+from dschat_lora.config.options import ELSEWHERE, accepted, given_options, group, hidden, option
 
 
 @dataclass(frozen=True)
 class PairConfig:
     section = "preferences"
 
-    num_padding_at_beginning: int = classic(
-        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding", when=NEVER
+    num_padding_at_beginning: int = accepted(
+        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
     )
     share_prompt: bool = option(
         True,
@@ -116,10 +107,8 @@ class DpoConfig:
         True,
         help="compute the reference's log-probabilities once, before training (no-: each time)",
     )
-    offload_reference_model: bool = classic(
-        False,
-        help="accepted from DeepSpeed-Chat; the reference is never a second model",
-        when=NEVER,
+    offload_reference_model: bool = accepted(
+        False, help="accepted from DeepSpeed-Chat; the reference is never a second model"
     )
 
     def __post_init__(self) -> None:
@@ -170,7 +159,7 @@ _FIXED = frozenset(
 class StageConfig:
     """Options of every stage: how long it trains, on how many processes, and where it writes."""
 
-    when: ClassVar[Mapping[str, When]] = {}  # in place of what options and groups say
+    when: ClassVar[Mapping[str, str]] = {}  # in place of what options and groups say
 
     optim: ScheduleConfig = group(ScheduleConfig)
     parallel: ParallelConfig = group(ParallelConfig)
@@ -249,9 +238,7 @@ _SFT_ONLY = (
 class RewardStageConfig(SupervisedConfig):
     """Options of step 2, which trains a reward model on pairs."""
 
-    when: ClassVar[Mapping[str, When]] = dict.fromkeys(
-        (*_SFT_ONLY, "sample_generations"), IN_OTHER_STAGES
-    )
+    when: ClassVar[Mapping[str, str]] = dict.fromkeys((*_SFT_ONLY, "sample_generations"), ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     pairs: PairConfig = group(PairConfig)
     reward: RewardConfig = group(RewardConfig)
@@ -261,7 +248,7 @@ class RewardStageConfig(SupervisedConfig):
 class DpoStageConfig(SupervisedConfig):
     """Options of DPO, which trains a policy on pairs."""
 
-    when: ClassVar[Mapping[str, When]] = dict.fromkeys(_SFT_ONLY, IN_OTHER_STAGES)
+    when: ClassVar[Mapping[str, str]] = dict.fromkeys(_SFT_ONLY, ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
     pairs: PairConfig = group(PairConfig)

@@ -1,25 +1,21 @@
 """Options that change nothing: the conditions of their declarations, and the words about them."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dschat_lora.config.options import (
-    IN_OTHER_STAGES,
+    ELSEWHERE,
     NEVER,
+    When,
     command_line,
     flatten,
     nested_prefix,
     option_fields,
 )
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    from dschat_lora.config.options import StageOptions, When
-
-_AT_NO_TIME = {NEVER: " here: see --help", IN_OTHER_STAGES: " in this stage"}
+_AT_NO_TIME = {NEVER: " here: see --help", ELSEWHERE: " in this stage"}
 _OFF = (None, False, 0, "", (), "none")
 _TERM = re.compile(r"(not )?(\w+)(?:([=>])(\S+))?")
 
@@ -29,20 +25,20 @@ def no_effect(option: str, why: str) -> str:
     return f"--{option} has no effect{why}"
 
 
-def without_effect(config: "StageOptions") -> list[str]:
+def without_effect(config: Any) -> list[str]:
     """A message for each option that was given and changes nothing, as its ``when`` says.
 
     One that is off, as by default, is passed over.
     """
-    values, defaults = flatten(config), dict(option_fields(type(config)))
+    values, options = flatten(config), dict(option_fields(type(config)))
     return [
         message
         for name, message in messages(config)
-        if message and name in config.given and (values[name] or defaults[name][0].default)
+        if message and name in config.given and (values[name] or options[name][0].default)
     ]
 
 
-def messages(config: "DataclassInstance") -> Iterator[tuple[str, str]]:
+def messages(config: Any) -> Iterator[tuple[str, str]]:
     """(name, message) of every option that has conditions, empty where they hold.
 
     Conditions of the stage, its ``when``, take the place of those of groups and options.
@@ -60,31 +56,26 @@ def messages(config: "DataclassInstance") -> Iterator[tuple[str, str]]:
 
 
 class _Values:
-    """The values of a config, its groups' other fields and properties included."""
+    """The values of a config by name, those of its groups' other fields and properties too."""
 
-    def __init__(self, config: "DataclassInstance") -> None:
+    def __init__(self, config: Any) -> None:
         self.options = dict(option_fields(type(config)))
         self._groups = list(_groups(config))
 
-    def message(self, option: str, condition: "When", prefix: str) -> str:
+    def message(self, option: str, condition: When, prefix: str) -> str:
         """The message about an option under a condition; empty where that holds."""
         if callable(condition):
             return condition(lambda name: self._find(name, prefix)[1])
         if condition in _AT_NO_TIME:
             return no_effect(option, _AT_NO_TIME[condition])
-        terms = [self._failure(term, prefix) for term in condition.split(" or ")]
-        if not all(terms):
+        reasons = [self._failure(term, prefix) for term in condition.split(" or ")]
+        if not all(reasons):
             return ""
-        without, given = (
-            [words for is_given, words in filter(None, terms) if is_given == kind]
-            for kind in (False, True)
-        )
-        parts = [f"without {' or '.join(without)}"] * bool(without)
-        parts += [f"with {' and '.join(given)}"] * bool(given)
-        return no_effect(option, f" {' and '.join(parts)}")
+        reasons.sort(key=lambda words: words.startswith("with "))
+        return no_effect(option, f" {' and '.join(reasons)}".replace(" and without ", " or "))
 
-    def _failure(self, term: str, prefix: str) -> tuple[bool, str] | None:
-        """None where a term holds, else what was given that rules it out, or (False) is missing."""
+    def _failure(self, term: str, prefix: str) -> str:
+        """What was given that rules a term out, or is missing; empty where the term holds."""
         match = _TERM.fullmatch(term)
         assert match is not None, term
         negated, name, sign, bound = match.groups()
@@ -97,16 +88,16 @@ class _Values:
             return bool(is_so != bool(negated))
 
         if holds(value):
-            return None
+            return ""
         if option not in self.options:
-            return False, f"a {option.removeprefix('has_').replace('_', ' ')}"
+            return f"without a {option.removeprefix('has_').replace('_', ' ')}"
         default = self.options[option][0].default
         if negated and not sign:
-            return (False, f"--no-{option}") if default is True else (True, f"--{option}")
+            return f"without --no-{option}" if default is True else f"with --{option}"
         if negated or holds(default):
-            return True, " ".join(command_line({option: value}))
-        wanted = f" above {bound}" if sign == ">" else f" {(bound or '').replace(',', ' or ')}"
-        return False, f"--{option}{wanted.rstrip()}"
+            return f"with {' '.join(command_line({option: value}))}"
+        wanted = f"above {bound}" if sign == ">" else (bound or "").replace(",", " or ")
+        return f"without --{option} {wanted}".rstrip()
 
     def _find(self, name: str, prefix: str) -> tuple[str, Any]:
         """The whole name and the value of a name in a condition of an option with this prefix."""
@@ -118,11 +109,9 @@ class _Values:
         raise LookupError(f"no option, field or property is called {name}")
 
 
-def _groups(
-    config: "DataclassInstance", prefix: str = ""
-) -> "Iterator[tuple[str, DataclassInstance]]":
+def _groups(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(prefix of its options, group) of a config itself and of every group in it."""
     yield prefix, config
-    for field in fields(config):
+    for field in dataclasses.fields(config):
         if "group" in field.metadata:
             yield from _groups(getattr(config, field.name), nested_prefix(prefix, field))

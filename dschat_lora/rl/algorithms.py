@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from dschat_lora.config.groups import require, require_numbers
@@ -28,6 +29,15 @@ Correction = Literal["none", "tis", "mis"]
 def by_algorithm(help: str, *, when: str = "") -> Any:
     """An option whose default is that of ``--algorithm``."""
     return option(None, help=f"{help}; default: by --algorithm", when=when)
+
+
+def of_divergence(help: str) -> Any:
+    """An option of the divergence from the reference, in whose place distillation has a teacher."""
+    return by_algorithm(help, when="not algorithm=distill")
+
+
+of_critic = partial(option, when="has_critic")
+of_correction = partial(option, when="rollout_correction")
 
 
 @dataclass(frozen=True)
@@ -113,15 +123,10 @@ class PpoConfig:
         "reward; the others compare the responses to a prompt",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
-    kl_coef: float = by_algorithm(
-        "weight of the divergence from the reference (0.1 or 0)", when="not algorithm=distill"
-    )
-    kl_estimator: KlEstimator = by_algorithm(
-        "estimator of the divergence at a token", when="not algorithm=distill"
-    )
-    kl_in: KlPlace = by_algorithm(
-        "where the divergence is paid: in the reward of each token, or in the loss",
-        when="not algorithm=distill",
+    kl_coef: float = of_divergence("weight of the divergence from the reference (0.1 or 0)")
+    kl_estimator: KlEstimator = of_divergence("estimator of the divergence at a token")
+    kl_in: KlPlace = of_divergence(
+        "where the divergence is paid: in the reward of each token, or in the loss"
     )
     adaptive_kl_target: float = option(
         0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"
@@ -132,11 +137,10 @@ class PpoConfig:
     gamma: float = option(
         1.0, help="discount of later rewards, in [0, 1]", when="algorithm=ppo,reinforce_pp"
     )
-    lam: float = option(
+    lam: float = of_critic(
         1.0,
         help="bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t "
         "tokens before the end only by lam^t, and by the critic's values for the rest",
-        when="has_critic",
     )
     cliprange: float = by_algorithm(
         "bound on the change of a token's probability ratio, fall and rise alike (0.2)"
@@ -157,16 +161,12 @@ class PpoConfig:
         "replace prompts whose responses all got one reward by further prompts, at most so many "
         "times an iteration; 0: never"
     )
-    cliprange_value: float = option(0.2, help="bound on the change of a value", when="has_critic")
-    whiten_advantages: bool = option(
-        True,
-        help="advantages of an iteration get mean 0 and standard deviation 1",
-        when="has_critic",
+    cliprange_value: float = of_critic(0.2, help="bound on the change of a value")
+    whiten_advantages: bool = of_critic(
+        True, help="advantages of an iteration get mean 0 and standard deviation 1"
     )
-    critic_warmup_iterations: int = option(
-        0,
-        help="first iterations at which the critic alone learns, the actor stays as it is",
-        when="has_critic",
+    critic_warmup_iterations: int = of_critic(
+        0, help="first iterations at which the critic alone learns, the actor stays as it is"
     )
     importance_cap: float = option(
         0.0,
@@ -180,16 +180,12 @@ class PpoConfig:
         "than the one that learns; tis: truncated at --rollout_is_threshold; mis: 0 beyond it; "
         "default: tis with another --rollout_engine than own, else none",
     )
-    rollout_is: Literal["token", "sequence"] = option(
-        "token",
-        help="whether each token has a weight, or each response the product of its tokens'",
-        when="rollout_correction",
+    rollout_is: Literal["token", "sequence"] = of_correction(
+        "token", help="whether each token has a weight, or each response the product of its tokens'"
     )
-    rollout_is_threshold: float = option(
-        2.0, help="largest weight of --rollout_correction", when="rollout_correction"
-    )
-    rollout_is_threshold_lower: float = option(
-        0.0, help="smallest weight: below it tis gives this one, mis 0", when="rollout_correction"
+    rollout_is_threshold: float = of_correction(2.0, help="largest weight of --rollout_correction")
+    rollout_is_threshold_lower: float = of_correction(
+        0.0, help="smallest weight: below it tis gives this one, mis 0"
     )
     use_rollout_logprobs: bool = option(
         False,

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import IN_OTHER_STAGES, NEVER, When, classic, group, option
+from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.algorithms import PpoConfig, PretrainingConfig, by_algorithm
@@ -86,6 +87,12 @@ class PromptConfig(SourceConfig):
         return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
 
 
+of_vllm = partial(option, when="rollout_engine=vllm")
+of_own_engine = partial(option, when="rollout_engine=own")
+of_sampling = partial(option, when="do_sample")
+of_agents = partial(option, when="agent or agent_command")
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """Number of responses, and sampling."""
@@ -123,17 +130,15 @@ class RolloutConfig:
         "adapters at run time, by their addresses with commas between them, such as "
         "http://127.0.0.1:8000",
     )
-    vllm_command: str | None = option(
+    vllm_command: str | None = of_vllm(
         None,
         help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
         "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
-        when="rollout_engine=vllm",
     )
-    vllm_gpu_memory_utilization: float = option(
+    vllm_gpu_memory_utilization: float = of_vllm(
         0.3,
         help="share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm "
         "takes while it draws; on a GPU it sleeps while the actor trains",
-        when="rollout_engine=vllm",
     )
     rollout_adapter_dir: str | None = option(
         None,
@@ -158,27 +163,22 @@ class RolloutConfig:
         help="begin the responses to so many times the prompts of an iteration, and end when those "
         "to enough of them are whole: the longest are given up, with all responses to their prompt",
     )
-    merge_for_rollouts: bool = option(
+    merge_for_rollouts: bool = of_own_engine(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
         "in exchange for their memory; sampler_error shows how far rounding moves the policy",
         section="rollouts",
-        when="rollout_engine=own",
     )
-    prompt_lookup_num_tokens: int = option(
-        0, help=PROMPT_LOOKUP, section="rollouts", when="rollout_engine=own"
-    )
+    prompt_lookup_num_tokens: int = of_own_engine(0, help=PROMPT_LOOKUP, section="rollouts")
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
-    rollout_temperature: float | None = option(
-        None,
-        help="of sampling, if not --temperature; --importance_cap weighs for the difference",
-        when="do_sample",
+    rollout_temperature: float | None = of_sampling(
+        None, help="of sampling, if not --temperature; --importance_cap weighs for the difference"
     )
-    top_p: float = option(
-        1.0, help="sample from the likeliest tokens of this probability mass", when="do_sample"
+    top_p: float = of_sampling(
+        1.0, help="sample from the likeliest tokens of this probability mass"
     )
-    top_k: int = option(0, help="sample from this many likeliest tokens; 0: all", when="do_sample")
+    top_k: int = of_sampling(0, help="sample from this many likeliest tokens; 0: all")
     stop_tokens: tuple[str, ...] = option(
         (), help="tokens that end a response, beside those of tokenizer, template and model"
     )
@@ -202,17 +202,11 @@ class RolloutConfig:
         help="command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is "
         "the actor's, and the last line that it prints is the reward",
     )
-    agent_timeout: float = option(
-        600.0,
-        help="seconds of an agent's episode, but for those in which the actor answers",
-        when="agent or agent_command",
+    agent_timeout: float = of_agents(
+        600.0, help="seconds of an agent's episode, but for those in which the actor answers"
     )
-    agent_retries: int = option(
-        0, help="further attempts at an agent's episode that failed", when="agent or agent_command"
-    )
-    agent_max_calls: int = option(
-        100, help="most answers in an episode of an agent", when="agent or agent_command"
-    )
+    agent_retries: int = of_agents(0, help="further attempts at an agent's episode that failed")
+    agent_max_calls: int = of_agents(100, help="most answers in an episode of an agent")
     max_turns: int = option(
         8,
         help="most turns of the actor in an episode with --environment, of one response's length",
@@ -400,11 +394,8 @@ def _inference_size_note(value: Callable[[str], Any]) -> str:
     size, training = value("inference_tp_size"), value("tensor_parallel_size")
     if size in (1, training):
         return ""
-    return no_effect(
-        f"inference_tp_size {size}",
-        ": rollouts run on the processes that hold the model, "
-        f"{training} by --tensor_parallel_size",
-    )
+    where = f"the processes that hold the model, {training} by --tensor_parallel_size"
+    return no_effect(f"inference_tp_size {size}", f": rollouts run on {where}")
 
 
 @dataclass(frozen=True)
@@ -446,31 +437,23 @@ class ClassicConfig:
     test_stop_step: int = classic(
         0, help="optimizer steps of --enable_test_mode", when="enable_test_mode"
     )
-    num_padding_at_beginning: int = classic(
-        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding", when=NEVER
+    num_padding_at_beginning: int = accepted(
+        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
     )
-    align_overflow: bool = classic(
-        False,
-        help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps",
-        when=NEVER,
+    align_overflow: bool = accepted(
+        False, help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps"
     )
-    offload_reference_model: bool = classic(
-        False,
-        help="accepted from DeepSpeed-Chat; the reference shares the actor's base",
-        when=NEVER,
+    offload_reference_model: bool = accepted(
+        False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"
     )
-    offload_reward_model: bool = classic(
-        False,
-        help="accepted from DeepSpeed-Chat; the reward model shares the critic's base",
-        when=NEVER,
+    offload_reward_model: bool = accepted(
+        False, help="accepted from DeepSpeed-Chat; the reward model shares the critic's base"
     )
-    enable_hybrid_engine: bool = classic(
-        False,
-        help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own",
-        when=NEVER,
+    enable_hybrid_engine: bool = accepted(
+        False, help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own"
     )
-    unpin_actor_parameters: bool = classic(
-        False, help="accepted from DeepSpeed-Chat, for its hybrid engine", when=NEVER
+    unpin_actor_parameters: bool = accepted(
+        False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
     )
     release_inference_cache: bool = option(
         False,
@@ -484,13 +467,11 @@ class ClassicConfig:
         "that hold the model (--tensor_parallel_size)",
         when=_inference_size_note,
     )
-    tp_gather_partition_size: int = classic(
-        8, help="accepted from DeepSpeed-Chat, for its hybrid engine", when=NEVER
+    tp_gather_partition_size: int = accepted(
+        8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
     )
-    enable_mixed_precision_lora: bool = classic(
-        False,
-        help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights",
-        when=NEVER,
+    enable_mixed_precision_lora: bool = accepted(
+        False, help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights"
     )
 
     def __post_init__(self) -> None:
@@ -505,12 +486,12 @@ class ClassicConfig:
 class RlhfConfig(StageConfig):
     """Options of step 3, which trains the actor on its own responses."""
 
-    when: ClassVar[Mapping[str, When]] = {
+    when: ClassVar[Mapping[str, str]] = {
         "critic_model_name_or_path": "",  # the reward model, too
         "loraplus_lr_ratio": "actor_lora_dim or critic_lora_dim",
         "merge_adapter": "actor_lora_dim",
-        "eval_iters": IN_OTHER_STAGES,
-        "print_loss": IN_OTHER_STAGES,
+        "eval_iters": ELSEWHERE,
+        "print_loss": ELSEWHERE,
     }
     actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
     critic: RoleConfig = group(

@@ -14,10 +14,11 @@ from dschat_lora.config.groups import (
     Rate,
     ScheduleConfig,
     Switch,
+    of_adapters,
     require,
     require_numbers,
 )
-from dschat_lora.config.options import NEVER, classic, hidden, option
+from dschat_lora.config.options import accepted, classic, hidden, option
 from dschat_lora.config.when import no_effect
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
@@ -48,10 +49,8 @@ class RoleConfig:
         settled="that of the adapter that is continued, else 16, in the script of training/ and "
         "with --config 0",
     )
-    lora_alpha: float = option(
-        32.0, help="the update is scaled by lora_alpha / lora_dim", when="lora_dim"
-    )
-    use_rslora: bool = option(False, help="scale by lora_alpha / sqrt(lora_dim)", when="lora_dim")
+    lora_alpha: float = of_adapters(32.0, help="the update is scaled by lora_alpha / lora_dim")
+    use_rslora: bool = of_adapters(False, help="scale by lora_alpha / sqrt(lora_dim)")
     expert_lora_dim: int | None = option(
         None,
         help="rank of each expert's update in a mixture of experts; 0 leaves experts frozen; "
@@ -60,10 +59,8 @@ class RoleConfig:
     expert_lora_alpha: float | None = option(
         None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
     )
-    target_modules: tuple[str, ...] = option(
-        ("all-linear",),
-        help="layers to adapt: all-linear, name endings, or one regular expression",
-        when="lora_dim",
+    target_modules: tuple[str, ...] = of_adapters(
+        ("all-linear",), help="layers to adapt: all-linear, name endings, or one regular expression"
     )
     lora_module_name: str | None = classic(
         None,
@@ -77,7 +74,7 @@ class RoleConfig:
         "too",
         when=_base_rate_note,
     )
-    lora_learning_rate: float = option(5e-4, help="peak rate of the adapter", when="lora_dim")
+    lora_learning_rate: float = of_adapters(5e-4, help="peak rate of the adapter")
     expert_learning_rate: float | None = option(
         None, help="peak rate of experts' adapters in a mixture; default: that of the adapter"
     )
@@ -90,10 +87,8 @@ class RoleConfig:
         help="recompute activations in the backward pass instead of keeping them; without a value "
         "on, auto: where they would not fit the memory by estimate",
     )
-    dropout: float = classic(
-        0.0,
-        help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network",
-        when=NEVER,
+    dropout: float = accepted(
+        0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
     )
 
     # of base weights and of the adapter, by auto; None until the model is known

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from dschat_lora.config.options import (
-    IN_OTHER_STAGES,
+    ELSEWHERE,
     NEVER,
     given_options,
     group,
@@ -52,7 +52,7 @@ def odd_tail(value):
 
 @dataclass(frozen=True)
 class Animal:
-    when: ClassVar = {"left_near": IN_OTHER_STAGES}
+    when: ClassVar = {"left_near": ELSEWHERE}
 
     body: Head = group(Head)
     left: Head = group(Head, flat=False, when="has_left_side")
@@ -67,6 +67,8 @@ class Animal:
     trust: int = option(1, help="of the others", when="not wild")
     name: str = option("", help="of one that is tame, or of a kind", when="tame or kind")
     price: int = option(1, help="of one that is not tame", when="not tame")
+    bite: int = option(1, help="of the large, or the wild", when="size or wild")
+    bark: int = option(1, help="of the wild, or untamed", when="wild or not tame")
     gills: bool = option(False, help="of fish", when=NEVER)
     given: frozenset[str] = given_options()
 
@@ -100,6 +102,12 @@ class Animal:
         ("--name Leo --tame", []),
         ("--name Leo --kind lion", []),
         ("--price 2 --tame", ["--price has no effect with --tame"]),
+        ("--bite 2", []),
+        ("--bite 2 --no-wild", ["--bite has no effect without --size and with --no-wild"]),
+        (
+            "--bark 2 --no-wild --tame",
+            ["--bark has no effect with --no-wild and with --tame"],
+        ),
         ("--gills", ["--gills has no effect here: see --help"]),
         ("--no-gills", []),
         ("--tail 4", []),
