@@ -31,11 +31,11 @@ def without_effect(config: Any) -> list[str]:
     One that is off, as by default, is passed over.
     """
     values, options = flatten(config), dict(option_fields(type(config)))
-    return [
-        message
-        for name, message in messages(config)
-        if message and name in config.given and (values[name] or options[name][0].default)
-    ]
+
+    def is_off(name: str) -> bool:  # an empty list is not: a check may have emptied it
+        return values[name] in _OFF and options[name][0].default in _OFF
+
+    return [m for name, m in messages(config) if m and name in config.given and not is_off(name)]
 
 
 def messages(config: Any) -> Iterator[tuple[str, str]]:

@@ -1,10 +1,11 @@
 """Options that change nothing are found by the conditions of their declarations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import (
     ELSEWHERE,
     NEVER,
@@ -67,7 +68,7 @@ class Animal:
     trust: int = option(1, help="of the others", when="not wild")
     name: str = option("", help="of one that is tame, or of a kind", when="tame or kind")
     price: int = option(1, help="of one that is not tame", when="not tame")
-    bite: int = option(1, help="of the large, or the wild", when="size or wild")
+    bite: int = option(1, help="of the wild, or the large", when="wild or size")
     bark: int = option(1, help="of the wild, or untamed", when="wild or not tame")
     gills: bool = option(False, help="of fish", when=NEVER)
     given: frozenset[str] = given_options()
@@ -123,6 +124,12 @@ class Animal:
 )
 def test_what_rules_an_option_out_is_said(line, expected):
     assert notes(Animal, line) == expected
+
+
+def test_an_option_whose_list_a_check_has_emptied_is_found():
+    config = parse_config(RewardStageConfig, ["--sft_only_data_path", "more.jsonl"])
+    emptied = replace(config, data=DataConfig())
+    assert without_effect(emptied) == ["--sft_only_data_path has no effect in this stage"]
 
 
 def test_a_condition_that_names_nothing_is_an_error():
