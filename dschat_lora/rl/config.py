@@ -91,6 +91,7 @@ of_vllm = partial(option, when="rollout_engine=vllm")
 of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
 of_agents = partial(option, when="agent or agent_command")
+of_calls = partial(option, when="reward_function or reward_gate or environment")
 
 
 @dataclass(frozen=True)
@@ -333,16 +334,13 @@ class RewardsConfig:
         help="responses of a call: all that a process has, or those to one prompt",
         when="reward_function or reward_gate",
     )
-    reward_retries: int = option(
-        0,
-        help="further calls of a reward function, or an environment, that failed",
-        when="reward_function or reward_gate or environment",
+    reward_retries: int = of_calls(
+        0, help="further calls of a reward function, or an environment, that failed"
     )
-    reward_timeout: float = option(
+    reward_timeout: float = of_calls(
         0.0,
         help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
         "as it likes",
-        when="reward_function or reward_gate or environment",
     )
     clip_reward_value: float = option(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
