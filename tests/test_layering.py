@@ -33,8 +33,8 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "config": Room(
             libraries="yaml",
-            light="bundled data files groups held old_names options other_names parser staging stages values "
-            "verbs",
+            light="bundled data files groups held old_names options other_names parser staging"
+            " stages values verbs when",
         ),
     },
     {
@@ -75,7 +75,7 @@ FLOORS = [
     },
     {
         "endpoint": Room("config data models report", "h11 starlette uvicorn", "sockets"),
-        "generation": Room("algos lora models", "psutil torch transformers"),
+        "generation": Room("algos config lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
             "huggingface_hub packaging psutil safetensors torch transformers",

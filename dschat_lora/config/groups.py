@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import classic, hidden, option
 from dschat_lora.config.parser import EVALUATION, LOGGING, PROCESSES
 from dschat_lora.config.values import LOCAL_HOSTS
+from dschat_lora.config.when import no_effect
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]
@@ -24,6 +26,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 ROPE_TYPES = ("linear", "yarn", "llama3")  # by which a token's position alone decides
 MAX_ROPE_FACTOR = 10_000
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+
+of_adapters = partial(option, when="lora_dim")
 
 
 def require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -135,7 +139,9 @@ class LoadConfig:
     add_eot_token: bool = option(
         False, help="add --eot_token to the tokenizer and end every completion with it"
     )
-    eot_token: str = option("<|endoftext|>", help="end-of-text token of --add_eot_token")
+    eot_token: str = option(
+        "<|endoftext|>", help="end-of-text token of --add_eot_token", when="add_eot_token"
+    )
     chat_template: str | None = option(
         None,
         help="Jinja file that renders messages, in place of the tokenizer's own; saved with the "
@@ -211,9 +217,9 @@ class LoraConfig:
         settled="that of the adapter that is continued, else 16, in the scripts of training/ and "
         "with --config 0",
     )
-    lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
-    lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
-    use_rslora: bool = option(
+    lora_alpha: float = of_adapters(32.0, help="the update is scaled by lora_alpha / lora_dim")
+    lora_dropout: float = of_adapters(0.0, help="dropout on the adapter's input, in [0, 1)")
+    use_rslora: bool = of_adapters(
         False, help="scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)"
     )
     target_modules: tuple[str, ...] = option(
@@ -222,13 +228,13 @@ class LoraConfig:
     lora_module_name: str | None = classic(
         None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
     )
-    train_bias: Literal["none", "all", "lora_only"] = option(
+    train_bias: Literal["none", "all", "lora_only"] = of_adapters(
         "none", help="biases to train: none, all, or those of adapted layers"
     )
     modules_to_save: tuple[str, ...] = option(
         (), help="name endings of modules to train in full and save with the adapter"
     )
-    enable_lora: tuple[str, ...] = option(
+    enable_lora: tuple[str, ...] = of_adapters(
         (),
         help="q, k, v: the parts of a packed projection that get factors of their own; the layer "
         "has one pair for all of it when absent",
@@ -241,7 +247,7 @@ class LoraConfig:
     expert_lora_alpha: float | None = option(
         None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
     )
-    only_optimize_lora: bool = option(
+    only_optimize_lora: bool = of_adapters(
         True, help="freeze the base model when lora_dim > 0 (no-: train it too)"
     )
     # By whole name, modules of another rank or alpha than these: an adapter of PEFT has such.
@@ -314,7 +320,7 @@ class ScheduleConfig:
 
     section = "training"
 
-    loraplus_lr_ratio: float = option(
+    loraplus_lr_ratio: float = of_adapters(
         1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike"
     )
     adam_beta1: float = option(0.9, help="decay of the gradient's mean")
@@ -322,7 +328,9 @@ class ScheduleConfig:
     adam_epsilon: float = option(1e-8, help="added to the root of the second moment")
     max_grad_norm: float = option(1.0, help="gradients are clipped to this norm; 0: never")
     lr_scheduler_type: Scheduler = option("cosine", help="shape of the rate over the steps")
-    num_warmup_steps: int = option(0, help="optimizer steps of linear warm-up")
+    num_warmup_steps: int = option(
+        0, help="optimizer steps of linear warm-up", when="not lr_scheduler_type=constant"
+    )
     num_train_epochs: int = option(
         1,
         help="passes over the data; 0 evaluates only",
@@ -341,6 +349,19 @@ class ScheduleConfig:
         require_numbers(self, ">= 0", "max_grad_norm", *lengths)
 
 
+def base_rate_note(value: Callable[[str], Any]) -> str:
+    """A message where ``--learning_rate`` is of base weights, and adapters alone train."""
+    rates = ("learning_rate", "lora_learning_rate", "default_lora_learning_rate")
+    rate, own, default = map(value, rates)
+    if not (value("lora_dim") and value("only_optimize_lora")) or own == rate:
+        return ""
+    # Otherwise the adapters' rate comes from it.
+    if own is None and (rate == "auto" or value("lora_lr_multiplier") or default is None):
+        return ""
+    why = f": adapters alone train, at --lora_learning_rate {own or default:g}"
+    return no_effect("learning_rate", why)
+
+
 @dataclass(frozen=True)
 class OptimConfig(ScheduleConfig):
     """AdamW and its schedule with the rates of the one model that trains."""
@@ -349,11 +370,12 @@ class OptimConfig(ScheduleConfig):
         5e-5,
         help="peak rate of base weights or, where adapters alone train, theirs (but in the scripts "
         "of training/); auto: by published rules for width and stage, that of adapters too",
+        when=base_rate_note,
     )
-    lora_learning_rate: float | None = option(
+    lora_learning_rate: float | None = of_adapters(
         None, help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5"
     )
-    lora_lr_multiplier: float | None = option(
+    lora_lr_multiplier: float | None = of_adapters(
         None,
         help="adapters train at this multiple of --learning_rate; measured best: about 10, up to "
         "15 in runs of 100 steps; to be cautious: 2 to 3",
@@ -422,6 +444,7 @@ class ParallelConfig:
         False,
         help="with --tensor_parallel_size above 1: between the layers each process keeps its "
         "share of the tokens alone",
+        when="tensor_parallel_size>1",
     )
     context_parallel_size: int = option(
         1,
@@ -466,7 +489,7 @@ class RunConfig:
         None, help="what the run writes; default: the first free of output/STAGE, -2, -3, ..."
     )
     overwrite_output_dir: bool = option(
-        False, help="delete what an earlier run left in --output_dir"
+        False, help="delete what an earlier run left in --output_dir", when="output_dir"
     )
     resume_from_checkpoint: str | None = option(
         None,
@@ -493,11 +516,13 @@ class RunConfig:
     sample_generations: int = option(
         2, help="held-out prompts answered before and after training", section=EVALUATION
     )
-    merge_adapter: bool = option(
+    merge_adapter: bool = of_adapters(
         False, help="also write base and adapter merged as a transformers model"
     )
     merge_max_kl: float = option(
-        0.01, help="refuse a merge that moves the distribution by more (nats per token)"
+        0.01,
+        help="refuse a merge that moves the distribution by more (nats per token)",
+        when="merge_adapter or not only_optimize_lora",
     )
     report_to: tuple[TrackerName, ...] = option(
         ("none",),
@@ -520,7 +545,7 @@ class RunConfig:
         False,
         help="check everything but the weights, say what the run would do, and stop",
     )
-    verbose: bool = option(False, help="with --dry_run: list all options")
+    verbose: bool = option(False, help="with --dry_run: list all options", when="dry_run")
 
     def __post_init__(self) -> None:
         evaluation = ("eval_interval", "eval_iters", "sample_generations", "merge_max_kl")

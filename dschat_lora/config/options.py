@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ValueT = TypeVar("ValueT")
+# When an option has an effect: a condition, or a function of values by name that gives the message
+# where it has none, as :func:`dschat_lora.config.when.no_effect` makes it, and else nothing.
+When = str | Callable[[Callable[[str], Any]], str]
+NEVER, ELSEWHERE = "never", "elsewhere"
 
 # Set by launchers; DeepSpeed's own names that carry no setting of ours.
 _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
@@ -54,6 +58,7 @@ def option(
     section: str | None = None,
     hint: str = "",
     settled: str = "",
+    when: When = "",
 ) -> ValueT: ...
 
 
@@ -64,32 +69,54 @@ def option(
     section: str | None = None,
     hint: str = "",
     settled: str = "",
+    when: When = "",
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
     The help shows it in ``section``, or in that of its class. ``hint`` follows the message about
     a value that is not allowed. ``settled`` says in words what other things make of the
     default, which the help then shows in its place, unless a stage has a default of its own.
+
+    ``when`` is the condition under which the option has an effect; where it does not hold a run
+    says so (:func:`dschat_lora.config.when.without_effect`). It is one term, or several with
+    `` or `` between: ``lora_dim`` (is on, that is neither 0, false, absent nor "none"),
+    ``rollout_engine=own,transformers`` (is one of these), ``tensor_parallel_size>1``, each
+    perhaps after ``not ``. A name is that of an option, with or without the prefix of the group,
+    or a property such as ``has_critic``, which a message calls "a critic". ``NEVER`` is of options
+    that no stage uses, ``ELSEWHERE`` of those that other stages use. The class variable ``when`` of
+    a stage holds conditions by name, which take the place of these.
     """
-    metadata = {"help": help, "section": section, "hint": hint, "settled": settled}
+    metadata = {"help": help, "section": section, "hint": hint, "settled": settled, "when": when}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def classic(default: ValueT, *, help: str, hint: str = "") -> ValueT:
+def classic(default: ValueT, *, help: str, hint: str = "", when: When = "") -> ValueT:
     """An option that is there for compatibility: ``--help all`` explains it."""
-    return option(default, help=help, section=COMPATIBILITY, hint=hint)
+    return option(default, help=help, section=COMPATIBILITY, hint=hint, when=when)
+
+
+def accepted(default: ValueT, *, help: str) -> ValueT:
+    """An option of other programs that needs nothing here, as ``help`` says."""
+    return classic(default, help=help, when=NEVER)
 
 
 def group(
-    config_class: type[ConfigT], *, flat: bool = True, section: str = "", **defaults: object
+    config_class: type[ConfigT],
+    *,
+    flat: bool = True,
+    section: str = "",
+    when: When = "",
+    **defaults: object,
 ) -> ConfigT:
     """A nested config, whose own defaults ``defaults`` replace in this stage.
 
-    The help shows it in ``section``, or where its class says.
+    The help shows it in ``section``, or where its class says. ``when`` is a condition of all its
+    options, besides their own.
     """
+    metadata = {"group": config_class, "flat": flat, "in": section, "defaults": defaults}
     field: ConfigT = dataclasses.field(
         default_factory=functools.partial(config_class, **defaults),
-        metadata={"group": config_class, "flat": flat, "in": section, "defaults": defaults},
+        metadata={**metadata, "when": when},
     )
     return field
 
@@ -191,7 +218,7 @@ def build_config(
     for field in dataclasses.fields(config_class):
         name = prefix + field.name
         if nested := field.metadata.get("group"):
-            own = _nested_prefix(prefix, field)
+            own = nested_prefix(prefix, field)
             defaults = {own + key: value for key, value in field.metadata["defaults"].items()}
             kwargs[field.name] = build_config(nested, {**defaults, **values}, own)
         elif "given" in field.metadata:
@@ -380,7 +407,7 @@ def flatten(config: "DataclassInstance", prefix: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if "group" in field.metadata:
-            flat |= flatten(value, _nested_prefix(prefix, field))
+            flat |= flatten(value, nested_prefix(prefix, field))
         elif _is_option(field):
             flat[prefix + field.name] = list(value) if isinstance(value, tuple) else value
     return flat
@@ -391,13 +418,18 @@ def option_fields(
     prefix: str = "",
     defaults: Mapping[str, object] = types.MappingProxyType({}),
     section: str = "",
+    when: tuple[When, ...] = (),
 ) -> Iterator[tuple[str, tuple[dataclasses.Field[object], object]]]:
-    """(name, (field with its default and section in this stage, annotation)) of every option."""
+    """(name, (field as in this stage, annotation)) of every option.
+
+    Its default and section are the stage's, ``when`` its own condition after those of its groups.
+    """
     annotations = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         if nested := field.metadata.get("group"):
-            inner, within = _nested_prefix(prefix, field), field.metadata["in"] or section
-            yield from option_fields(nested, inner, field.metadata["defaults"], within)
+            inner, within = nested_prefix(prefix, field), field.metadata["in"] or section
+            conditions = (*when, field.metadata["when"])
+            yield from option_fields(nested, inner, field.metadata["defaults"], within, conditions)
         elif _is_option(field):
             own = copy.copy(field)
             about, settled = field.metadata["help"], field.metadata["settled"]
@@ -405,9 +437,9 @@ def option_fields(
             if settled and field.name not in defaults:
                 about += f"; default: {settled}"
             shown = field.metadata["section"] or section or getattr(config_class, "section", OTHER)
-            own.metadata = types.MappingProxyType(
-                {**field.metadata, "help": about, "section": shown}
-            )
+            here = {"help": about, "section": shown, "prefix": prefix}
+            here["when"] = (*when, field.metadata["when"])
+            own.metadata = types.MappingProxyType({**field.metadata, **here})
             yield prefix + field.name, (own, annotations[field.name])
 
 
@@ -415,5 +447,5 @@ def _is_option(field: dataclasses.Field[object]) -> bool:
     return not {"given", "hidden"} & field.metadata.keys()
 
 
-def _nested_prefix(prefix: str, field: dataclasses.Field[object]) -> str:
+def nested_prefix(prefix: str, field: dataclasses.Field[object]) -> str:
     return prefix if field.metadata["flat"] else f"{prefix}{field.name}_"

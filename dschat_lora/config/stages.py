@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.data import DataConfig, FilterConfig, parse_columns, parse_variables
 from dschat_lora.config.groups import (
@@ -18,14 +18,14 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import classic, given_options, group, hidden, option
+from dschat_lora.config.options import ELSEWHERE, accepted, given_options, group, hidden, option
 
 
 @dataclass(frozen=True)
 class PairConfig:
     section = "preferences"
 
-    num_padding_at_beginning: int = classic(
+    num_padding_at_beginning: int = accepted(
         1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
     )
     share_prompt: bool = option(
@@ -107,7 +107,7 @@ class DpoConfig:
         True,
         help="compute the reference's log-probabilities once, before training (no-: each time)",
     )
-    offload_reference_model: bool = classic(
+    offload_reference_model: bool = accepted(
         False, help="accepted from DeepSpeed-Chat; the reference is never a second model"
     )
 
@@ -158,6 +158,8 @@ _FIXED = frozenset(
 @dataclass(frozen=True)
 class StageConfig:
     """Options of every stage: how long it trains, on how many processes, and where it writes."""
+
+    when: ClassVar[Mapping[str, str]] = {}  # in place of what options and groups say
 
     optim: ScheduleConfig = group(ScheduleConfig)
     parallel: ParallelConfig = group(ParallelConfig)
@@ -226,10 +228,17 @@ class SupervisedConfig(StageConfig):
         return self.data.max_seq_len * (2 if pairs else 1)
 
 
+_SFT_ONLY = (
+    *("train_on_prompt", "sft_only_data_path", "unpaired_rows"),
+    *("router_aux_loss_coef", "neftune_noise_alpha"),
+)
+
+
 @dataclass(frozen=True)
 class RewardStageConfig(SupervisedConfig):
     """Options of step 2, which trains a reward model on pairs."""
 
+    when: ClassVar[Mapping[str, str]] = dict.fromkeys((*_SFT_ONLY, "sample_generations"), ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     pairs: PairConfig = group(PairConfig)
     reward: RewardConfig = group(RewardConfig)
@@ -239,6 +248,7 @@ class RewardStageConfig(SupervisedConfig):
 class DpoStageConfig(SupervisedConfig):
     """Options of DPO, which trains a policy on pairs."""
 
+    when: ClassVar[Mapping[str, str]] = dict.fromkeys(_SFT_ONLY, ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
     pairs: PairConfig = group(PairConfig)

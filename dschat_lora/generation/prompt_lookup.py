@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
+from dschat_lora.config.when import no_effect
 from dschat_lora.generation.kv_cache import in_shards, takes_cache
 from dschat_lora.generation.prefix_cache import can_keep_prefixes
 
@@ -85,7 +86,6 @@ def usable_drafts(model: PreTrainedModel, most: int) -> int:
     if reason is None:
         return most
     name = type(model).__name__
-    warnings.warn(
-        f"--prompt_lookup_num_tokens {most} has no effect with {name}: {reason}", stacklevel=2
-    )
+    words = no_effect(f"prompt_lookup_num_tokens {most}", f" with {name}: {reason}")
+    warnings.warn(words, stacklevel=2)
     return 0

@@ -267,7 +267,7 @@ def _chosen_layers(model: nn.Module, part_module_name: str) -> dict[str, nn.Modu
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             raise ValueError(
                 f"part_module_name matches {name}, whose weight nn.MultiheadAttention reads "
-                "without calling the layer: its update would have no effect; choose a part of "
+                "without calling the layer: its update would be left out; choose a part of "
                 "names that leaves it out, with one call for each such part"
             )
     return chosen

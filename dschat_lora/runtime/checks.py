@@ -33,8 +33,10 @@ from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.held import held_object, is_held
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.config.when import without_effect
 from dschat_lora.models.option_checks import check_divides, check_files, check_four_bits
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.report.terminal import note_once
 from dschat_lora.runtime.resume import is_first_rank, settle
 
 if TYPE_CHECKING:
@@ -351,11 +353,10 @@ def with_trackers(config: StageT, _: object) -> StageT:
     )
 
 
-def parallel_without_effect(parallel: ParallelConfig) -> list[str]:
-    """A note where tokens are to be shared by processes that share no model."""
-    if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
-        return ["--sequence_parallel has no effect without --tensor_parallel_size above 1"]
-    return []
+def note_without_effect(config: StageConfig) -> None:
+    """Log a note on each option that was given and changes nothing; the first rank alone."""
+    for message in without_effect(config):
+        note_once(message)
 
 
 def check_data_is_named(given: frozenset[str]) -> None:

@@ -38,7 +38,7 @@ from dschat_lora.models.option_checks import (
     position_limit,
 )
 from dschat_lora.models.source import ModelSource, find_model, trained_rope
-from dschat_lora.report.terminal import note_once, say_once
+from dschat_lora.report.terminal import say_once
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -53,7 +53,7 @@ from dschat_lora.runtime.checks import (
     find_of_kind,
     model_fields,
     model_name,
-    parallel_without_effect,
+    note_without_effect,
     recomputing,
     require_packages,
     resolve_stage,
@@ -72,15 +72,6 @@ ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 # Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
 BUNDLED_SEQ_LEN = 128
-_SFT_ONLY = (
-    *("train_on_prompt", "sft_only_data_path", "router_aux_loss_coef"),
-    "neftune_noise_alpha",
-)
-_LORA_ONLY = (
-    *("lora_alpha", "lora_dropout", "use_rslora", "train_bias", "enable_lora"),
-    *("only_optimize_lora", "lora_learning_rate", "lora_lr_multiplier", "loraplus_lr_ratio"),
-    "merge_adapter",
-)
 
 
 @dataclass(frozen=True)
@@ -90,18 +81,12 @@ class StageRules:
     name: str  # as in its default output directory
     kind: DataKind = "samples"
     tasks: tuple[str, ...] = ("CAUSAL_LM",)  # kinds of model whose adapters it continues
-    unused: tuple[str, ...] = ()  # options of other stages that it accepts and ignores
     checks: tuple[Check[Any, ModelSource], ...] = ()  # its own, which come first
 
 
 SFT = StageRules("sft")
-REWARD = StageRules(
-    "reward",
-    "pairs",
-    ("CAUSAL_LM", "SEQ_CLS"),
-    (*_SFT_ONLY, "unpaired_rows", "sample_generations"),
-)
-DPO = StageRules("dpo", "pairs", unused=(*_SFT_ONLY, "unpaired_rows"))
+REWARD = StageRules("reward", "pairs", ("CAUSAL_LM", "SEQ_CLS"))
+DPO = StageRules("dpo", "pairs")
 
 
 def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
@@ -120,7 +105,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         asked = config.data.data_path
         check_adapter_files(source)
         check_task(source, rules.tasks)
-        config = with_bundled_data(config, rules)
+        config = with_bundled_data(config)
         config = with_adapter_and_base(config, source)
         if isinstance(config, DpoStageConfig):
             config = replace(config, dpo=checked_dpo(config))
@@ -137,7 +122,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         check_eval_tasks(config, rules)
         check_output_dir(config, None)
         check_source_is_kept(config.run, source)
-        announce(config, rules, source, bundled=bundled)
+        announce(config, source, bundled=bundled)
         return config
 
     return resolve_stage(config, check, stage=rules.name)
@@ -236,10 +221,10 @@ def check_filters(filters: FilterConfig, data: DataConfig) -> None:
         )
 
 
-def with_bundled_data(config: ConfigT, rules: StageRules) -> ConfigT:
+def with_bundled_data(config: ConfigT) -> ConfigT:
     """With the bundled rows where the user names none that the stage uses."""
     data = config.data
-    if "sft_only_data_path" in rules.unused:
+    if "sft_only_data_path" in config.when:
         data = replace(data, sft_only_data_path=())
     if not (data.data_path or data.sft_only_data_path):
         check_data_is_named(config.given)
@@ -441,36 +426,9 @@ def with_recomputation(config: ConfigT) -> ConfigT:
     return replace(config, model=replace(config.model, gradient_checkpointing=switch))
 
 
-def announce(
-    config: SupervisedConfig, rules: StageRules, source: ModelSource, *, bundled: bool
-) -> None:
+def announce(config: SupervisedConfig, source: ModelSource, *, bundled: bool) -> None:
     """Log model and data in the first line, and a note on each option that changes nothing."""
-    data, lora, optim, given = config.data, config.lora, config.optim, config.given
-    paths = "the bundled data" if bundled else " ".join(data.data_path)
-    more = " ".join(data.sft_only_data_path)
+    paths = "the bundled data" if bundled else " ".join(config.data.data_path)
+    more = " ".join(config.data.sft_only_data_path)
     say_once(f"model: {model_name(source)}; data: {paths} {more}".rstrip())
-    notes = [f"--{name} has no effect in this stage" for name in rules.unused if name in given]
-    # Otherwise the adapters' rate comes from --learning_rate.
-    own_rate = optim.lora_learning_rate is not None or (
-        optim.lora_lr_multiplier is None and optim.default_lora_learning_rate is not None
-    )
-    if lora.lora_dim == 0:
-        notes += [
-            f"--{name} has no effect without --lora_dim" for name in _LORA_ONLY if name in given
-        ]
-    elif (
-        lora.only_optimize_lora
-        and "learning_rate" in given
-        and (optim.learning_rate != "auto" or optim.lora_learning_rate is not None)
-        and own_rate
-        and optim.lora_learning_rate != optim.learning_rate  # or it is theirs
-    ):
-        note_once(
-            "--learning_rate has no effect: adapters alone train, at --lora_learning_rate "
-            f"{optim.lora_learning_rate or optim.default_lora_learning_rate:g}"
-        )
-    notes += parallel_without_effect(config.parallel)
-    if "eot_token" in given and not config.model.add_eot_token:
-        notes.append("--eot_token has no effect without --add_eot_token")
-    for note in notes:
-        say_once(f"  note         {note}")
+    note_without_effect(config)

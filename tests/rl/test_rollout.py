@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.draw.turn_decoder import TurnDecoder
+from dschat_lora.rl.response.response import Response
 
 T, F = True, False
 PROMPTS = [(n, PromptSample(torch.tensor([3 + n, 4]), b"")) for n in range(3)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 from dschat_lora.config.groups import ParallelConfig, require, require_numbers
@@ -100,6 +101,8 @@ _AT_LEAST_ONE = (
     *("eval_steps", "save_total_limit", "max_train_samples", "max_eval_samples"),
     *("adapter_size", "seeds"),
 )
+of_lora = partial(option, when="apply_lora")
+of_adapters = partial(option, when="apply_adapter")
 
 
 @dataclass(frozen=True)
@@ -139,15 +142,15 @@ class GlueConfig:
 
     # What is trained.
     apply_lora: bool = option(False, help="train LoRA factors and the head (no-: every weight)")
-    lora_r: int = option(8, help="rank of the update")
-    lora_alpha: float = option(16.0, help="the update is scaled by lora_alpha / lora_r")
-    lora_dropout: float = option(0.0, help="dropout on the adapter's input, in [0, 1)")
-    lora_init: Literal["auto", "uniform", "normal"] = option(
+    lora_r: int = of_lora(8, help="rank of the update")
+    lora_alpha: float = of_lora(16.0, help="the update is scaled by lora_alpha / lora_r")
+    lora_dropout: float = of_lora(0.0, help="dropout on the adapter's input, in [0, 1)")
+    lora_init: Literal["auto", "uniform", "normal"] = of_lora(
         "auto",
         help="distribution of A at the start: uniform U(+-1/sqrt(in)), normal N(0, 0.02); auto: "
         "as the original, normal in DeBERTa and uniform in others",
     )
-    target_modules: tuple[str, ...] = option(
+    target_modules: tuple[str, ...] = of_lora(
         (), help="layers to adapt; query and value of RoBERTa and DeBERTa-v2 when absent"
     )
     lora_path: str | None = option(
@@ -163,13 +166,13 @@ class GlueConfig:
     apply_adapter: bool = option(
         False, help="train bottleneck adapters and the head, in place of LoRA (RoBERTa, BERT)"
     )
-    adapter_type: Literal["houlsby", "pfeiffer"] = option(
+    adapter_type: Literal["houlsby", "pfeiffer"] = of_adapters(
         "houlsby",
         help="houlsby: an adapter after attention and one after the feed-forward part of each "
         "layer; pfeiffer: the second alone",
     )
-    adapter_size: int = option(64, help="width of the bottleneck")
-    adapter_path: str | None = option(
+    adapter_size: int = of_adapters(64, help="width of the bottleneck")
+    adapter_path: str | None = of_adapters(
         None, help="bottleneck_adapter.safetensors of another run, to start from"
     )
     reg_loss_wgt: float = option(
@@ -212,6 +215,7 @@ class GlueConfig:
         None,
         help="measure that tells the best evaluation, such as accuracy or loss; default: the "
         "task's first, which the paper reports",
+        when="load_best_model_at_end",
     )
     logging_steps: int = option(500, help="steps between lines of training")
     logging_dir: str | None = classic(

@@ -14,6 +14,7 @@ from dschat_lora.checkpoint.adapter_config import (
 from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import read_json
 from dschat_lora.config.options import flatten
+from dschat_lora.config.when import without_effect
 from dschat_lora.data.rows import SMALL_FILE
 from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.experiments.glue.data import find_files, read_split
@@ -95,7 +96,7 @@ def check_packages(config: GlueConfig, source: ModelSource) -> None:
 
 
 def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
-    """Refuse options that contradict each other."""
+    """Refuse options that contradict each other, or change nothing."""
     if config.fp16 and config.bf16:
         raise ValueError("--fp16 and --bf16 contradict each other; give one")
     if not (config.do_train or config.do_eval or config.do_predict):
@@ -107,20 +108,14 @@ def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
             f"--warmup_steps {config.warmup_steps} and --warmup_ratio {config.warmup_ratio:g} "
             "contradict each other; give one"
         )
-    lora_only = ("lora_r", "lora_alpha", "lora_dropout", "lora_init", "target_modules")
-    given = [name for name in lora_only if name in config.given]
-    if given and not config.apply_lora:
-        raise ValueError(f"--{given[0]} has no effect without --apply_lora")
+    if messages := without_effect(config):
+        raise ValueError(messages[0])
 
 
 def check_methods(config: GlueConfig, source: ModelSource) -> None:
     """Refuse options of adapters and of two passes that contradict others."""
     if config.apply_lora and config.apply_adapter:
         raise ValueError("--apply_lora and --apply_adapter are two methods; give one")
-    of_adapters = ("adapter_type", "adapter_size", "adapter_path")
-    given = [name for name in of_adapters if name in config.given]
-    if given and not config.apply_adapter:
-        raise ValueError(f"--{given[0]} has no effect without --apply_adapter")
     if config.adapter_path is not None and not Path(config.adapter_path).expanduser().is_file():
         raise ValueError(f"--adapter_path {config.adapter_path} is no file")
     if config.masking_prob and not config.reg_loss_wgt:
@@ -145,13 +140,9 @@ def with_evaluation_alone(config: GlueConfig, source: ModelSource) -> GlueConfig
 
 def check_best(config: GlueConfig, source: ModelSource) -> None:
     """Refuse to look for the best evaluation where none, or another, is kept."""
-    name = config.metric_for_best_model
     if not config.load_best_model_at_end:
-        if name is not None:
-            raise ValueError(
-                "--metric_for_best_model has no effect without --load_best_model_at_end"
-            )
         return
+    name = config.metric_for_best_model
     known = ["loss", *config.task.measures]
     known += ["combined_score"] if len(config.task.measures) > 1 else []
     if config.best_metric.removeprefix("eval_") not in known:

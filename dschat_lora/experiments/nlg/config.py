@@ -14,6 +14,7 @@ from dschat_lora.config.groups import (
     ModelConfig,
     OptimConfig,
     RunConfig,
+    base_rate_note,
     require,
     require_numbers,
 )
@@ -224,7 +225,9 @@ class NlgOptimConfig(OptimConfig):
         help="shape of the rate over the steps, as in the original; cycle follows --i_steps and "
         "--i_lrs",
     )
-    learning_rate: float = option(5e-5, help="peak rate of base weights, where they train")
+    learning_rate: float = option(
+        5e-5, help="peak rate of base weights, where they train", when=base_rate_note
+    )
     lr_probe: int = hidden(0)
     i_steps: str | None = option(
         None, help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the last ends the run"
@@ -315,6 +318,7 @@ class NlgConfig(SupervisedConfig):
         max_grad_norm=0.0,
         num_train_epochs=5,
     )
+    when: ClassVar[Mapping[str, str]] = {"num_warmup_steps": ""}  # a constant rate warms up too
     tasks: TasksConfig = hidden(TasksConfig())
     run: RunConfig = group(
         RunConfig, merge_adapter=True, eval_interval=2000, logging_steps=100, save_interval=500

@@ -35,7 +35,7 @@ from dschat_lora.rl.options.inputs import (
     check_vocabularies,
     episode_prompt,
     find_sources,
-    note_without_effect,
+    note_options,
     shares_base,
     text_data,
 )
@@ -621,5 +621,5 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_rollouts,
     with_rollout_engine,
     announce,
-    note_without_effect,
+    note_options,
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from dschat_lora.config.groups import require, require_numbers
@@ -25,9 +26,18 @@ LossNormalization = Literal["token", "sequence", "constant"]
 Correction = Literal["none", "tis", "mis"]
 
 
-def by_algorithm(help: str) -> Any:
+def by_algorithm(help: str, *, when: str = "") -> Any:
     """An option whose default is that of ``--algorithm``."""
-    return option(None, help=f"{help}; default: by --algorithm")
+    return option(None, help=f"{help}; default: by --algorithm", when=when)
+
+
+def of_divergence(help: str) -> Any:
+    """An option of the divergence from the reference, in whose place distillation has a teacher."""
+    return by_algorithm(help, when="not algorithm=distill")
+
+
+of_critic = partial(option, when="has_critic")
+of_correction = partial(option, when="rollout_correction")
 
 
 @dataclass(frozen=True)
@@ -113,17 +123,21 @@ class PpoConfig:
         "reward; the others compare the responses to a prompt",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
-    kl_coef: float = by_algorithm("weight of the divergence from the reference (0.1 or 0)")
-    kl_estimator: KlEstimator = by_algorithm("estimator of the divergence at a token")
-    kl_in: KlPlace = by_algorithm(
+    kl_coef: float = of_divergence("weight of the divergence from the reference (0.1 or 0)")
+    kl_estimator: KlEstimator = of_divergence("estimator of the divergence at a token")
+    kl_in: KlPlace = of_divergence(
         "where the divergence is paid: in the reward of each token, or in the loss"
     )
     adaptive_kl_target: float = option(
         0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"
     )
-    kl_horizon: int = option(10000, help="responses over which kl_coef adapts")
-    gamma: float = option(1.0, help="discount of later rewards, in [0, 1]")
-    lam: float = option(
+    kl_horizon: int = option(
+        10000, help="responses over which kl_coef adapts", when="adaptive_kl_target"
+    )
+    gamma: float = option(
+        1.0, help="discount of later rewards, in [0, 1]", when="algorithm=ppo,reinforce_pp"
+    )
+    lam: float = of_critic(
         1.0,
         help="bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t "
         "tokens before the end only by lam^t, and by the critic's values for the rest",
@@ -147,11 +161,11 @@ class PpoConfig:
         "replace prompts whose responses all got one reward by further prompts, at most so many "
         "times an iteration; 0: never"
     )
-    cliprange_value: float = option(0.2, help="bound on the change of a value")
-    whiten_advantages: bool = option(
+    cliprange_value: float = of_critic(0.2, help="bound on the change of a value")
+    whiten_advantages: bool = of_critic(
         True, help="advantages of an iteration get mean 0 and standard deviation 1"
     )
-    critic_warmup_iterations: int = option(
+    critic_warmup_iterations: int = of_critic(
         0, help="first iterations at which the critic alone learns, the actor stays as it is"
     )
     importance_cap: float = option(
@@ -166,11 +180,11 @@ class PpoConfig:
         "than the one that learns; tis: truncated at --rollout_is_threshold; mis: 0 beyond it; "
         "default: tis with another --rollout_engine than own, else none",
     )
-    rollout_is: Literal["token", "sequence"] = option(
+    rollout_is: Literal["token", "sequence"] = of_correction(
         "token", help="whether each token has a weight, or each response the product of its tokens'"
     )
-    rollout_is_threshold: float = option(2.0, help="largest weight of --rollout_correction")
-    rollout_is_threshold_lower: float = option(
+    rollout_is_threshold: float = of_correction(2.0, help="largest weight of --rollout_correction")
+    rollout_is_threshold_lower: float = of_correction(
         0.0, help="smallest weight: below it tis gives this one, mis 0"
     )
     use_rollout_logprobs: bool = option(
@@ -293,7 +307,11 @@ class PretrainingConfig:
     unsupervised_dataset_config_name: str | None = option(
         None, help="configuration of a hub data set, as in name:configuration"
     )
-    unsup_coef: float = option(27.8, help="weight of its loss per token beside the policy's")
+    unsup_coef: float = option(
+        27.8,
+        help="weight of its loss per token beside the policy's",
+        when="unsupervised_dataset_name",
+    )
 
     def __post_init__(self) -> None:
         require_numbers(self, "> 0", "unsup_coef")

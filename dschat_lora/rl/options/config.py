@@ -1,9 +1,10 @@
 """Options of step 3: prompts, rollouts, rewards, and all groups together."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
@@ -13,8 +14,9 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import classic, group, option
+from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, option
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
 from dschat_lora.rl.options.names import check_name, is_address
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
@@ -51,6 +53,13 @@ class PromptConfig(SourceConfig):
         """The prompts as data to prepare."""
         source = {name: getattr(self, name) for name in SourceConfig.__dataclass_fields__}
         return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
+
+
+of_vllm = partial(option, when="rollout_engine=vllm")
+of_own_engine = partial(option, when="rollout_engine=own")
+of_sampling = partial(option, when="do_sample")
+of_agents = partial(option, when="agent or agent_command")
+of_calls = partial(option, when="reward_function or reward_gate or environment")
 
 
 @dataclass(frozen=True)
@@ -90,12 +99,12 @@ class RolloutConfig:
         "adapters at run time, by their addresses with commas between them, such as "
         "http://127.0.0.1:8000",
     )
-    vllm_command: str | None = option(
+    vllm_command: str | None = of_vllm(
         None,
         help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
         "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
     )
-    vllm_gpu_memory_utilization: float = option(
+    vllm_gpu_memory_utilization: float = of_vllm(
         0.3,
         help="share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm "
         "takes while it draws; on a GPU it sleeps while the actor trains",
@@ -104,11 +113,13 @@ class RolloutConfig:
         None,
         help="directory that the servers of --rollout_engine see too, in which they find the "
         "adapter; default: one in memory, for servers on this machine",
+        when="not rollout_engine=own,transformers",
     )
     rollout_timeout: float = option(
         600.0,
         help="seconds that a server of --rollout_engine, or a teacher's, may take for a response, "
         "and vllm to start",
+        when="has_server",
     )
     rollouts_ahead: int = option(
         0,
@@ -121,20 +132,22 @@ class RolloutConfig:
         help="begin the responses to so many times the prompts of an iteration, and end when those "
         "to enough of them are whole: the longest are given up, with all responses to their prompt",
     )
-    merge_for_rollouts: bool = option(
+    merge_for_rollouts: bool = of_own_engine(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
         "in exchange for their memory; sampler_error shows how far rounding moves the policy",
         section="rollouts",
     )
-    prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP, section="rollouts")
+    prompt_lookup_num_tokens: int = of_own_engine(0, help=PROMPT_LOOKUP, section="rollouts")
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
-    rollout_temperature: float | None = option(
+    rollout_temperature: float | None = of_sampling(
         None, help="of sampling, if not --temperature; --importance_cap weighs for the difference"
     )
-    top_p: float = option(1.0, help="sample from the likeliest tokens of this probability mass")
-    top_k: int = option(0, help="sample from this many likeliest tokens; 0: all")
+    top_p: float = of_sampling(
+        1.0, help="sample from the likeliest tokens of this probability mass"
+    )
+    top_k: int = of_sampling(0, help="sample from this many likeliest tokens; 0: all")
     stop_tokens: tuple[str, ...] = option(
         (), help="tokens that end a response, beside those of tokenizer, template and model"
     )
@@ -158,13 +171,15 @@ class RolloutConfig:
         help="command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is "
         "the actor's, and the last line that it prints is the reward",
     )
-    agent_timeout: float = option(
+    agent_timeout: float = of_agents(
         600.0, help="seconds of an agent's episode, but for those in which the actor answers"
     )
-    agent_retries: int = option(0, help="further attempts at an agent's episode that failed")
-    agent_max_calls: int = option(100, help="most answers in an episode of an agent")
+    agent_retries: int = of_agents(0, help="further attempts at an agent's episode that failed")
+    agent_max_calls: int = of_agents(100, help="most answers in an episode of an agent")
     max_turns: int = option(
-        8, help="most turns of the actor in an episode with --environment, of one response's length"
+        8,
+        help="most turns of the actor in an episode with --environment, of one response's length",
+        when="environment",
     )
 
     def __post_init__(self) -> None:
@@ -275,6 +290,7 @@ class RewardsConfig:
         (),
         help="weight of each reward function in the sum of scores, and last that of the reward "
         "model, if there is one; 1 each by default",
+        when="not algorithm=distill",
     )
     reward_gate: tuple[str, ...] = option(
         (),
@@ -284,11 +300,12 @@ class RewardsConfig:
     reward_batch: Literal["all", "group"] = option(
         "all",
         help="responses of a call: all that a process has, or those to one prompt",
+        when="reward_function or reward_gate",
     )
-    reward_retries: int = option(
+    reward_retries: int = of_calls(
         0, help="further calls of a reward function, or an environment, that failed"
     )
-    reward_timeout: float = option(
+    reward_timeout: float = of_calls(
         0.0,
         help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
         "as it likes",
@@ -306,6 +323,7 @@ class RewardsConfig:
         None,
         help="module:function that judges held-out responses at evaluations; never trained on",
         section="evaluation",
+        when="eval_prompts",
     )
     missing_eos_penalty: float = option(
         0.0, help="subtracted from the score of a response that was cut off"
@@ -337,6 +355,15 @@ class RewardsConfig:
         require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
 
 
+def _inference_size_note(value: Callable[[str], Any]) -> str:
+    """A message where ``--inference_tp_size`` is not what it is in any case."""
+    size, training = value("inference_tp_size"), value("tensor_parallel_size")
+    if size in (1, training):
+        return ""
+    where = f"the processes that hold the model, {training} by --tensor_parallel_size"
+    return no_effect(f"inference_tp_size {size}", f": rollouts run on {where}")
+
+
 @dataclass(frozen=True)
 class ClassicConfig:
     """Further options of DeepSpeed-Chat, and of the log."""
@@ -344,13 +371,19 @@ class ClassicConfig:
     section = "rollouts"
 
     only_optimize_lora: bool = option(
-        True, help="freeze base models that have an adapter (no-: train them too)", section="LoRA"
+        True,
+        help="freeze base models that have an adapter (no-: train them too)",
+        section="LoRA",
+        when="actor_lora_dim or critic_lora_dim",
     )
     enable_ema: bool = option(
         False, help="keep a moving average of the actor, written to actor_ema/", section="training"
     )
     ema_decay: float = option(
-        0.992, help="share of the average that stays at a step", section="training"
+        0.992,
+        help="share of the average that stays at a step",
+        section="training",
+        when="enable_ema",
     )
     log_rollouts: int = option(
         128,
@@ -361,26 +394,31 @@ class ClassicConfig:
         False, help="show a response at every iteration", section="logging"
     )
     print_answers_interval: int = option(
-        10, help="iterations between shown responses; 0: never", section="logging"
+        10,
+        help="iterations between shown responses; 0: never",
+        section="logging",
+        when="not print_answers",
     )
     enable_test_mode: bool = classic(False, help="stop after --test_stop_step optimizer steps")
-    test_stop_step: int = classic(0, help="optimizer steps of --enable_test_mode")
-    num_padding_at_beginning: int = classic(
+    test_stop_step: int = classic(
+        0, help="optimizer steps of --enable_test_mode", when="enable_test_mode"
+    )
+    num_padding_at_beginning: int = accepted(
         1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
     )
-    align_overflow: bool = classic(
+    align_overflow: bool = accepted(
         False, help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps"
     )
-    offload_reference_model: bool = classic(
+    offload_reference_model: bool = accepted(
         False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"
     )
-    offload_reward_model: bool = classic(
+    offload_reward_model: bool = accepted(
         False, help="accepted from DeepSpeed-Chat; the reward model shares the critic's base"
     )
-    enable_hybrid_engine: bool = classic(
+    enable_hybrid_engine: bool = accepted(
         False, help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own"
     )
-    unpin_actor_parameters: bool = classic(
+    unpin_actor_parameters: bool = accepted(
         False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
     )
     release_inference_cache: bool = option(
@@ -393,11 +431,12 @@ class ClassicConfig:
         1,
         help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
         "that hold the model (--tensor_parallel_size)",
+        when=_inference_size_note,
     )
-    tp_gather_partition_size: int = classic(
+    tp_gather_partition_size: int = accepted(
         8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
     )
-    enable_mixed_precision_lora: bool = classic(
+    enable_mixed_precision_lora: bool = accepted(
         False, help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights"
     )
 
@@ -413,11 +452,19 @@ class ClassicConfig:
 class RlhfConfig(StageConfig):
     """Options of step 3, which trains the actor on its own responses."""
 
+    when: ClassVar[Mapping[str, str]] = {
+        "critic_model_name_or_path": "",  # the reward model, too
+        "loraplus_lr_ratio": "actor_lora_dim or critic_lora_dim",
+        "merge_adapter": "actor_lora_dim",
+        "eval_iters": ELSEWHERE,
+        "print_loss": ELSEWHERE,
+    }
     actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
     critic: RoleConfig = group(
         RoleConfig,
         flat=False,
         section="critic and reward model",
+        when="has_critic",
         role="critic",
         learning_rate=5e-6,
     )
@@ -501,6 +548,11 @@ class RlhfConfig(StageConfig):
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
         return self.ppo.rules.advantage == "gae"
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a server draws responses or is the teacher."""
+        return self.batch.by_servers or self.teacher.server is not None
 
 
 @dataclass(frozen=True)

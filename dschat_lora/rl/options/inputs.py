@@ -6,14 +6,14 @@ from pathlib import Path
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.terminal import note_once, say_once
+from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.runtime.checks import (
     check_adapter_files,
     check_task,
     model_name,
-    parallel_without_effect,
+    note_without_effect,
 )
 
 
@@ -149,15 +149,6 @@ def shares_base(config: RlhfConfig) -> bool:
     return critic.adapter is not None and critic.base == sources.actor.base and len(bits) == 1
 
 
-# Options of DeepSpeed-Chat that need nothing here.
-_UNUSED = (
-    *("actor_dropout", "critic_dropout", "num_padding_at_beginning", "align_overflow"),
-    *("offload_reference_model", "offload_reward_model", "enable_hybrid_engine"),
-    *("unpin_actor_parameters", "tp_gather_partition_size"),
-    *("enable_mixed_precision_lora", "eval_iters", "print_loss"),
-)
-
-
 def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
     functions = config.rewards.reward_function
@@ -191,82 +182,18 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
         say_once(f"  rollouts     up to {ahead} iterations ahead, by adapters as old, {weighs}")
 
 
-def note_without_effect(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Log a note on each option that was given and changes nothing."""
-    given = config.given
-    notes = [f"--{name} has no effect here: see --help" for name in _UNUSED if name in given]
-    notes += parallel_without_effect(config.parallel)
-    size, training = config.classic.inference_tp_size, config.parallel.tensor_parallel_size
-    if size not in (1, training):
-        notes.append(
-            f"--inference_tp_size {size} has no effect: rollouts run on the processes that hold "
-            f"the model, {training} by --tensor_parallel_size"
-        )
-    if not config.has_critic:
-        unused = sorted(n for n in given if n.startswith("critic_") and "model" not in n)
-        of_gae = {"cliprange_value", "lam", "whiten_advantages"}
-        of_gae |= {"gamma"} if config.ppo.rules.compares else set()
-        unused += sorted(of_gae & given)
-        notes += [f"--{name} has no effect without a critic" for name in unused]
-    for role in ("actor", "critic"):
-        options: RoleConfig = getattr(config, role)
-        frozen = options.lora_dim > 0 and config.classic.only_optimize_lora
-        own = options.lora_learning_rate
-        if (
-            frozen
-            and f"{role}_learning_rate" in given
-            and options.learning_rate not in ("auto", own)  # or it is the adapter's
-        ):
-            note_once(
-                f"--{role}_learning_rate has no effect: the adapter alone trains, at "
-                f"--{role}_lora_learning_rate {own:g}"
-            )
-        if not options.lora_dim and f"{role}_lora_learning_rate" in given:
-            notes.append(f"--{role}_lora_learning_rate has no effect without --{role}_lora_dim")
+def note_options(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Log a note on each option that changes nothing, or does other than it seems to."""
+    note_without_effect(config)
     if (config.ppo.kl_in, config.ppo.kl_estimator) == ("loss", "k1") and config.ppo.kl_coef:
-        notes.append(
-            "--kl_estimator k1 in the loss holds the actor nowhere, as its gradient is 0 on "
-            "average: use k2 or k3, or --kl_in reward"
+        say_once(
+            "  note         --kl_estimator k1 in the loss holds the actor nowhere, as its gradient "
+            "is 0 on average: use k2 or k3, or --kl_in reward"
         )
-    if config.ppo.rules.distills:
-        unused = sorted(given & {"kl_coef", "kl_in", "kl_estimator", "reward_weights"})
-        notes += [f"--{name} has no effect: the teacher alone is learnt from" for name in unused]
-        if "jsd_beta" in given and config.teacher.distill_loss != "jsd":
-            notes.append("--jsd_beta has no effect without --distill_loss jsd")
-    notes += _of_sampling(config)
-    for note in notes:
-        say_once(f"  note         {note}")
-
-
-def _of_sampling(config: RlhfConfig) -> list[str]:
-    """Notes on how responses are drawn."""
-    batch, given, notes = config.batch, config.given, []
+    batch = config.batch
     if batch.do_sample and not batch.draws_from_policy and config.ppo.correction is None:
-        notes.append(
-            "--top_p, --top_k and --rollout_temperature draw from another distribution than the "
-            "one that learns: --importance_cap 2 weighs tokens for the difference"
+        say_once(
+            "  note         --top_p, --top_k and --rollout_temperature draw from another "
+            "distribution than the one that learns: --importance_cap 2 weighs tokens for the "
+            "difference"
         )
-    if config.ppo.correction is None:
-        unused = sorted(n for n in given if n.startswith("rollout_is"))
-        notes += [f"--{name} has no effect without --rollout_correction" for name in unused]
-    if not batch.do_sample:
-        unused = sorted({"top_p", "top_k", "rollout_temperature"} & given)
-        notes += [f"--{name} has no effect with --no-do_sample" for name in unused]
-    if batch.rollout_engine != "vllm":
-        unused = sorted({"vllm_command", "vllm_gpu_memory_utilization"} & given)
-        notes += [f"--{name} has no effect without --rollout_engine vllm" for name in unused]
-    if not batch.by_servers:
-        others = {"rollout_timeout"} if config.teacher.server is None else set()
-        unused = sorted(({"rollout_adapter_dir"} | others) & given)
-        notes += [f"--{name} has no effect without servers of --rollout_engine" for name in unused]
-    if batch.rollout_engine != "own":
-        unused = sorted(
-            n for n in ("merge_for_rollouts", "prompt_lookup_num_tokens") if getattr(batch, n)
-        )
-        notes += [f"--{name} has no effect without --rollout_engine own" for name in unused]
-    if batch.environment is None and "max_turns" in given:
-        notes.append("--max_turns has no effect without --environment")
-    if not batch.has_agent:
-        unused = sorted({"agent_timeout", "agent_retries", "agent_max_calls"} & given)
-        notes += [f"--{name} has no effect without --agent or --agent_command" for name in unused]
-    return notes

@@ -1,10 +1,10 @@
 """Options of the models of step 3, and errors that name them."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dschat_lora.config.groups import (
     LoadConfig,
@@ -14,12 +14,23 @@ from dschat_lora.config.groups import (
     Rate,
     ScheduleConfig,
     Switch,
+    of_adapters,
     require,
     require_numbers,
 )
-from dschat_lora.config.options import classic, hidden, option
+from dschat_lora.config.options import accepted, classic, hidden, option
+from dschat_lora.config.when import no_effect
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
+
+
+def _base_rate_note(value: Callable[[str], Any]) -> str:
+    """A message where a role's rate is of base weights, and its adapter alone trains."""
+    rate, own, role = map(value, ("learning_rate", "lora_learning_rate", "role"))
+    if not (value("lora_dim") and value("only_optimize_lora")) or rate in ("auto", own):
+        return ""
+    why = f": the adapter alone trains, at --{role}_lora_learning_rate {own:g}"
+    return no_effect(f"{role}_learning_rate", why)
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,8 @@ class RoleConfig:
         settled="that of the adapter that is continued, else 16, in the script of training/ and "
         "with --config 0",
     )
-    lora_alpha: float = option(32.0, help="the update is scaled by lora_alpha / lora_dim")
-    use_rslora: bool = option(False, help="scale by lora_alpha / sqrt(lora_dim)")
+    lora_alpha: float = of_adapters(32.0, help="the update is scaled by lora_alpha / lora_dim")
+    use_rslora: bool = of_adapters(False, help="scale by lora_alpha / sqrt(lora_dim)")
     expert_lora_dim: int | None = option(
         None,
         help="rank of each expert's update in a mixture of experts; 0 leaves experts frozen; "
@@ -48,20 +59,22 @@ class RoleConfig:
     expert_lora_alpha: float | None = option(
         None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
     )
-    target_modules: tuple[str, ...] = option(
-        ("all-linear",),
-        help="layers to adapt: all-linear, name endings, or one regular expression",
+    target_modules: tuple[str, ...] = of_adapters(
+        ("all-linear",), help="layers to adapt: all-linear, name endings, or one regular expression"
     )
     lora_module_name: str | None = classic(
-        None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
+        None,
+        help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)",
+        when="lora_dim",
     )
     learning_rate: Rate = option(
         9.65e-6,
         help="peak rate of base weights or, where the adapter alone trains, its own (but in the "
         "script of training/); auto: by published rules for width and stage, that of the adapter "
         "too",
+        when=_base_rate_note,
     )
-    lora_learning_rate: float = option(5e-4, help="peak rate of the adapter")
+    lora_learning_rate: float = of_adapters(5e-4, help="peak rate of the adapter")
     expert_learning_rate: float | None = option(
         None, help="peak rate of experts' adapters in a mixture; default: that of the adapter"
     )
@@ -74,7 +87,7 @@ class RoleConfig:
         help="recompute activations in the backward pass instead of keeping them; without a value "
         "on, auto: where they would not fit the memory by estimate",
     )
-    dropout: float = classic(
+    dropout: float = accepted(
         0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
     )
 
@@ -164,7 +177,9 @@ class TeacherConfig:
         "their advantage",
     )
     jsd_beta: float = option(
-        0.5, help="the teacher's share in the mixture of --distill_loss jsd, in (0, 1)"
+        0.5,
+        help="the teacher's share in the mixture of --distill_loss jsd, in (0, 1)",
+        when="distill_loss=jsd",
     )
     distill_top_k: int = option(
         0,

@@ -1,0 +1,117 @@
+"""Options that change nothing: the conditions of their declarations, and the words about them."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from dschat_lora.config.options import (
+    ELSEWHERE,
+    NEVER,
+    When,
+    command_line,
+    flatten,
+    nested_prefix,
+    option_fields,
+)
+
+_AT_NO_TIME = {NEVER: " here: see --help", ELSEWHERE: " in this stage"}
+_OFF = (None, False, 0, "", (), "none")
+_TERM = re.compile(r"(not )?(\w+)(?:([=>])(\S+))?")
+
+
+def no_effect(option: str, why: str) -> str:
+    """The message about an option, with its value where that matters; ``why`` follows at once."""
+    return f"--{option} has no effect{why}"
+
+
+def without_effect(config: Any) -> list[str]:
+    """A message for each option that was given and changes nothing, as its ``when`` says.
+
+    One that is off, as by default, is passed over.
+    """
+    values, options = flatten(config), dict(option_fields(type(config)))
+
+    def is_off(name: str) -> bool:  # an empty list is not: a check may have emptied it
+        return values[name] in _OFF and options[name][0].default in _OFF
+
+    return [m for name, m in messages(config) if m and name in config.given and not is_off(name)]
+
+
+def messages(config: Any) -> Iterator[tuple[str, str]]:
+    """(name, message) of every option that has conditions, empty where they hold.
+
+    Conditions of the stage, its ``when``, take the place of those of groups and options.
+
+    Raises:
+        LookupError: if a condition names nothing that the config has.
+    """
+    values = _Values(config)
+    of_stage = getattr(config, "when", {})
+    for name, (field, _) in values.options.items():
+        conditions = [of_stage[name]] if name in of_stage else field.metadata["when"]
+        found = [values.message(name, c, field.metadata["prefix"]) for c in conditions if c]
+        if found:
+            yield name, next(filter(None, found), "")
+
+
+class _Values:
+    """The values of a config by name, those of its groups' other fields and properties too."""
+
+    def __init__(self, config: Any) -> None:
+        self.options = dict(option_fields(type(config)))
+        self._groups = list(_groups(config))
+
+    def message(self, option: str, condition: When, prefix: str) -> str:
+        """The message about an option under a condition; empty where that holds."""
+        if callable(condition):
+            return condition(lambda name: self._find(name, prefix)[1])
+        if condition in _AT_NO_TIME:
+            return no_effect(option, _AT_NO_TIME[condition])
+        reasons = [self._failure(term, prefix) for term in condition.split(" or ")]
+        if not all(reasons):
+            return ""
+        reasons.sort(key=lambda words: words.startswith("with "))
+        return no_effect(option, f" {' and '.join(reasons)}".replace(" and without ", " or "))
+
+    def _failure(self, term: str, prefix: str) -> str:
+        """What was given that rules a term out, or is missing; empty where the term holds."""
+        match = _TERM.fullmatch(term)
+        assert match is not None, term
+        negated, name, sign, bound = match.groups()
+        option, value = self._find(name, prefix)
+
+        def holds(value: Any) -> bool:
+            if sign == ">":
+                return bool(value > float(bound))
+            is_so = value in bound.split(",") if sign else value not in _OFF
+            return bool(is_so != bool(negated))
+
+        if holds(value):
+            return ""
+        if option not in self.options:
+            return f"without a {option.removeprefix('has_').replace('_', ' ')}"
+        default = self.options[option][0].default
+        if negated and not sign:
+            return f"without --no-{option}" if default is True else f"with --{option}"
+        if negated or holds(default):
+            return f"with {' '.join(command_line({option: value}))}"
+        wanted = f"above {bound}" if sign == ">" else (bound or "").replace(",", " or ")
+        return f"without --{option} {wanted}".rstrip()
+
+    def _find(self, name: str, prefix: str) -> tuple[str, Any]:
+        """The whole name and the value of a name in a condition of an option with this prefix."""
+        for whole in (prefix + name, name):
+            for start, group in self._groups:
+                own = whole.removeprefix(start)
+                if whole.startswith(start) and hasattr(group, own):
+                    return whole, getattr(group, own)
+        raise LookupError(f"no option, field or property is called {name}")
+
+
+def _groups(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(prefix of its options, group) of a config itself and of every group in it."""
+    yield prefix, config
+    for field in dataclasses.fields(config):
+        if "group" in field.metadata:
+            yield from _groups(getattr(config, field.name), nested_prefix(prefix, field))
