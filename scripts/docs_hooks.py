@@ -49,8 +49,8 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 
 def modules_of(room: str) -> list[str]:
     """Dotted names of a room's modules."""
-    files = sorted((ROOT / "dschat_lora" / room).glob("[!_]*.py"))
-    return [f"dschat_lora.{room}.{path.stem}" for path in files]
+    files = sorted((ROOT / "dschat_lora" / room).rglob("[!_]*.py"))
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -15,6 +15,7 @@ import pytest
 
 from dschat_lora.rl.loop.validation import _check_environment
 from dschat_lora.rl.options.inputs import episode_prompt
+from dschat_lora.rl.options.names import ENVIRONMENT_LIBRARIES
 from dschat_lora.rl.play.environment import EnvironmentFailedError
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.play.stateful_environment import load_environment
@@ -361,3 +362,7 @@ def test_what_verifiers_cannot_play_is_refused(monkeypatch):
     ):
         with pytest.raises(ValueError, match=f"(?s){words}"):
             load(f"verifiers:{name}")
+
+
+def test_the_libraries_that_options_know_have_their_adapters():
+    assert set(ENVIRONMENT_LIBRARIES) == set(ADAPTERS)

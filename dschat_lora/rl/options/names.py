@@ -23,6 +23,7 @@ def is_remote(name: str) -> bool:
 
 
 def is_address(text: str) -> bool:
+    """Whether ``text`` is the address of a server."""
     try:
         parts = urlsplit(text)
         host = (parts.hostname or "").encode("idna")  # refuses labels above 63 characters
