@@ -14,6 +14,7 @@ import torch
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score import external_rewards
+from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import run_tests
 from dschat_lora.rl.score.reward_functions import load_functions
 from dschat_lora.rl.score.user_functions import RewardError
@@ -144,7 +145,7 @@ def test_a_judge_that_cannot_be_is_refused(argument, words, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("Is it good?")
     with pytest.raises(ValueError, match=words):
-        RewardsConfig(reward_function=(f"builtin:judge={argument}",))
+        builtin_function(f"builtin:judge={argument}")
 
 
 # ---------------------------------------------------------------------------- Python that runs
@@ -243,7 +244,7 @@ def test_json_is_checked_by_a_schema_in_a_file(tmp_path, monkeypatch):
     (tmp_path / "bad.json").write_text('{"type": 3}')
     for name, words in (("bad.json", "is no JSON schema"), ("none.json", "cannot be read")):
         with pytest.raises(ValueError, match=words):
-            RewardsConfig(reward_function=(f"builtin:json_schema={name}",))
+            builtin_function(f"builtin:json_schema={name}")
 
 
 # ---------------------------------------------------------------------------- instructions
@@ -252,8 +253,6 @@ def test_json_is_checked_by_a_schema_in_a_file(tmp_path, monkeypatch):
 def test_instructions_of_ifeval_are_checked_by_its_checkers():
     for name in ("lm_eval", "langdetect", "immutabledict", "nltk"):
         pytest.importorskip(name, reason="needs dschat_lora[eval]")
-    from dschat_lora.rl.score.builtin_rewards import builtin_function
-
     row = {
         "instruction_id_list": [
             "punctuation:no_comma",

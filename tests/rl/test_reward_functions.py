@@ -11,7 +11,8 @@ import torch
 
 from dschat_lora.rl.learn.dynamic_sampling import resample
 from dschat_lora.rl.learn.experience import Scores
-from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.loop.validation import check_rewards
+from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
 from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions, load_functions
@@ -376,7 +377,7 @@ def test_every_built_in_is_one_that_the_table_tests():
 )
 def test_a_built_in_that_cannot_be_is_refused_with_the_options(name, words):
     with pytest.raises(ValueError, match=f"--reward_function builtin:.*{words}"):
-        RewardsConfig(reward_function=(f"builtin:{name}",))
+        check_rewards(RlhfConfig(rewards=RewardsConfig((f"builtin:{name}",))), None)
 
 
 def test_the_column_of_a_built_in_must_be_there():

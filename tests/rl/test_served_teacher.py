@@ -20,8 +20,8 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.generation import slots
 from dschat_lora.rl.draw import rollout_servers
 from dschat_lora.rl.draw.rollout_servers import ServerError
-from dschat_lora.rl.learn import engines as engines_module
 from dschat_lora.rl.learn.served_teacher import TeacherError, open_teacher, read_prompt_logprobs
+from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import DistillConfig
 from dschat_lora.rl.response.response import Response
@@ -240,7 +240,7 @@ def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, monkeyp
     teacher = write_run(tmp_path / "teacher", seed=3)
     own = dl.distill(data=ROWS, teacher=str(teacher), **more, **SHORT)
     built = []
-    build = engines_module.build_engines
+    build = build_engines
     monkeypatch.setattr(
         "dschat_lora.rl.loop.train.build_engines", lambda setup: built.append(setup) or build(setup)
     )

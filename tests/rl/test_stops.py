@@ -47,13 +47,13 @@ class Tokenizer:
 def test_end_tokens_are_those_of_tokenizer_generation_config_and_user(
     monkeypatch, configured, expected
 ):
-    monkeypatch.setattr("dschat_lora.rl.draw.generator.end_ids", lambda tokenizer: [2])
+    monkeypatch.setattr("dschat_lora.generation.stops.end_ids", lambda tokenizer: [2])
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
     assert stop_ids(Tokenizer(), model, ["<end>"]) == expected
 
 
 def test_a_stop_token_of_several_tokens_is_refused(monkeypatch):
-    monkeypatch.setattr("dschat_lora.rl.draw.generator.end_ids", lambda tokenizer: [2])
+    monkeypatch.setattr("dschat_lora.generation.stops.end_ids", lambda tokenizer: [2])
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
     with pytest.raises(ValueError, match="--stop_tokens 'Human:' is 2 tokens of the actor's"):
         stop_ids(Tokenizer(), model, ["Human:"])

@@ -18,9 +18,11 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions
 from dschat_lora.data.samples import SequenceSample
-from dschat_lora.rl.learn import engines as engines_module
+from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
 from dschat_lora.rl.learn.teacher import TeacherPrompts, answer_of
+from dschat_lora.rl.loop import build as build_module
+from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
@@ -139,7 +141,7 @@ def test_the_reference_alone_reads_the_teachers_prompt():
 
     answered = [Response((3,), (5, 6), True, 0, reference_prompt=(9, 9, 3))]
     batch = collate(answered, [0], pad_id=0)
-    engines = engines_module.Engines(network, None, None, 1.0)
+    engines = Engines(network, None, None, 1.0)
     for role in ("actor", "reference"):
         engines.policy(batch, 2, role)
     assert read == {"actor": [[3, 5, 6]], "reference": [[9, 9, 3, 5, 6]]}
@@ -235,7 +237,7 @@ def stop_at(last):
 def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, tmp_path):
     student, teacher = sft
     built = []
-    build = engines_module.build_engines
+    build = build_engines
     monkeypatch.setattr(
         "dschat_lora.rl.loop.train.build_engines", lambda setup: built.append(setup) or build(setup)
     )
@@ -272,9 +274,9 @@ def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, 
 )
 def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, monkeypatch, options):
     student, teacher = sft
-    heads, make = [], engines_module.DivergenceHead
+    heads, make = [], build_module.DivergenceHead
     monkeypatch.setattr(
-        engines_module, "DivergenceHead", lambda *a, **k: heads.append(make(*a, **k)) or heads[-1]
+        build_module, "DivergenceHead", lambda *a, **k: heads.append(make(*a, **k)) or heads[-1]
     )
     common = {**SHORT, **options, "teacher": teacher}
     whole = dl.distill(student, ROWS, **common)
@@ -295,7 +297,7 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, monkeypatch, opti
 def test_a_teacher_of_four_bits_has_a_base_of_its_own(sft, monkeypatch):
     student, teacher = sft
     found = []
-    build = engines_module.build_engines
+    build = build_engines
     monkeypatch.setattr(
         "dschat_lora.rl.loop.train.build_engines", lambda setup: found.append(setup) or build(setup)
     )
