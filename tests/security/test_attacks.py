@@ -360,7 +360,9 @@ DANGEROUS = {
     "dist.gather_object": set(),
     "importlib.import_module": {"rl/score/user_functions.py"},
     # These name modules of the package itself, and of an attention kernel.
-    "import_module": {"__init__.py", "models/attention.py", "runtime/stage_main.py"},
+    "import_module": {
+        *("__init__.py", "config/old_names.py", "models/attention.py", "runtime/stage_main.py"),
+    },
 }
 
 
