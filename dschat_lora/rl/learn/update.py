@@ -184,9 +184,9 @@ class Updater:
             texts = self._pretraining.window() if self._pretraining is not None else None
             first, self._totals = self.targets is None, None
             with self._casts.in_use():
-                for attempt in self._engines.retry.step():
-                    with attempt:
-                        sums, largest = self._backward(batches, divisors, texts)
+                sums, largest = self._engines.retry.step(
+                    partial(self._backward, batches, divisors, texts)
+                )
             ratio_error = max_over_ranks(float(largest)) if first else None
             if texts is not None:
                 sums.text = sum_tensor_(sums.text) / texts.num_targets
