@@ -336,8 +336,7 @@ class RewardsConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
-        require_numbers(self, ">= 0", "soft_overlong_tokens")
-        require_numbers(self, ">= 0", "reward_retries", "reward_timeout")
+        require_numbers(self, ">= 0", "soft_overlong_tokens", "reward_retries", "reward_timeout")
         for field in ("reward_function", "reward_gate"):
             names = getattr(self, field)
             if isinstance(names, str):
