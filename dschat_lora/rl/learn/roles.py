@@ -7,12 +7,7 @@ from torch import nn
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.models.build import (
-    AdaptedModel,
-    as_trained,
-    build_causal_lm,
-    build_reward_model,
-)
+from dschat_lora.models.build import AdaptedModel, as_trained, build_causal_lm, build_reward_model
 from dschat_lora.models.loading import (
     PreTrainedModel,
     Tokenizer,

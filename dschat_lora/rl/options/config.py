@@ -530,6 +530,11 @@ class RlhfConfig(StageConfig):
         return "rlhf"
 
     @property
+    def trained(self) -> dict[str, RoleConfig]:
+        """Options of the roles that train, by name."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.has_critic else {})
+
+    @property
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
         return self.ppo.rules.advantage == "gae"
