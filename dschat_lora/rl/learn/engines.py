@@ -155,8 +155,7 @@ class Engines:
         """(n,) scores of the reward model at the end of each response."""
         assert self.reward is not None
         inputs = *batch.inputs, None, batch.ends, batch.spans
-        scores: Tensor = self.retry.forward(partial(self.reward, "reward", *inputs))
-        return scores
+        return self.retry.forward(partial(self.reward, "reward", *inputs))
 
     def text_loss(self, batch: Batch) -> Tensor:
         """Summed loss of the actor on text, in nats."""

@@ -92,11 +92,10 @@ def build_roles(
         start, new_head = sources.critic or sources.actor, sources.critic is None
         has_adapter = start.adapter is not None or new_head
         alike = build.base_of(start) == build.base_of(sources.actor)
-        if not (base is not None and has_adapter and alike):
-            frozen_base = build.is_frozen("critic")
-            base = build.scored_base(start, new_head=new_head) if frozen_base else None
-        elif not build.is_frozen("critic"):
+        if not build.is_frozen("critic"):
             base = None
+        elif base is None or not (has_adapter and alike):
+            base = build.scored_base(start, new_head=new_head)
         if sources.critic is not None:
             reward = frozen(build.scorer(start, base=base, trained=False))
         if config.has_critic:

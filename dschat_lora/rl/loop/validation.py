@@ -189,8 +189,7 @@ def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a system "
             "message with which the actor as it was is one"
         )
-    scored = _scores(config) or config.batch.has_turns
-    if teacher.on_policy_share < 1 and scored:
+    if teacher.on_policy_share < 1 and (_scores(config) or config.batch.has_turns):
         raise ValueError(
             f"--on_policy_share {teacher.on_policy_share:g} learns from answers of the data too, "
             "which reward functions, reward models and environments do not score: drop one of them"

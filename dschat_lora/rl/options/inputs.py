@@ -149,10 +149,9 @@ def shares_base(config: RlhfConfig) -> bool:
 
 def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
-    functions = config.rewards.reward_function
     actor, critic, teacher = (getattr(inputs.sources, r) for r in ("actor", "critic", "teacher"))
     by = [model_name(critic)] if critic is not None else []
-    by += [f"the function {function}" for function in functions]
+    by += [f"the function {function}" for function in config.rewards.reward_function]
     agent = config.batch.agent or config.batch.agent_command
     by = by or [
         f"the environment {config.batch.environment}" if agent is None else f"the agent {agent}"
