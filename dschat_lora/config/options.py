@@ -95,9 +95,9 @@ def classic(default: ValueT, *, help: str, hint: str = "", when: When = "") -> V
     return option(default, help=help, section=COMPATIBILITY, hint=hint, when=when)
 
 
-def accepted(default: ValueT, *, help: str) -> ValueT:
-    """An option of other programs that needs nothing here, as ``help`` says."""
-    return classic(default, help=help, when=NEVER)
+def accepted(default: ValueT, why: str) -> ValueT:
+    """An option of DeepSpeed-Chat that needs nothing here; its help ends by saying ``why``."""
+    return classic(default, help=f"accepted from DeepSpeed-Chat{why}", when=NEVER)
 
 
 def group(

@@ -25,9 +25,7 @@ from dschat_lora.config.options import ELSEWHERE, accepted, given_options, group
 class PairConfig:
     section = "preferences"
 
-    num_padding_at_beginning: int = accepted(
-        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
-    )
+    num_padding_at_beginning: int = accepted(1, "; nothing is guessed from padding")
     share_prompt: bool = option(
         True,
         help="compute what both answers of a pair begin with once (no-: each answer has its own)",
@@ -107,9 +105,7 @@ class DpoConfig:
         True,
         help="compute the reference's log-probabilities once, before training (no-: each time)",
     )
-    offload_reference_model: bool = accepted(
-        False, help="accepted from DeepSpeed-Chat; the reference is never a second model"
-    )
+    offload_reference_model: bool = accepted(False, "; the reference is never a second model")
 
     def __post_init__(self) -> None:
         require_numbers(self, "> 0", "beta")

@@ -52,29 +52,22 @@ class Full:
         return self.calls
 
 
-def result_of(attempts, compute):
-    for attempt in attempts:
-        with attempt:
-            return compute()
-    raise AssertionError("no attempt was the last")
-
-
 def test_a_second_attempt_follows_once_memory_was_given_back(monkeypatch):
     kept, engines = generator(monkeypatch), [engine(), engine()]
     retry = Retry(engines, kept)
-    assert result_of(retry.forward(), Full(0)) == 1
+    assert retry.forward(Full(0)) == 1
     assert kept.keeps
-    assert result_of(retry.step(), Full(1)) == 2
+    assert retry.step(Full(1)) == 2
     assert (kept.keeps, kept.released, kept.emptied) == (False, True, [True])
     assert [each.noted for each in engines] == [["forgotten"]] * 2
     # nothing is kept any more
     with pytest.raises(torch.OutOfMemoryError):
-        result_of(retry.forward(), Full(1))
+        retry.forward(Full(1))
 
 
 def test_a_forward_pass_drops_no_gradient(monkeypatch):
     own = engine(backward=False)
-    assert result_of(Retry([own], generator(monkeypatch)).forward(), Full(1)) == 2
+    assert Retry([own], generator(monkeypatch)).forward(Full(1)) == 2
     assert own.noted == []
 
 
@@ -90,7 +83,7 @@ def test_a_forward_pass_drops_no_gradient(monkeypatch):
 def test_elsewhere_the_first_failure_is_the_last(monkeypatch, kind, keeps, engines):
     compute, kept = Full(1), generator(monkeypatch, keeps=keeps)
     with pytest.raises(torch.OutOfMemoryError):
-        result_of(getattr(Retry(engines, kept), kind)(), compute)
+        getattr(Retry(engines, kept), kind)(compute)
     assert compute.calls == 1
     assert kept.keeps == keeps
 
@@ -103,7 +96,7 @@ def test_what_fails_where_processes_meet_is_not_tried_again(monkeypatch):
             return compute()
 
     with pytest.raises(torch.OutOfMemoryError):
-        result_of(retry.step(), meets)
+        retry.step(meets)
     assert compute.calls == 1
 
 
@@ -121,7 +114,7 @@ def test_the_first_attempt_is_gone_before_the_second():
         held.append(weakref.ref(made))
         return Full(len(held) == 1)()
 
-    assert result_of(Retry([engine()], Kept()).forward(), compute) == 1
+    assert Retry([engine()], Kept()).forward(compute) == 1
     assert released == [[None]]
 
 

@@ -62,10 +62,8 @@ def resample(
         equal = set(_equal(found, found_scores))
         for group in (g for g in range(len(asked)) if g not in equal):
             place = missing.pop(0)
-            to, of = (
-                slice(place * size, (place + 1) * size),
-                slice(group * size, (group + 1) * size),
-            )
+            to = slice(place * size, (place + 1) * size)
+            of = slice(group * size, (group + 1) * size)
             responses = list(responses)
             responses[to] = [replace(each, group=place) for each in found[of]]
             scores = _put(scores, to, found_scores, of)

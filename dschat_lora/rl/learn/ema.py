@@ -26,13 +26,14 @@ class MovingAverage:
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
         self._decay = decay
-        self._averages = [w.to(torch.float32, copy=True) for w in self._weights()]
+        averages = [w.to(torch.float32, copy=True) for w in self._weights()]
+        self._averages = dict(zip(self._parameters, averages, strict=True))
 
     @torch.no_grad()
     def update(self) -> None:
         """Average in the weights after a step."""
         weights = [w.float() for w in self._weights()]
-        torch._foreach_lerp_(self._averages, weights, 1 - self._decay)
+        torch._foreach_lerp_([*self._averages.values()], weights, 1 - self._decay)
 
     def facts(self) -> dict[str, Any]:
         """State besides tensors: none."""
@@ -41,9 +42,8 @@ class MovingAverage:
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole fp32 average on CPU) one after another on rank 0; nothing on the others."""
-        for (name, parameter), average in zip(
-            self._parameters.items(), self._averages, strict=True
-        ):
+        for name, parameter in self._parameters.items():
+            average = self._averages[name]
             part = whole_of_shards(parameter, average) if is_sharded(parameter) else average
             whole = whole_of_parts(parameter, part)
             if rank() == 0:
@@ -52,9 +52,8 @@ class MovingAverage:
     @torch.no_grad()
     def load(self, facts: dict[str, Any], read: Callable[[str], Tensor]) -> None:
         """Restore what was saved; ``read`` gives the tensor of a name, on rank 0 alone."""
-        for (name, parameter), average in zip(
-            self._parameters.items(), self._averages, strict=True
-        ):
+        for name, parameter in self._parameters.items():
+            average = self._averages[name]
             whole = torch.empty(full_shape(parameter), device=average.device)
             if rank() == 0:
                 whole.copy_(read(name))

@@ -1,9 +1,10 @@
 """The engines of a run, and each role's outputs for a batch of responses."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
 
+ResultT = TypeVar("ResultT")
+
 
 class Retry:
     """Computes again what ran out of GPU memory, once: bit for bit what the first attempt would.
@@ -29,9 +32,7 @@ class Retry:
     leave gradients, which can be dropped at ZeRO 0 alone. What other processes took part in is not
     repeated: they would not do so again.
 
-        for attempt in retry.forward():
-            with attempt:
-                return compute()
+        found = retry.forward(compute)
 
     Args:
         engines: all that compute. generator: of responses; None: nothing is tried again.
@@ -43,13 +44,13 @@ class Retry:
         self._engines, self._generator = engines, generator
         self._in_collective = False
 
-    def forward(self) -> Iterator[AbstractContextManager[None]]:
-        """One attempt at forward passes or, where it runs out of memory, two."""
-        return self._attempts("repeats_forward")
+    def forward(self, compute: Callable[[], ResultT]) -> ResultT:
+        """What forward passes give, at the first attempt or, where memory runs out, the second."""
+        return self._result(compute, "repeats_forward")
 
-    def step(self) -> Iterator[AbstractContextManager[None]]:
-        """The same at all passes of an optimizer step."""
-        return self._attempts("repeats_backward", forgets=True)
+    def step(self, compute: Callable[[], ResultT]) -> ResultT:
+        """The same of all passes of an optimizer step."""
+        return self._result(compute, "repeats_backward", forgets=True)
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -58,29 +59,22 @@ class Retry:
         yield
         self._in_collective = False
 
-    def _attempts(
-        self, repeats: str, *, forgets: bool = False
-    ) -> Iterator[AbstractContextManager[None]]:
-        failed: list[bool] = []
-        yield self._noting_failure(repeats, failed)
-        if failed:
-            # The error is gone, and with it the frames that held what the first attempt had made.
-            assert self._generator is not None
-            self._generator.release()
-            for engine in self._engines if forgets else ():
-                engine.forget_gradients()
-            yield nullcontext()
-
-    @contextmanager
-    def _noting_failure(self, repeats: str, failed: list[bool]) -> Iterator[None]:
+    def _result(
+        self, compute: Callable[[], ResultT], repeats: str, *, forgets: bool = False
+    ) -> ResultT:
+        generator = self._generator
         try:
-            yield
+            return compute()
         except torch.OutOfMemoryError:
-            generator = self._generator
-            keeps = generator is not None and generator.keeps and not self._in_collective
-            if not keeps or not all(getattr(each, repeats) for each in self._engines):
+            if generator is None or not generator.keeps or self._in_collective:
                 raise
-            failed.append(True)
+            if not all(getattr(each, repeats) for each in self._engines):
+                raise
+        # The error is gone, and with it the frames that held what the first attempt had made.
+        generator.release()
+        for engine in self._engines if forgets else ():
+            engine.forget_gradients()
+        return compute()
 
 
 @dataclass(frozen=True)
@@ -102,8 +96,7 @@ class Engines:
 
     def eval(self) -> None:
         """Evaluation mode."""
-        for engine in self.trained.values():
-            engine.eval()
+        self.train(())
 
     def train(self, roles: Collection[str]) -> None:
         """Training mode of ``roles``, evaluation mode of the others.
@@ -136,9 +129,9 @@ class Engines:
         if role == "reference":
             batch = batch.for_reference
         inputs = *batch.inputs, batch.logit_positions, batch.target_ids
-        for attempt in self.retry.forward():
-            with attempt:
-                logprobs, entropies = self.actor(role, *inputs, self.temperature, batch.spans)
+        logprobs, entropies = self.retry.forward(
+            lambda: self.actor(role, *inputs, self.temperature, batch.spans)
+        )
         return batch.table(logprobs, width), batch.table(entropies, width)
 
     def compared(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,11 +139,9 @@ class Engines:
 
         The divergences alone have a gradient, and entropies where there is a bonus for them.
         """
-        for attempt in self.retry.forward():
-            with attempt:
-                logprobs, entropies, divergences = self.actor(
-                    "divergence", batch, batch.for_reference, self.temperature
-                )
+        logprobs, entropies, divergences = self.retry.forward(
+            lambda: self.actor("divergence", batch, batch.for_reference, self.temperature)
+        )
         known = batch.table(logprobs.detach(), width), batch.table(entropies, width)
         return *known, batch.table(divergences, width)
 
@@ -158,28 +149,23 @@ class Engines:
         """(n, width) values before each response token."""
         assert self.critic is not None
         inputs = *batch.inputs, None, batch.logit_positions, batch.spans
-        for attempt in self.retry.forward():
-            with attempt:
-                found = self.critic("critic", *inputs)
-        return batch.table(found, width)
+        return batch.table(self.retry.forward(partial(self.critic, "critic", *inputs)), width)
 
     def scores(self, batch: ResponseBatch) -> Tensor:
         """(n,) scores of the reward model at the end of each response."""
         assert self.reward is not None
         inputs = *batch.inputs, None, batch.ends, batch.spans
-        for attempt in self.retry.forward():
-            with attempt:
-                scores: Tensor = self.reward("reward", *inputs)
-        return scores
+        return self.retry.forward(partial(self.reward, "reward", *inputs))
 
     def text_loss(self, batch: Batch) -> Tensor:
         """Summed loss of the actor on text, in nats."""
         places = batch.input_ids, batch.position_ids, batch.segment_ids, batch.logit_positions
-        for attempt in self.retry.forward():
-            with attempt:
-                logprobs, _ = self.actor("actor", *places, batch.target_ids, 1.0, batch.spans)
-                loss: Tensor = -logprobs.sum()
-        return loss
+
+        def compute() -> Tensor:
+            logprobs, _ = self.actor("actor", *places, batch.target_ids, 1.0, batch.spans)
+            return -logprobs.sum()
+
+        return self.retry.forward(compute)
 
 
 def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:
@@ -211,13 +197,10 @@ def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfCon
         reference = engines.actor.module.policy("reference")
         of_one = policies[0][0].model.config.to_dict() == reference.model.config.to_dict()
         policies = [[*policies[0], reference]] if of_one else [*policies, [reference]]
-    groups: list[list[Any]] = [
-        *policies,
-        [roles[name] for name in ("critic", "reward") if name in roles],
-    ]
-    alike = [[each.backbone for each in group] for group in groups]
+    scorers: list[Any] = [roles[name] for name in ("critic", "reward") if name in roles]
     shares_prompts = True
-    for backbones in filter(None, alike):
+    for group in filter(None, [*policies, scorers]):
+        backbones = [each.backbone for each in group]
         report = check_architecture(backbones[0], vocab_size=vocab_size, device=device)
         for backbone in backbones:
             # A response in a row of its own is what any mask gets right.

@@ -149,8 +149,7 @@ def score_responses(
     ``from_sampler`` takes those log-probabilities from the decode loop, without a forward pass.
     """
     engines.eval()
-    device = engines.actor.device
-    mask = response_mask(responses, device)
+    mask = response_mask(responses, engines.actor.device)
     with_old = deferred < len(batches)
     wait = None if engines.teacher is None else engines.teacher.begin(responses)
     table = _outputs(

@@ -46,11 +46,10 @@ class Network(nn.Module):
         with torch.no_grad():
             other = reference.before_head(read.logit_positions, *read.inputs, None, read.spans)
         states = actor.before_head(own.logit_positions, *own.inputs, None, own.spans)
-        found: tuple[Tensor, Tensor, Tensor] = self.divergence(
+        return self.divergence(
             states,
             other,
             own.target_ids,
             temperature,
             are_logits=(actor.full_logits, reference.full_logits),
         )
-        return found

@@ -7,12 +7,7 @@ from torch import nn
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.models.build import (
-    AdaptedModel,
-    as_trained,
-    build_causal_lm,
-    build_reward_model,
-)
+from dschat_lora.models.build import AdaptedModel, as_trained, build_causal_lm, build_reward_model
 from dschat_lora.models.loading import (
     PreTrainedModel,
     Tokenizer,
@@ -84,17 +79,23 @@ def build_roles(
             reference = frozen(build.policy(sources.actor, base=base, trained=False))
     elif sources.teacher is not None:
         with option_errors_for("teacher"):
-            reference = frozen(build.teacher(sources.teacher, sources.actor, base=base))
+            own = build.base_of(sources.teacher, bits=config.teacher.teacher_bits)
+            teacher = build.policy(
+                sources.teacher,
+                base=base if own == build.base_of(sources.actor) else None,
+                trained=False,
+                options=config.teacher.model(config.load),
+            )
+            reference = frozen(teacher)
     critic = reward = None
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
         has_adapter = start.adapter is not None or new_head
-        alike = build.shares_base(start, sources.actor)
-        if not (base is not None and has_adapter and alike):
-            frozen_base = build.is_frozen("critic")
-            base = build.scored_base(start, new_head=new_head) if frozen_base else None
-        elif not build.is_frozen("critic"):
+        alike = build.base_of(start) == build.base_of(sources.actor)
+        if not build.is_frozen("critic"):
             base = None
+        elif base is None or not (has_adapter and alike):
+            base = build.scored_base(start, new_head=new_head)
         if sources.critic is not None:
             reward = frozen(build.scorer(start, base=base, trained=False))
         if config.has_critic:
@@ -118,13 +119,10 @@ class _Builder:
         options: RoleConfig = getattr(self.config, role)
         return options.lora_dim > 0 and self.config.classic.only_optimize_lora
 
-    def shares_base(self, one: ModelSource, other: ModelSource) -> bool:
-        """Whether the bases of two models are the same, held in as many bits."""
-        asked = self.config.load.base_bits
-        first, second = (
-            (each.base, each.rope_scaling, asked or each.base_bits or 16) for each in (one, other)
-        )
-        return first == second
+    def base_of(self, source: ModelSource, *, bits: int | None = None) -> tuple[object, ...]:
+        """What models that can share a base agree in; ``bits`` are those asked for."""
+        held = bits or self.config.load.base_bits or source.base_bits or 16
+        return source.base, source.rope_scaling, held
 
     def language_base(self, source: ModelSource) -> PreTrainedModel:
         model_config = as_trained(self.config.actor.model(self.config.load), source)
@@ -149,18 +147,6 @@ class _Builder:
             meta=self.meta,
             group=self.group,
         ).requires_grad_(False)
-
-    def teacher(
-        self, source: ModelSource, actor: ModelSource, *, base: PreTrainedModel | None
-    ) -> AdaptedModel:
-        """The teacher, on the actor's ``base`` where its own is the same, in as many bits."""
-        load = self.config.load
-        asked = self.config.teacher.teacher_bits or load.base_bits
-        bits = asked or source.base_bits or 16, load.base_bits or actor.base_bits or 16
-        same = (source.base, source.rope_scaling) == (actor.base, actor.rope_scaling)
-        shared = base if same and bits[0] == bits[1] else None
-        options = self.config.teacher.model(load)
-        return self.policy(source, base=shared, trained=False, options=options)
 
     def policy(
         self,

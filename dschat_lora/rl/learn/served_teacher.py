@@ -52,10 +52,8 @@ def read_prompt_logprobs(reply: Any) -> tuple[list[int], list[float]]:
         (choice,) = reply["choices"]
         _, *entries = choice["prompt_logprobs"]
         found = [next(iter(entry.items())) for entry in entries]
-        tokens, logprobs = (
-            [int(token) for token, _ in found],
-            [each["logprob"] for _, each in found],
-        )
+        tokens = [int(token) for token, _ in found]
+        logprobs = [each["logprob"] for _, each in found]
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ServerError(
             "its reply has no choices with prompt_logprobs, as those of vLLM and of `dschat-lora "

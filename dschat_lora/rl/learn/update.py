@@ -75,12 +75,13 @@ class _Sums:
 
     def numbers(self) -> dict[str, float]:
         """All of them, for which the host waits once."""
-        names = [f.name for f in fields(self)]
-        stacked = torch.stack([getattr(self, name) for name in names])
-        return dict(zip(names, stacked.tolist(), strict=True))
+        return dict(zip(vars(self), self._stacked().tolist(), strict=True))
 
     def over_ranks(self) -> "_Sums":
-        return _Sums(*sum_tensor_(torch.stack([getattr(self, f.name) for f in fields(self)])))
+        return _Sums(*sum_tensor_(self._stacked()))
+
+    def _stacked(self) -> Tensor:
+        return torch.stack([*vars(self).values()])
 
 
 def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
@@ -184,9 +185,9 @@ class Updater:
             texts = self._pretraining.window() if self._pretraining is not None else None
             first, self._totals = self.targets is None, None
             with self._casts.in_use():
-                for attempt in self._engines.retry.step():
-                    with attempt:
-                        sums, largest = self._backward(batches, divisors, texts)
+                sums, largest = self._engines.retry.step(
+                    partial(self._backward, batches, divisors, texts)
+                )
             ratio_error = max_over_ranks(float(largest)) if first else None
             if texts is not None:
                 sums.text = sum_tensor_(sums.text) / texts.num_targets

@@ -14,14 +14,7 @@ from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
 from dschat_lora.rl.response.errors import FullAfterReleaseError, FullWhileDecodingError
-from dschat_lora.runtime.advice import (
-    Change,
-    Remedy,
-    advising,
-    parts_in_use,
-    sufficient,
-    untested,
-)
+from dschat_lora.runtime.advice import Change, Remedy, advising, parts_in_use, sufficient, untested
 from dschat_lora.runtime.memory import MemoryPlan
 
 
@@ -112,8 +105,8 @@ def _remedies(config: RlhfConfig, *, keeps_cache: bool) -> list[Remedy]:
     rows = _fewer("per_device_training_batch_size", "gradient_accumulation_steps", batch)
     if batch.tokens_per_device:
         rows = [{"tokens_per_device": n} for n in tokens if n >= data.max_seq_len]
-    ranks = [config.actor.lora_dim, *([config.critic.lora_dim] if config.has_critic else [])]
-    frozen = min(ranks) > 0 and config.classic.only_optimize_lora
+    adapted = all(each.lora_dim > 0 for each in config.trained.values())
+    frozen = adapted and config.classic.only_optimize_lora
     whole = (config.parallel.zero_stage or 0) < 3
     table: list[tuple[bool, str, Sequence[Change]]] = [
         (keeps_cache, "free what decoding keeps", [{"release_inference_cache": True}]),

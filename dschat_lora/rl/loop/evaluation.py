@@ -104,16 +104,14 @@ class RlhfEvaluator:
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""
         setup, world = self.setup, data_world_size()
-        size, pad_id = (
-            setup.config.batch.per_device_training_batch_size,
-            setup.tokenizer.pad_token_id,
-        )
+        size = setup.config.batch.per_device_training_batch_size
+        pad_id = int(setup.tokenizer.pad_token_id)
         mine = range(len(responses))[data_rank() :: world]
         starts = range(0, math.ceil(len(responses) / world), size)
         experience = score_responses(
             self.engines,
             responses,
-            [collate(responses, mine[start : start + size], int(pad_id)) for start in starts],
+            [collate(responses, mine[start : start + size], pad_id) for start in starts],
             scorer=setup.scorer,
             state=self.state_of_run(),
         )

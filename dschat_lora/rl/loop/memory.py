@@ -13,13 +13,7 @@ from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import cached_token_bytes, largest_unpacked, parameter_bytes
 from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.memory import (
-    GIB,
-    MemoryPlan,
-    TrainedModel,
-    offloads_inputs,
-    plan_memory,
-)
+from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, offloads_inputs, plan_memory
 
 
 def memory_plan(

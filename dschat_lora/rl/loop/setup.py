@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from dschat_lora.models.composite import Task
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
-from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.draw.rollout_servers import RolloutServer
 from dschat_lora.rl.draw.vllm_server import start_vllm
 from dschat_lora.rl.learn.roles import Roles, build_roles
@@ -110,12 +109,12 @@ class RlhfSetup:
     judge: RewardFunction | None
     episodes: Episodes | None  # None: of one turn
     agents: "Agents | None"  # that play episodes, in the place of an environment
-    identity: dict[str, Any]
     plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
     teacher: ServedTeacher | None = None  # in the place of a reference among the roles
     servers: tuple[RolloutServer, ...] = ()  # that draw responses
+    identity: dict[str, Any] = field(default_factory=dict)  # what the run's state belongs to
 
     def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> SharedStream:
         """The rows of these data, of which the ``head`` was prepared, to be read meanwhile."""
@@ -155,7 +154,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     episodes = _episodes(config, tokenizer)
     agents = _agents(config, tokenizer, run)
     scorer = _scorer(config, tokenizer, episodes, agents)
-    judge = _judge(config, tokenizer)
+    name = config.rewards.judge_function
+    judge = None if name is None else load_function("judge_function", name, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
     _check_columns(prompts, scorer, judge, episodes, agents)
     _check_others(config, len(prompts.train))
@@ -175,19 +175,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     run = replace(run, config=config)
     counter = _counter(config, roles)
     plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
-    plan = keeping_cache(plan, config, settings, free=free)
-    _describe(plan, roles, settings, run)
-    if unpacked is not None:
-        run.log.say(f"  note         {unpacking_note(roles, unpacked)}")
-    identity: dict[str, Any] = {}
-    if run.directory is not None:
-        planned = partial(_plan_of, roles=roles, built=config, build=build)
-        run.closing.enter_context(explaining_memory(config, plan, planned, run.directory))
-        identity = _identity(roles, tokenizer, prompts, text, answers, settings, teacher)
-        _shard_roles(roles, settings)
-        # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
-        roles.whole().to(device())
-    return RlhfSetup(
+    setup = RlhfSetup(
         config,
         sources,
         tokenizer,
@@ -202,13 +190,23 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         judge,
         episodes,
         agents,
-        identity,
-        plan,
+        keeping_cache(plan, config, settings, free=free),
         unpacked,
         run,
         teacher,
         servers,
     )
+    _describe(setup)
+    if unpacked is not None:
+        run.log.say(f"  note         {unpacking_note(roles, unpacked)}")
+    if run.directory is not None:
+        planned = partial(_plan_of, roles=roles, built=config, build=build)
+        run.closing.enter_context(explaining_memory(config, setup.plan, planned, run.directory))
+        setup = replace(setup, identity=_identity(setup))
+        _shard_roles(roles, settings)
+        # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
+        roles.whole().to(device())
+    return setup
 
 
 def _rollout_servers(
@@ -309,10 +307,7 @@ def _check_others(config: RlhfConfig, num_prompts: int) -> None:
 
 
 def _scorer(
-    config: RlhfConfig,
-    tokenizer: Tokenizer,
-    episodes: Episodes | None,
-    agents: "Agents | None",
+    config: RlhfConfig, tokenizer: Tokenizer, episodes: Episodes | None, agents: "Agents | None"
 ) -> RewardFunctions | None:
     """The reward functions, with the reward of an environment or agent; None if there are none.
 
@@ -320,10 +315,8 @@ def _scorer(
         ValueError: if nothing scores.
     """
     environment = None if episodes is None else episodes.environment
-    distills = config.ppo.rules.distills
     if agents is not None:
-        scorer = load_functions(config.rewards, tokenizer)
-        return replace(scorer, environment=agents.program.label)
+        return replace(load_functions(config.rewards, tokenizer), environment=agents.program.label)
     if isinstance(environment, StatefulEnvironment):
         scorer = load_functions(config.rewards, tokenizer)
         found = replace(scorer, environment=environment.label(), objects=environment.objects)
@@ -333,17 +326,12 @@ def _scorer(
         config.rewards.reward_gate and config.critic.model_name_or_path
     ):
         return load_functions(config.rewards, tokenizer)
-    if config.critic.model_name_or_path is None and not distills:
+    if config.critic.model_name_or_path is None and not config.ppo.rules.distills:
         raise ValueError(
             f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
             "or step), and neither --reward_function nor --critic_model_name_or_path does"
         )
     return None
-
-
-def _judge(config: RlhfConfig, tokenizer: Tokenizer) -> RewardFunction | None:
-    name = config.rewards.judge_function
-    return None if name is None else load_function("judge_function", name, tokenizer)
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
@@ -360,8 +348,7 @@ def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
 def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]) -> RlhfConfig:
     """With rates by published rules for roles whose ``learning_rate`` is auto; shown, recorded."""
     found = {"actor": config.actor, "critic": config.critic}
-    for role in ("actor", "critic") if config.has_critic else ("actor",):
-        options = found[role]
+    for role, options in config.trained.items():
         if options.learning_rate != "auto":
             continue
         source = sources.by_role.get(role, sources.actor)
@@ -380,17 +367,14 @@ def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfCon
 
 def _check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None) -> None:
     """Try each role's choice of layers on the empty shape of its model."""
-    starts: dict[str, tuple[ModelSource, Task]] = {"actor": (sources.actor, "CAUSAL_LM")}
-    if config.has_critic:
-        starts["critic"] = (sources.critic or sources.actor, "SEQ_CLS")
-    for role, (source, task) in starts.items():
-        options: RoleConfig = getattr(config, role)
+    tasks: dict[str, Task] = {"actor": "CAUSAL_LM", "critic": "SEQ_CLS"}
+    for role, options in config.trained.items():
         with option_errors_for(role):
             check_targets(
-                source,
+                sources.by_role.get(role, sources.actor),
                 options.model(config.load),
                 options.lora(config.classic.only_optimize_lora),
-                task,
+                tasks[role],
                 expert_learning_rate=options.expert_learning_rate,
                 group=group,
             )
@@ -505,7 +489,6 @@ def _teacher_prompts(
 
 def role_settings(config: RlhfConfig) -> dict[str, EngineSettings]:
     """How the engine of each trained role is built, on this machine."""
-    roles = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
     shares_weights = config.has_critic and shares_base(config)
     return {
         name: engine_settings(
@@ -515,7 +498,7 @@ def role_settings(config: RlhfConfig) -> dict[str, EngineSettings]:
             micro_batch_size=config.batch.per_device_training_batch_size,
             shares_weights=shares_weights,
         )
-        for name, role in roles.items()
+        for name, role in config.trained.items()
     }
 
 
@@ -601,13 +584,9 @@ def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
         return None
 
 
-def _describe(
-    plan: MemoryPlan | None,
-    roles: Roles,
-    settings: dict[str, EngineSettings],
-    run: OpenRun[RlhfConfig],
-) -> None:
+def _describe(setup: RlhfSetup) -> None:
     """Show and record what trains, on what, and the memory it takes."""
+    plan, roles, settings, run = setup.plan, setup.roles, setup.settings, setup.run
     total = num_elements(roles.whole().parameters())  # each shared one once
     trained = {name: trained_elements(m.model) for name, m in roles.trained.items()}
     actor = settings["actor"]
@@ -646,33 +625,26 @@ def _describe(
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)
 
 
-def _identity(
-    roles: Roles,
-    tokenizer: Tokenizer,
-    prompts: Prepared,
-    text: Prepared | None,
-    answers: Prepared | None,
-    settings: dict[str, EngineSettings],
-    teacher: ServedTeacher | None,
-) -> dict[str, Any]:
+def _identity(setup: RlhfSetup) -> dict[str, Any]:
     """What the run's state belongs to; complete on rank 0. On every rank."""
     if data_rank() != 0:
         return {}
+    roles, prompts, text = setup.roles, setup.prompts, setup.text
     scorer = roles.reward or roles.critic
     critic = None
     if scorer is not None:
         critic = f"{base_fingerprint(scorer.model)} {adapter_fingerprint(scorer.model)}"
-    found = state_identity(roles.actor, tokenizer, prompts, settings["actor"]) | {
+    found = state_identity(roles.actor, setup.tokenizer, prompts, setup.settings["actor"]) | {
         "critic": critic,
         "text": None if text is None else text.train.identity,
         "rows": len(prompts.train),
     }
-    if teacher is not None:
-        found["teacher"] = teacher.model
+    if setup.teacher is not None:
+        found["teacher"] = setup.teacher.model
     elif roles.teaches:
         assert roles.reference is not None
         model = roles.reference.model
         found["teacher"] = f"{base_fingerprint(model)} {adapter_fingerprint(model)}"
-    if answers is not None:
-        found["answers"] = answers.train.identity
+    if setup.answers is not None:
+        found["answers"] = setup.answers.train.identity
     return found

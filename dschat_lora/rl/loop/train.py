@@ -196,7 +196,12 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
     if trainer.average is not None:
         states["actor_ema"] = trainer.average
     order, answers, config = schedule.order, trainer.sampler.answers, setup.config
-    streamed = [config.data.data, *([text] if (text := text_data(config)) is not None else [])]
+    identity = {**setup.identity, "stage": setup.run.stage}
+    if config.data.streaming:
+        streamed = filter(None, [config.data.data, text_data(config)])
+        identity["stream"] = " ".join(map(describe_sources, streamed))
+    identity["rows_per_step"] = schedule.rows_per_step
+    identity["responses"] = schedule.order.per_iteration * schedule.num_generations
     parts: dict[str, Stateful | None] = {
         "progress": trainer.progress,
         "stream": order if isinstance(order, PromptStream) else None,
@@ -211,17 +216,7 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         setup.run,
         engines=states,
         parts={name: part for name, part in parts.items() if part is not None},
-        identity={
-            **setup.identity,
-            "stage": setup.run.stage,
-            **(
-                {"stream": " ".join(map(describe_sources, streamed))}
-                if config.data.streaming
-                else {}
-            ),
-            "rows_per_step": schedule.rows_per_step,
-            "responses": schedule.order.per_iteration * schedule.num_generations,
-        },
+        identity=identity,
         on_checkpoint=trainer.rollouts.sync,
     )
 

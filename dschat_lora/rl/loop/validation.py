@@ -13,11 +13,7 @@ from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, par
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
-from dschat_lora.models.option_checks import (
-    check_processes,
-    check_training,
-    position_limit,
-)
+from dschat_lora.models.option_checks import check_processes, check_training, position_limit
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.draw.rollout_servers import (
@@ -193,8 +189,7 @@ def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a system "
             "message with which the actor as it was is one"
         )
-    scored = _scores(config) or config.batch.has_turns
-    if teacher.on_policy_share < 1 and scored:
+    if teacher.on_policy_share < 1 and (_scores(config) or config.batch.has_turns):
         raise ValueError(
             f"--on_policy_share {teacher.on_policy_share:g} learns from answers of the data too, "
             "which reward functions, reward models and environments do not score: drop one of them"
@@ -212,15 +207,12 @@ def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 
 def _check_agent(batch: RolloutConfig) -> None:
-    if not batch.has_agent:
-        return
-    option = "agent_command" if batch.agent is None else "agent"
-    client = () if batch.agent is None else ("openai>=2",)
-    require_packages(f"--{option}", "starlette", "uvicorn", *client, extra="agents")
     if batch.agent is not None:
+        require_packages("--agent", "starlette", "uvicorn", "openai>=2", extra="agents")
         check_function("agent", batch.agent)
-        return
-    _check_command("agent_command", batch.agent_command or "")
+    elif batch.agent_command is not None:
+        require_packages("--agent_command", "starlette", "uvicorn", extra="agents")
+        _check_command("agent_command", batch.agent_command)
 
 
 def _check_command(option: str, command: str, remedy: str = "") -> None:
@@ -268,8 +260,7 @@ def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 
 def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse options of experts of a role that adapts none."""
-    for role in ("actor", "critic") if config.has_critic else ("actor",):
-        options: RoleConfig = getattr(config, role)
+    for role, options in config.trained.items():
         prefix = f"{role}_expert_"
         given = {n.removeprefix(f"{role}_") for n in config.given if n.startswith(prefix)}
         with option_errors_for(role):
@@ -285,8 +276,7 @@ def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleCon
     with option_errors_for(role):
         lora = continued_lora(options.lora(config.classic.only_optimize_lora), source, given)
     names = ("lora_dim", "lora_alpha", "use_rslora", "expert_lora_dim", "expert_lora_alpha")
-    stored = {name: getattr(lora, name) for name in names}
-    return replace(options, **stored)
+    return replace(options, **{name: getattr(lora, name) for name in names})
 
 
 def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -318,8 +308,7 @@ def fit_lengths(config: RlhfConfig, limits: Iterable[int | None]) -> RlhfConfig:
 def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the bits of the bases, where those of all roles are the same."""
     found = set()
-    for role in ("actor", "critic") if config.has_critic else ("actor",):
-        options: RoleConfig = getattr(config, role)
+    for role, options in config.trained.items():
         with option_errors_for(role):
             bits = settled_base_bits(
                 config.load.base_bits,
@@ -342,8 +331,7 @@ def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "steps 1 and 2; step 3 takes them whole: leave it out"
         )
     check_processes(config.parallel, launched_processes())
-    for role in ("actor", "critic") if config.has_critic else ("actor",):
-        options: RoleConfig = getattr(config, role)
+    for role, options in config.trained.items():
         with option_errors_for(role):
             check_training(config.load, options.lora(only_adapters), size)
     for role, source in inputs.sources.by_role.items():
@@ -491,8 +479,7 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With blocks recomputed whose inputs are to be on the host."""
-    roles = ("actor", "critic") if config.has_critic else ("actor",)
-    names = {f"{role}_gradient_checkpointing": role for role in roles}
+    names = {f"{role}_gradient_checkpointing": role for role in config.trained}
     switches = {name: getattr(config, role).gradient_checkpointing for name, role in names.items()}
     changed = {
         names[name]: replace(getattr(config, names[name]), gradient_checkpointing=value)

@@ -336,8 +336,7 @@ class RewardsConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
-        require_numbers(self, ">= 0", "soft_overlong_tokens")
-        require_numbers(self, ">= 0", "reward_retries", "reward_timeout")
+        require_numbers(self, ">= 0", "soft_overlong_tokens", "reward_retries", "reward_timeout")
         for field in ("reward_function", "reward_gate"):
             names = getattr(self, field)
             if isinstance(names, str):
@@ -403,24 +402,12 @@ class ClassicConfig:
     test_stop_step: int = classic(
         0, help="optimizer steps of --enable_test_mode", when="enable_test_mode"
     )
-    num_padding_at_beginning: int = accepted(
-        1, help="accepted from DeepSpeed-Chat; nothing is guessed from padding"
-    )
-    align_overflow: bool = accepted(
-        False, help="accepted from DeepSpeed-Chat; a loss that is not finite skips both steps"
-    )
-    offload_reference_model: bool = accepted(
-        False, help="accepted from DeepSpeed-Chat; the reference shares the actor's base"
-    )
-    offload_reward_model: bool = accepted(
-        False, help="accepted from DeepSpeed-Chat; the reward model shares the critic's base"
-    )
-    enable_hybrid_engine: bool = accepted(
-        False, help="accepted from DeepSpeed-Chat; rollouts have a decode loop of their own"
-    )
-    unpin_actor_parameters: bool = accepted(
-        False, help="accepted from DeepSpeed-Chat, for its hybrid engine"
-    )
+    num_padding_at_beginning: int = accepted(1, "; nothing is guessed from padding")
+    align_overflow: bool = accepted(False, "; a loss that is not finite skips both steps")
+    offload_reference_model: bool = accepted(False, "; the reference shares the actor's base")
+    offload_reward_model: bool = accepted(False, "; the reward model shares the critic's base")
+    enable_hybrid_engine: bool = accepted(False, "; rollouts have a decode loop of their own")
+    unpin_actor_parameters: bool = accepted(False, ", for its hybrid engine")
     release_inference_cache: bool = option(
         False,
         help="free the cache of keys and values before each update (by default it is kept on a "
@@ -433,11 +420,9 @@ class ClassicConfig:
         "that hold the model (--tensor_parallel_size)",
         when=_inference_size_note,
     )
-    tp_gather_partition_size: int = accepted(
-        8, help="accepted from DeepSpeed-Chat, for its hybrid engine"
-    )
+    tp_gather_partition_size: int = accepted(8, ", for its hybrid engine")
     enable_mixed_precision_lora: bool = accepted(
-        False, help="accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights"
+        False, "; --deepspeed_config sets quantised weights"
     )
 
     def __post_init__(self) -> None:
@@ -543,6 +528,11 @@ class RlhfConfig(StageConfig):
     def stage(self) -> str:
         """The name of the stage: of its runs, its directory and its command."""
         return "rlhf"
+
+    @property
+    def trained(self) -> dict[str, RoleConfig]:
+        """Options of the roles that train, by name."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.has_critic else {})
 
     @property
     def has_critic(self) -> bool:

@@ -137,24 +137,21 @@ def answers_data(config: RlhfConfig) -> DataConfig:
 
 def shares_base(config: RlhfConfig) -> bool:
     """Whether actor and critic share the frozen weights of one base."""
-    if not config.classic.only_optimize_lora:
-        return False
-    if not (config.actor.lora_dim and config.critic.lora_dim):
+    if not (config.classic.only_optimize_lora and config.actor.lora_dim and config.critic.lora_dim):
         return False
     sources = find_sources(config)
-    critic = sources.critic
+    actor, critic = sources.actor, sources.critic
     if critic is None:
         return True
-    bits = {config.load.base_bits or each.base_bits or 16 for each in (critic, sources.actor)}
-    return critic.adapter is not None and critic.base == sources.actor.base and len(bits) == 1
+    bits = {config.load.base_bits or each.base_bits or 16 for each in (critic, actor)}
+    return critic.adapter is not None and critic.base == actor.base and len(bits) == 1
 
 
 def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
-    functions = config.rewards.reward_function
     actor, critic, teacher = (getattr(inputs.sources, r) for r in ("actor", "critic", "teacher"))
     by = [model_name(critic)] if critic is not None else []
-    by += [f"the function {function}" for function in functions]
+    by += [f"the function {function}" for function in config.rewards.reward_function]
     agent = config.batch.agent or config.batch.agent_command
     by = by or [
         f"the environment {config.batch.environment}" if agent is None else f"the agent {agent}"

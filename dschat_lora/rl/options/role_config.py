@@ -87,9 +87,7 @@ class RoleConfig:
         help="recompute activations in the backward pass instead of keeping them; without a value "
         "on, auto: where they would not fit the memory by estimate",
     )
-    dropout: float = accepted(
-        0.0, help="accepted from DeepSpeed-Chat; old and new log-probabilities need one network"
-    )
+    dropout: float = accepted(0.0, "; old and new log-probabilities need one network")
 
     # of base weights and of the adapter, by auto; None until the model is known
     ruled: tuple[float, float] | None = hidden(None)
