@@ -93,13 +93,7 @@ class AgentFunction:
         function = inspect.unwrap(self.function)
         called = getattr(function, "__call__", None)  # noqa: B004 - of an object
         is_async = any(map(inspect.iscoroutinefunction, (function, called)))
-        given = {
-            **row,
-            "row": row,
-            "model": MODEL_NAME,
-            "base_url": base_url,
-            "api_key": api_key,
-        }
+        given = {**row, "row": row, "model": MODEL_NAME, "base_url": base_url, "api_key": api_key}
         if not takes_all(self.function):
             given = {name: value for name, value in given.items() if name in names}
         if "client" in names or takes_all(self.function):

@@ -536,10 +536,7 @@ class Agents:
                 call.emit(piece)
 
     def _piece(
-        self,
-        call: Call,
-        turn: DecodedTurn,
-        columns: Mapping[str, Any],
+        self, call: Call, turn: DecodedTurn, columns: Mapping[str, Any]
     ) -> tuple[Piece, Message]:
         """The whole answer to a call, and the message that it is."""
         stop, tokenizer = call.options.stop, self.to.tokenizer

@@ -48,11 +48,7 @@ class Conversation:
         """What is learnt from."""
         return TokenSequence(self.prompt, tuple(self.tokens), tuple(self.actor_mask))
 
-    def add(
-        self,
-        read: Sequence[int],
-        answer: DecodedTurn,
-    ) -> None:
+    def add(self, read: Sequence[int], answer: DecodedTurn) -> None:
         """Append tokens that are read, and an answer."""
         self.tokens += [*read, *answer.tokens]
         self.actor_mask += [False] * len(read) + [True] * len(answer.tokens)

@@ -220,12 +220,7 @@ class Batching:
     shares_prompts: bool  # whether responses to one prompt are branches of one row
 
     def minibatches(
-        self,
-        responses: Sequence[Response],
-        *,
-        rows_per_step: int,
-        iteration: int,
-        passes: int = 1,
+        self, responses: Sequence[Response], *, rows_per_step: int, iteration: int, passes: int = 1
     ) -> list[Minibatch]:
         """The minibatches of all passes over the responses; see :func:`make_minibatches`."""
         longest = max(len(s.prompt) + len(s.tokens) for r in responses for s in r.sequences)

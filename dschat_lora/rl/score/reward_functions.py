@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.engine.distributed import (
-    raise_together,
-    rank,
-    sum_over_processes,
-    world_size,
-)
+from dschat_lora.engine.distributed import raise_together, rank, sum_over_processes, world_size
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.options.names import is_remote

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.config.held import held_object, is_held
-from dschat_lora.engine.distributed import (
-    gather_texts,
-    raise_together,
-)
+from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.options.names import is_builtin, is_remote

@@ -63,9 +63,7 @@ def _learning_rates(result: StepResult) -> dict[str, float | None]:
 
 
 def response_metrics(
-    experience: Experience,
-    rewards: Tensor,
-    targets: AdvantagesAndReturns | None,
+    experience: Experience, rewards: Tensor, targets: AdvantagesAndReturns | None
 ) -> dict[str, float | int | None]:
     """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
     responses, mask = experience.responses, experience.mask
