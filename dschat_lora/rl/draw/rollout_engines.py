@@ -215,12 +215,11 @@ class ServerEngine:
             for row in asked_responses(prompts, sampling, seeds=seeds, limits=limits)
         ]
         is_plain = drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        checks = keep_logprobs and sampling.do_sample and not is_plain
         size = max(map(len, seeds), default=1)
         wait: Callable[[], list[ServerAnswer | None]] = list
         failure, name = "", self._name
         try:
-            if checks and bodies:
+            if bodies and keep_logprobs and sampling.do_sample and not is_plain:
                 self._servers.check_logprobs(bodies[0])
             wait = self._servers.begin(bodies, group_size=size, needed=needed)
         except EngineError as error:

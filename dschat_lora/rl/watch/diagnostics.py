@@ -47,21 +47,9 @@ GUARDED = frozenset({"entropy", "eos", "length", "kl_budget", "judge", "held_out
 
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
-    *("failed_episodes", "response_length"),
-    *(
-        "ratio_error",
-        "score_clip_fraction",
-        "sampler_error",
-        "rollout_kl",
-        "rollout_ratio_max",
-        "rollout_version_lag",
-        "importance_weight",
-        "importance_masked",
-        "reward",
-        "dropped",
-        "samples",
-        "undrawn",
-    ),
+    *("failed_episodes", "response_length", "ratio_error", "score_clip_fraction"),
+    *("sampler_error", "rollout_kl", "rollout_ratio_max", "rollout_version_lag"),
+    *("importance_weight", "importance_masked", "reward", "dropped", "samples", "undrawn"),
 )
 
 
