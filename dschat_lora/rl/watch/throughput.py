@@ -119,9 +119,8 @@ class FlopCounter:
             scoring += Flops(one.model * share, one.hardware * share)
         for name in (*self._checkpointed, *(["reference"] if self._compares else [])):
             shape = self._shapes[name]
-            if name in self._checkpointed and name in learning:
-                checkpointed = self._checkpointed[name]
-                one = step_flops(shape, gradient_checkpointing=checkpointed, **forward)
+            if name in learning:
+                one = step_flops(shape, gradient_checkpointing=self._checkpointed[name], **forward)
             else:
                 one = forward_flops(shape, **forward)
             training += Flops(one.model * passes, one.hardware * passes)
