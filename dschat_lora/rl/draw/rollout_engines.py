@@ -76,8 +76,7 @@ class ServerEngine:
         sleeps: bool = False,
     ) -> None:
         self._servers, self._actor, self._base = servers, actor, base
-        self._sleeps = sleeps
-        self._directory = directory
+        self._sleeps, self._directory = sleeps, directory
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._run = secrets.token_hex(4)  # servers may have other runs' adapters
         self._name = ""

@@ -414,12 +414,11 @@ class RolloutServers:
 
         Its weights go to the host's memory, and keys and values are forgotten.
         """
-        path = "/wake_up" if awake else "/sleep?level=1"
 
         def call(server: RolloutServer) -> None:
             seconds = LOAD_SECONDS if server.lost is None else CONNECT_SECONDS
             try:
-                server.ask_once(path, {}, seconds)
+                server.ask_once("/wake_up" if awake else "/sleep?level=1", {}, seconds)
             except (ServerError, EngineError) as error:
                 self._lose(server, error)
 
@@ -561,9 +560,8 @@ class RolloutServers:
 
     def _count_failure(self, server: RolloutServer, failure: ServerError) -> None:
         # One that is full is waited for as long as for an answer.
-        busy = isinstance(failure, FullServerError)
-        failed = server.has_failed(server.timeout if busy else PATIENCE)
-        if failed or isinstance(failure, DeniedError):
+        patience = server.timeout if isinstance(failure, FullServerError) else PATIENCE
+        if server.has_failed(patience) or isinstance(failure, DeniedError):
             self._lose(server, failure)
 
     def _load_again(self, server: RolloutServer, name: str) -> ServerError | None:

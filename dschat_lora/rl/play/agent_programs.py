@@ -222,11 +222,10 @@ class AgentCommand:
         try:
             return json.loads(printed)
         except (ValueError, RecursionError) as error:
-            wrong = f"its last line is no JSON: {printed!r:.200}"
-            wrong = wrong if printed else "it printed nothing"
+            no_json = f"its last line is no JSON: {printed!r:.200}"
             raise NoRewardError(
-                f"{wrong}; print the reward last, as a number or an object with `reward`, or null "
-                "for an episode that is not to count"
+                f"{no_json if printed else 'it printed nothing'}; print the reward last, as a "
+                "number or an object with `reward`, or null for an episode that is not to count"
             ) from error
 
 

@@ -110,9 +110,8 @@ class RewardFunction(UserFunction):
         state: TrainerState | None,
         objects: Sequence[Any] | None = None,
     ) -> list[float]:
-        groups = dict.fromkeys(each.group if by_group else 0 for each in responses)
         scores: dict[int, float] = {}
-        for group in groups:
+        for group in dict.fromkeys(each.group if by_group else 0 for each in responses):
             chosen = [n for n, r in enumerate(responses) if not by_group or r.group == group]
             part = [responses[n] for n in chosen]
             found = self.call(part, state, objects and [objects[n] for n in chosen])

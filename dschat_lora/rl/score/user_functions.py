@@ -183,8 +183,7 @@ class UserFunction:
                 break
             if tries_left:
                 some = f" for {len(parts) - len(values)} of {len(parts)} responses"
-                words = f"{where} failed{some if single else ''} and is tried again"
-                note(f"{words}: {failure!r}")
+                note(f"{where} failed{some if single else ''} and is tried again: {failure!r}")
             elif isinstance(failure, ValueError | OSError):
                 # It would pass for a wrong option or a full disk, and be shown without its place.
                 raise RuntimeError(f"{where} failed") from failure
@@ -362,8 +361,7 @@ def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Param
 
 def takes_all(function: Callable[..., object]) -> bool:
     """Whether the function has ``**others``, and so takes every argument."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 def takes_responses(names: Collection[str]) -> bool:
@@ -379,8 +377,7 @@ def is_singular(function: Callable[..., object]) -> bool:
 def one_at_a_time(function: Callable[..., object]) -> bool:
     """Whether a call scores one response; OpenRLHF's get lists of one, as from OpenRLHF itself."""
     takes_lists = getattr(function, "takes_lists", False)  # a server, which OpenRLHF asks at once
-    names = named_parameters(function).keys()
-    return bool(_OF_ONE & names) or ("queries" in names and not takes_lists)
+    return is_singular(function) or ("queries" in named_parameters(function) and not takes_lists)
 
 
 def required_columns(function: Callable[..., object]) -> list[str]:
