@@ -76,8 +76,7 @@ class ServerEngine:
         sleeps: bool = False,
     ) -> None:
         self._servers, self._actor, self._base = servers, actor, base
-        self._sleeps = sleeps
-        self._directory = directory
+        self._sleeps, self._directory = sleeps, directory
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._run = secrets.token_hex(4)  # servers may have other runs' adapters
         self._name = ""
@@ -215,12 +214,11 @@ class ServerEngine:
             for row in asked_responses(prompts, sampling, seeds=seeds, limits=limits)
         ]
         is_plain = drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        checks = keep_logprobs and sampling.do_sample and not is_plain
         size = max(map(len, seeds), default=1)
         wait: Callable[[], list[ServerAnswer | None]] = list
         failure, name = "", self._name
         try:
-            if checks and bodies:
+            if bodies and keep_logprobs and sampling.do_sample and not is_plain:
                 self._servers.check_logprobs(bodies[0])
             wait = self._servers.begin(bodies, group_size=size, needed=needed)
         except EngineError as error:

@@ -313,25 +313,23 @@ def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: i
         name, tokens = reply["model"], choice["token_ids"]
         finish, logprobs = choice["finish_reason"], choice["logprobs"]["token_logprobs"]
     except (KeyError, TypeError, ValueError) as error:
-        said = repr(reply)[:200]
         raise ServerError(
             "its reply has no choices with token_ids and logprobs, as those of vLLM 0.10.2 and "
-            f"later and of `dschat-lora serve` have: {said}"
+            f"later and of `dschat-lora serve` have: {reply!r:.200}"
         ) from error
     if name != body["model"]:
         raise ServerError(f"it answers with the adapter {name!r} where {body['model']!r} was asked")
+    most = body["max_tokens"]
     whole = isinstance(tokens, list) and all(
         type(token) is int and 0 <= token < vocabulary_size for token in tokens
     )
-    if not (
-        whole and are_logprobs(logprobs) and 0 < len(tokens) == len(logprobs) <= body["max_tokens"]
-    ):
+    if not (whole and are_logprobs(logprobs) and 0 < len(tokens) == len(logprobs) <= most):
         raise ServerError(
-            f"its tokens are not up to {body['max_tokens']} of the actor's {vocabulary_size}, each "
-            "with a log-probability"
+            f"its tokens are not up to {most} of the actor's {vocabulary_size}, each with a "
+            "log-probability"
         )
     stopped = finish == "stop" and tokens[-1] in ends
-    if not stopped and not (finish == "length" and len(tokens) == body["max_tokens"]):
+    if not stopped and not (finish == "length" and len(tokens) == most):
         raise ServerError(
             f"it ended a response for {finish!r} after {len(tokens)} tokens, at {tokens[-1]}"
         )
@@ -416,12 +414,11 @@ class RolloutServers:
 
         Its weights go to the host's memory, and keys and values are forgotten.
         """
-        path = "/wake_up" if awake else "/sleep?level=1"
 
         def call(server: RolloutServer) -> None:
             seconds = LOAD_SECONDS if server.lost is None else CONNECT_SECONDS
             try:
-                server.ask_once(path, {}, seconds)
+                server.ask_once("/wake_up" if awake else "/sleep?level=1", {}, seconds)
             except (ServerError, EngineError) as error:
                 self._lose(server, error)
 
@@ -478,8 +475,8 @@ class RolloutServers:
             group_size: requests of each prompt.
             needed: as soon as so many prompts are answered the others are given up: None.
         """
-        wait = self._begin(bodies, self.servers, group_size=group_size, needed=needed)
         needed = len(bodies) // group_size if needed is None else needed
+        wait = self._begin(bodies, self.servers, group_size=group_size, needed=needed)
 
         def answers() -> list[ServerAnswer | None]:
             found = wait()
@@ -500,11 +497,10 @@ class RolloutServers:
         servers: Sequence[RolloutServer],
         *,
         group_size: int = 1,
-        needed: int | None = None,
+        needed: int = 1,
     ) -> Callable[[], list[ServerAnswer | None]]:
         """:meth:`begin` with these servers; answers are None too where all of them are lost."""
-        groups = len(bodies) // group_size
-        work = _Work([None] * len(bodies), group_size, groups if needed is None else needed)
+        work = _Work([None] * len(bodies), group_size, needed)
         self._works.append(work)
 
         def begin() -> list[threading.Thread]:
@@ -537,12 +533,14 @@ class RolloutServers:
         """Answer one request after another until none is left, or the server is lost."""
         with closing(server.connect()) as connection, work.using(connection):
             while (number := work.take(server)) is not None:
+                body = bodies[number]
                 answer: ServerAnswer | None = None
                 failure: ServerError | None = None
                 try:
-                    answer = self._answer(server, connection, bodies[number])
+                    reply = server.draw(connection, body)
+                    answer = read_answer(reply, body, self.ends, self.vocabulary_size)
                 except LostAdapterError as error:
-                    failure = self._load_again(server, bodies[number]["model"]) or error
+                    failure = self._load_again(server, body["model"]) or error
                 except ServerError as error:
                     failure = error
                 except EngineError as error:
@@ -560,16 +558,10 @@ class RolloutServers:
                 if failure is not None and server.lost is None and not work.is_over:
                     time.sleep(_PAUSE)
 
-    def _answer(
-        self, server: RolloutServer, connection: HTTPConnection, body: Body
-    ) -> ServerAnswer:
-        return read_answer(server.draw(connection, body), body, self.ends, self.vocabulary_size)
-
     def _count_failure(self, server: RolloutServer, failure: ServerError) -> None:
         # One that is full is waited for as long as for an answer.
-        busy = isinstance(failure, FullServerError)
-        failed = server.has_failed(server.timeout if busy else PATIENCE)
-        if failed or isinstance(failure, DeniedError):
+        patience = server.timeout if isinstance(failure, FullServerError) else PATIENCE
+        if server.has_failed(patience) or isinstance(failure, DeniedError):
             self._lose(server, failure)
 
     def _load_again(self, server: RolloutServer, name: str) -> ServerError | None:

@@ -64,11 +64,10 @@ class RolloutsAhead:
         """Responses that were not learnt from yet; what could not be drawn is left out."""
         found = {}
         for number in sorted(n for n in self._begun if n >= self.iteration()):
-            version = self._begun[number].version
             # Told where the iteration begins, if servers are still gone.
             with suppress(RolloutError):
                 found[str(number)] = {
-                    "version": version,
+                    "version": self._begun[number].version,
                     "prompts": _digest(self.prompts_of(number)),
                     "responses": responses_as_json(dict(enumerate(self._drawn(number)))),
                 }

@@ -93,13 +93,7 @@ class AgentFunction:
         function = inspect.unwrap(self.function)
         called = getattr(function, "__call__", None)  # noqa: B004 - of an object
         is_async = any(map(inspect.iscoroutinefunction, (function, called)))
-        given = {
-            **row,
-            "row": row,
-            "model": MODEL_NAME,
-            "base_url": base_url,
-            "api_key": api_key,
-        }
+        given = {**row, "row": row, "model": MODEL_NAME, "base_url": base_url, "api_key": api_key}
         if not takes_all(self.function):
             given = {name: value for name, value in given.items() if name in names}
         if "client" in names or takes_all(self.function):
@@ -228,11 +222,10 @@ class AgentCommand:
         try:
             return json.loads(printed)
         except (ValueError, RecursionError) as error:
-            wrong = f"its last line is no JSON: {printed!r:.200}"
-            wrong = wrong if printed else "it printed nothing"
+            no_json = f"its last line is no JSON: {printed!r:.200}"
             raise NoRewardError(
-                f"{wrong}; print the reward last, as a number or an object with `reward`, or null "
-                "for an episode that is not to count"
+                f"{no_json if printed else 'it printed nothing'}; print the reward last, as a "
+                "number or an object with `reward`, or null for an episode that is not to count"
             ) from error
 
 

@@ -180,8 +180,7 @@ class Episode:
     def _before(self, last: Conversation) -> list[Message]:
         """Messages before the last answer, without the prompt of the row."""
         asked = [{n: v for n, v in m.items() if v is not None} for m in last.messages]
-        row = json.loads(self.blank.columns or b"{}")
-        own = as_messages(prompt_of(row, None) or [])
+        own = as_messages(prompt_of(json.loads(self.blank.columns or b"{}"), None) or [])
         return asked[len(own) :] if asked[: len(own)] == own else asked
 
 
@@ -516,9 +515,8 @@ class Agents:
     ) -> None:
         """Give the answers to the programs, and keep their tokens."""
         with self.changed:
-            for call, conversation, decoded in zip(
-                calls, conversations, found[: len(calls)], strict=True
-            ):
+            answers = zip(calls, conversations, found[: len(calls)], strict=True)
+            for call, conversation, decoded in answers:
                 episode = call.episode
                 if call not in episode.calls:  # its program did not wait
                     conversation.is_asked = False
@@ -536,10 +534,7 @@ class Agents:
                 call.emit(piece)
 
     def _piece(
-        self,
-        call: Call,
-        turn: DecodedTurn,
-        columns: Mapping[str, Any],
+        self, call: Call, turn: DecodedTurn, columns: Mapping[str, Any]
     ) -> tuple[Piece, Message]:
         """The whole answer to a call, and the message that it is."""
         stop, tokenizer = call.options.stop, self.to.tokenizer
@@ -552,8 +547,7 @@ class Agents:
             ids=tuple(turn.tokens),
             logprobs=tuple(turn.logprobs),
         )
-        reads_calls = bool(columns.get("tools"))
-        said = Turn(tokenizer, "chat", reads_calls=reads_calls, stop=stop).add(piece)
+        said = Turn(tokenizer, "chat", reads_calls=bool(columns.get("tools")), stop=stop).add(piece)
         return piece, {"role": "assistant", "content": said.text, "tool_calls": said.calls}
 
 

@@ -48,11 +48,7 @@ class Conversation:
         """What is learnt from."""
         return TokenSequence(self.prompt, tuple(self.tokens), tuple(self.actor_mask))
 
-    def add(
-        self,
-        read: Sequence[int],
-        answer: DecodedTurn,
-    ) -> None:
+    def add(self, read: Sequence[int], answer: DecodedTurn) -> None:
         """Append tokens that are read, and an answer."""
         self.tokens += [*read, *answer.tokens]
         self.actor_mask += [False] * len(read) + [True] * len(answer.tokens)
@@ -81,8 +77,7 @@ class PromptTokens:
     def holds_special_tokens(self, messages: Sequence[Message]) -> bool:
         """Whether the text of a special token, such as an end of turn, stands in messages."""
         # Arguments that are JSON text may spell one by escapes.
-        parsed = list(map(with_arguments, messages))
-        text = json.dumps(parsed, ensure_ascii=False, default=str)
+        text = json.dumps([*map(with_arguments, messages)], ensure_ascii=False, default=str)
         return any(token in text for token in self._special_tokens)
 
 
@@ -138,17 +133,14 @@ class Conversations:
 
     def continued_by(self, prompt: Sequence[int]) -> Conversation:
         """The conversation that an answer to the prompt belongs to, which is asked from here on."""
-        found = max(
-            (
-                each
-                for each in self.all
-                if not each.is_asked and tuple(prompt[: len(each)]) == (*each.prompt, *each.tokens)
-            ),
-            key=len,
-            default=None,
-        )
+        content = tuple(prompt)
+        begun = [
+            each
+            for each in self.all
+            if not each.is_asked and content[: len(each)] == (*each.prompt, *each.tokens)
+        ]
+        found = max(begun, key=len, default=None)
         if found is None:
-            content = tuple(prompt)
             same = sum(each.prompt == content for each in self.all)
             digest = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
             key: tuple[int | str, ...] = () if content == self.own_prompt else ("prompt", digest)
@@ -183,14 +175,10 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
         text = content_text(message.get("content"))
         is_answer = message["role"] == "assistant"
         calls = [called_function(call) for call in message.get("tool_calls") or ()]
-        said.append(
-            [
-                message["role"],
-                [part.strip() for part in _THOUGHT_TAG.split(text)] if is_answer else text,
-                None if is_answer else message.get("name"),
-                [[call["name"], _numbers_alike(call_arguments(call))] for call in calls],
-            ]
-        )
+        parts = [part.strip() for part in _THOUGHT_TAG.split(text)] if is_answer else text
+        name = None if is_answer else message.get("name")
+        made = [[call["name"], _numbers_alike(call_arguments(call))] for call in calls]
+        said.append([message["role"], parts, name, made])
     rest = {name: value for name, value in columns.items() if name not in TURN_FIELDS}
     return json.dumps([said, rest], sort_keys=True, default=str)
 

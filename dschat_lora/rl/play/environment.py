@@ -135,14 +135,14 @@ class Episodes:
             replies = self.environment.replies(
                 [episodes[n] for n in asking], [places[n] for n in asking]
             )
-            answered = [(n, reply) for n, reply in zip(asking, replies, strict=True) if reply]
-            pairs = [(episodes[n], reply) for n, reply in answered]
+            answered = {n: reply for n, reply in zip(asking, replies, strict=True) if reply}
+            pairs = [(episodes[n], reply) for n, reply in answered.items()]
             longer = raise_together(partial(self._with_replies, pairs))
-            for number, _ in answered:
+            for number in answered:
                 episodes[number] = replace(episodes[number], ended=False)
             if turn == self.max_turns:
                 break
-            found = zip((n for n, _ in answered), longer, strict=True)
+            found = zip(answered, longer, strict=True)
             read = {n: each for n, each in found if len(each.tokens) < max_tokens}
             if not max_over_ranks(float(len(read))):
                 break

@@ -6,12 +6,10 @@ import shlex
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from dschat_lora.data.messages import Message
 from dschat_lora.runtime.checks import require_packages, working_directory
-
-if TYPE_CHECKING:
-    from dschat_lora.data.messages import Message
 
 
 class ReasoningGym:
@@ -43,7 +41,7 @@ class ReasoningGym:
         self._entry = self._task[episode]
         return str(self._entry["question"])
 
-    def step(self, message: "Message") -> tuple[None, float]:
+    def step(self, message: Message) -> tuple[None, float]:
         """The end of the episode, and the score of its answer."""
         answer = message["content"].strip()
         return None, float(self._task.score_answer(answer=answer, entry=self._entry))
@@ -76,8 +74,7 @@ class Gymnasium:
         if isinstance(space, gymnasium.spaces.Discrete):
             first = int(space.start)
             self._numbers = {str(first + n): first + n for n in range(int(space.n))}
-            names = _action_names(self._env)
-            self._numbers |= {name.lower(): number for name, number in names.items()}
+            self._numbers |= {name.lower(): n for name, n in _action_names(self._env).items()}
         elif not isinstance(space, gymnasium.spaces.Text):
             raise ValueError(f"{where}: actions are {space}; an answer gives Text or Discrete ones")
         self._where = where
@@ -87,7 +84,7 @@ class Gymnasium:
         """The first observation."""
         return self._text(self._env.reset(seed=episode)[0])
 
-    def step(self, message: "Message") -> str | tuple[str | None, float]:
+    def step(self, message: Message) -> str | tuple[str | None, float]:
         """The next observation and the reward; None for the observation ends the episode."""
         said = message["content"].strip()
         if self._numbers is not None:
@@ -99,8 +96,7 @@ class Gymnasium:
         if action is None:
             return f"Invalid action: it must be {allowed}."
         observation, reward, terminated, truncated, _ = self._env.step(action)
-        ended = terminated or truncated
-        return None if ended else self._text(observation), float(reward)
+        return None if terminated or truncated else self._text(observation), float(reward)
 
     def _text(self, observation: Any) -> str:
         if not isinstance(observation, str):
@@ -159,7 +155,7 @@ class OpenEnv:
             ) from error
         return self._text(result.observation)
 
-    async def step(self, message: "Message") -> tuple[str | None, float]:
+    async def step(self, message: Message) -> tuple[str | None, float]:
         """The next observation and the reward; None for the observation ends the episode."""
         result = await self._client.step({self._field: message["content"].strip()})
         return None if result.done else self._text(result.observation), float(result.reward or 0)
@@ -308,16 +304,20 @@ async def _tools_of(client: Any) -> list[dict[str, Any]]:
     found, cursor = [], None
     while True:
         page = await client.list_tools(cursor=cursor)
-        for tool in page.tools:
-            function = {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            }
-            found.append({"type": "function", "function": function})
+        found += [mcp_tool_schema(tool) for tool in page.tools]
         cursor = page.next_cursor
         if cursor is None:
             return found
+
+
+def mcp_tool_schema(tool: Any, prefix: str = "") -> dict[str, Any]:
+    """A tool that an MCP server lists, for a chat template, its name behind ``prefix``."""
+    function = {
+        "name": f"{prefix}{tool.name}",
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
 
 
 def _make_verifiers(name: str) -> Any:

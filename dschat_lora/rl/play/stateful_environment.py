@@ -4,15 +4,7 @@ import inspect
 import json
 import math
 import random
-from collections.abc import (
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -122,7 +114,7 @@ class StatefulEnvironment(Environment):
         Raises:
             ValueError: naming a method whose hints or docstring do not say what it takes.
         """
-        if _lists_tools(made):
+        if hasattr(made, "tool_schemas"):  # says by itself what its tools are
             return list(made.tool_schemas)
         found = []
         for name, method in self._methods(made).items():
@@ -174,7 +166,10 @@ class StatefulEnvironment(Environment):
         Raises:
             EnvironmentFailedError: if an object fails, or copies of a prompt begin otherwise.
         """
-        self._put_back()
+        for made, name in self.objects.values():  # those of the episodes before
+            self._idle.setdefault(name, []).append(made)
+        self.objects.clear()
+        self._rewards.clear()
         self._key[:] = key
         own = list(mine) if tensor_rank() == 0 else []
         try:
@@ -188,13 +183,6 @@ class StatefulEnvironment(Environment):
                 columns = json.dumps(row).encode()
                 found[int(number)] = replace(found[int(number)], input_ids=ids, columns=columns)
         return found
-
-    def _put_back(self) -> None:
-        """Keep the objects of the episodes before for the next ones."""
-        for made, name in self.objects.values():
-            self._idle.setdefault(name, []).append(made)
-        self.objects.clear()
-        self._rewards.clear()
 
     def _begun(
         self,
@@ -334,7 +322,7 @@ class StatefulEnvironment(Environment):
 
     async def _called(self, made: Any, call: ToolCall) -> Message:
         """A tool's message; the error of a method is told to the actor, which may do better."""
-        listed = _lists_tools(made)
+        listed = hasattr(made, "tool_schemas")
         methods = {} if listed else self._methods(made)
         names = [each["function"]["name"] for each in made.tool_schemas] if listed else [*methods]
         if call.name not in names:
@@ -409,11 +397,6 @@ def load_environment(
     )
     environment.make_first()
     return environment
-
-
-def _lists_tools(made: Any) -> bool:
-    """Whether an object says by itself what its tools are, under ``tool_schemas``."""
-    return hasattr(made, "tool_schemas")
 
 
 def _is_async(made: Any) -> bool:

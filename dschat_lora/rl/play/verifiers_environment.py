@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from dschat_lora.data.tool_calls import parse_tool_calls
+from dschat_lora.rl.play.environment_adapters import mcp_tool_schema
 from dschat_lora.rl.response.coroutines import run_together
 from dschat_lora.runtime.checks import working_directory
 
@@ -145,16 +146,11 @@ def _tool_servers(env: Any, task: Any) -> list[tuple[str, Any]]:
 
 
 def _tool_schemas(servers: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for prefix, server in servers:
-        for tool in run_together([server.list_tools()])[0]:
-            function = {
-                "name": f"{prefix}{tool.name}",
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            }
-            found.append({"type": "function", "function": function})
-    return found
+    return [
+        mcp_tool_schema(tool, prefix)
+        for prefix, server in servers
+        for tool in run_together([server.list_tools()])[0]
+    ]
 
 
 async def _play(env: Any, task: Any, agent: "_Agent") -> float:

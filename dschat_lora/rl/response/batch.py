@@ -188,16 +188,15 @@ def make_minibatches(
     for first in range(0, len(order), rows_per_step):
         rows = [int(n) for n in order[first : first + rows_per_step]]
         rows.sort(key=lambda n: -lengths[n])
+        batches = range(0, len(rows), per_batch)
         if tokens_per_device:
             sizes = np.array([lengths[n] for n in rows])
             cuts = cut_evenly(sizes, tokens_per_device, multiple_of=world_size)
             mine = [rows[cut] for cut in cuts[rank::world_size]]
         elif groups is not None:
             rows.sort(key=lambda n: groups[n])
-            starts = range(0, len(rows), per_batch)
-            mine = [_part(rows[start : start + per_batch], rank, world_size) for start in starts]
+            mine = [_part(rows[start : start + per_batch], rank, world_size) for start in batches]
         else:
-            batches = range(0, len(rows), per_batch)
             mine = [rows[start : start + per_batch][rank::world_size] for start in batches]
         steps.append(Minibatch(rows, mine))
     return steps
@@ -220,12 +219,7 @@ class Batching:
     shares_prompts: bool  # whether responses to one prompt are branches of one row
 
     def minibatches(
-        self,
-        responses: Sequence[Response],
-        *,
-        rows_per_step: int,
-        iteration: int,
-        passes: int = 1,
+        self, responses: Sequence[Response], *, rows_per_step: int, iteration: int, passes: int = 1
     ) -> list[Minibatch]:
         """The minibatches of all passes over the responses; see :func:`make_minibatches`."""
         longest = max(len(s.prompt) + len(s.tokens) for r in responses for s in r.sequences)

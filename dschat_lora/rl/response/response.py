@@ -109,9 +109,7 @@ class DecodedTurn(NamedTuple):
     ended: bool = False  # by itself
 
     def cut(
-        self,
-        is_end: Callable[[int], bool],
-        find_end: Callable[[Sequence[int]], int | None],
+        self, is_end: Callable[[int], bool], find_end: Callable[[Sequence[int]], int | None]
     ) -> "DecodedTurn":
         """The turn up to its end: a token that is one, or as many as ``find_end`` says, if any."""
         # What was drawn after it changes nothing: a token depends on those before it alone.

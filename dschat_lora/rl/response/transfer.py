@@ -37,8 +37,7 @@ def as_table(own: Mapping[int, Response], width: int) -> Tensor:
 
 def responses_as_json(responses: Mapping[int, Response]) -> str:
     """Responses of episodes by number, without their prompts' columns."""
-    known = {n: replace(each, columns=b"") for n, each in responses.items()}
-    fields = {n: asdict(each) for n, each in known.items()}
+    fields = {n: asdict(replace(each, columns=b"")) for n, each in responses.items()}
     return json.dumps(fields, default=bytes.decode)
 
 

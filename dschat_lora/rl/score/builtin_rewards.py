@@ -86,15 +86,7 @@ def length(argument: str) -> BuiltinReward:
 
 def json_valid(argument: str) -> BuiltinReward:
     """1 where the response is JSON, else 0."""
-
-    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
-        try:
-            json.loads(text)
-        except (ValueError, RecursionError):
-            return 0.0
-        return 1.0
-
-    return BuiltinReward(score)
+    return _json_reward(lambda found: True)
 
 
 def json_schema(argument: str) -> BuiltinReward:
@@ -113,11 +105,15 @@ def json_schema(argument: str) -> BuiltinReward:
         raise ValueError(f"{argument} cannot be read: {error.strerror}") from error
     except SchemaError as error:
         raise ValueError(f"{argument} is no JSON schema: {error.message}") from error
-    validator = validator_for(schema)(schema)
+    return _json_reward(validator_for(schema)(schema).is_valid)
+
+
+def _json_reward(is_valid: Callable[[Any], bool]) -> BuiltinReward:
+    """1 where the response is JSON whose value is valid, else 0."""
 
     def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
         try:
-            return float(validator.is_valid(json.loads(text)))
+            return float(is_valid(json.loads(text)))
         except (ValueError, RecursionError):
             return 0.0
 
@@ -219,9 +215,8 @@ def ifeval(argument: str) -> Callable[..., Any]:
 
 def judge(argument: str) -> Callable[..., Any]:
     """From 0 to 1, by a model behind an OpenAI-compatible endpoint that reads a rubric."""
-    from dschat_lora.rl.score.external_rewards import (
-        make_judge_reward,  # asyncio and urllib take a while
-    )
+    # asyncio and urllib take a while
+    from dschat_lora.rl.score.external_rewards import make_judge_reward
 
     return make_judge_reward(argument)
 

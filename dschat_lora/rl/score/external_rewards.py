@@ -119,9 +119,8 @@ class Judge:
         return score
 
     def _score(self, question: str) -> float | None:
-        model = self.model or self._ask("models", None)["data"][0]["id"]
         asked = {
-            "model": model,
+            "model": self.model or self._ask("models", None)["data"][0]["id"],
             "messages": [{"role": "user", "content": question}],
             "temperature": 0.0,
         }

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.engine.distributed import (
-    raise_together,
-    rank,
-    sum_over_processes,
-    world_size,
-)
+from dschat_lora.engine.distributed import raise_together, rank, sum_over_processes, world_size
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.options.names import is_remote
@@ -115,9 +110,8 @@ class RewardFunction(UserFunction):
         state: TrainerState | None,
         objects: Sequence[Any] | None = None,
     ) -> list[float]:
-        groups = dict.fromkeys(each.group if by_group else 0 for each in responses)
         scores: dict[int, float] = {}
-        for group in groups:
+        for group in dict.fromkeys(each.group if by_group else 0 for each in responses):
             chosen = [n for n, r in enumerate(responses) if not by_group or r.group == group]
             part = [responses[n] for n in chosen]
             found = self.call(part, state, objects and [objects[n] for n in chosen])

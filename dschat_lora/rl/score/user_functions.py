@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.config.held import held_object, is_held
-from dschat_lora.engine.distributed import (
-    gather_texts,
-    raise_together,
-)
+from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.options.names import is_builtin, is_remote
@@ -186,8 +183,7 @@ class UserFunction:
                 break
             if tries_left:
                 some = f" for {len(parts) - len(values)} of {len(parts)} responses"
-                words = f"{where} failed{some if single else ''} and is tried again"
-                note(f"{words}: {failure!r}")
+                note(f"{where} failed{some if single else ''} and is tried again: {failure!r}")
             elif isinstance(failure, ValueError | OSError):
                 # It would pass for a wrong option or a full disk, and be shown without its place.
                 raise RuntimeError(f"{where} failed") from failure
@@ -320,8 +316,7 @@ def _imported(option: str, name: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
-    found: Callable[..., Any] = function
-    return found
+    return cast(Callable[..., Any], function)
 
 
 OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
@@ -366,14 +361,12 @@ def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Param
 
 def takes_all(function: Callable[..., object]) -> bool:
     """Whether the function has ``**others``, and so takes every argument."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 def takes_responses(names: Collection[str]) -> bool:
     """Whether parameters of these names are what a function needs to see responses."""
-    told = _OF_ONE | {"responses", "completions", "messages", "queries"}
-    return not told.isdisjoint(names)
+    return not {*_OF_ONE, "responses", "completions", "messages", "queries"}.isdisjoint(names)
 
 
 def is_singular(function: Callable[..., object]) -> bool:
@@ -384,8 +377,7 @@ def is_singular(function: Callable[..., object]) -> bool:
 def one_at_a_time(function: Callable[..., object]) -> bool:
     """Whether a call scores one response; OpenRLHF's get lists of one, as from OpenRLHF itself."""
     takes_lists = getattr(function, "takes_lists", False)  # a server, which OpenRLHF asks at once
-    names = named_parameters(function).keys()
-    return bool(_OF_ONE & names) or ("queries" in names and not takes_lists)
+    return is_singular(function) or ("queries" in named_parameters(function) and not takes_lists)
 
 
 def required_columns(function: Callable[..., object]) -> list[str]:
@@ -418,8 +410,7 @@ def calls_of(
     names = named_parameters(function)
     rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
-    turns = [list(each.last_turn) for each in responses]
-    texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
+    texts = [tokenizer.decode(list(each.last_turn), skip_special_tokens=True) for each in responses]
     prompts = [tokenizer.decode(each.prompt) for each in responses]
     asked = [prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
     said = [messages_after_prompt(each, tokenizer.decode) for each in responses]
@@ -451,21 +442,19 @@ def calls_of(
             "extra_info": [row.get("extra_info") for row in rows],
         }
     if "queries" in names:  # one of OpenRLHF's
-        answers = [tokenizer.decode(list(each.tokens)) for each in responses]
         offered |= {
-            "queries": [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)],
+            "queries": [p + tokenizer.decode(own) for p, own in zip(prompts, ids, strict=True)],
             "prompts": prompts,
             "labels": [row.get("label", row.get("answer", "")) for row in rows],
         }
+    parts = [[each] for each in responses] if one_at_a_time(function) else [list(responses)]
     if is_singular(function):
         whole = {SINGULAR.get(name, name): values for name, values in offered.items()}
         calls = [{name: v[i] for name, v in whole.items()} for i in range(len(responses))]
-        parts = [[each] for each in responses]
     elif one_at_a_time(function):
-        parts = [[each] for each in responses]
         calls = [{name: v[i : i + 1] for name, v in offered.items()} for i in range(len(responses))]
     else:
-        calls, parts = [offered], [list(responses)]
+        calls = [offered]
     logs = logs or [RewardLog() for _ in calls]
     for call, part, log in zip(calls, parts, logs, strict=True):
         call |= {"trainer_state": state or TrainerState(), "log_metric": log.log_metric}

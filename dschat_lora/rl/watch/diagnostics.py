@@ -47,21 +47,9 @@ GUARDED = frozenset({"entropy", "eos", "length", "kl_budget", "judge", "held_out
 
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
-    *("failed_episodes", "response_length"),
-    *(
-        "ratio_error",
-        "score_clip_fraction",
-        "sampler_error",
-        "rollout_kl",
-        "rollout_ratio_max",
-        "rollout_version_lag",
-        "importance_weight",
-        "importance_masked",
-        "reward",
-        "dropped",
-        "samples",
-        "undrawn",
-    ),
+    *("failed_episodes", "response_length", "ratio_error", "score_clip_fraction"),
+    *("sampler_error", "rollout_kl", "rollout_ratio_max", "rollout_version_lag"),
+    *("importance_weight", "importance_masked", "reward", "dropped", "samples", "undrawn"),
 )
 
 
@@ -130,8 +118,9 @@ class Diagnostics:
             found |= {
                 "kl": self._negative_kl(),
                 "eos": self._eos(),
-                "length": self._length(),
-                "entropy": self._entropy(),
+                # Where rewards are not learnt from, both become the teacher's.
+                "length": self._length() if self.learns_from_rewards else None,
+                "entropy": self._entropy() if self.learns_from_rewards else None,
                 "critic": self._critic(),
                 "equal": self._equal_rewards(),
                 "clip": self._clipped(),
@@ -245,8 +234,6 @@ class Diagnostics:
         before, after = (self._mean(each, "response_length") for each in rows)
         if not before or not after or 1 / LENGTH_DRIFT < after / before < LENGTH_DRIFT:
             return None
-        if not self.learns_from_rewards:  # they become the teacher's
-            return None
         return (
             f"responses have become {'longer' if after > before else 'shorter'} by a factor of "
             f"{max(after / before, before / after):.2g}, {after:.3g} tokens from {before:.3g}: "
@@ -265,8 +252,6 @@ class Diagnostics:
     def _entropy(self) -> str | None:
         before, after = (self._mean(rows, "entropy") for rows in (self.first, self.latest))
         if before is None or after is None or before <= 0 or not after <= 0.1 * before:
-            return None
-        if not self.learns_from_rewards:  # it becomes the teacher's
             return None
         return (
             f"the entropy has collapsed to {after:.3g} nats per token from {before:.3g}: hardly "

@@ -44,28 +44,21 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
     }
     if "critic" in last:
         norms["critic_grad_norm"] = last["critic"].grad_norm
+    rates = rate_metrics(results[-1].learning_rates["actor"])  # of base and LoRA parameters
+    if "critic" in results[-1].learning_rates:
+        critic = rate_metrics(results[-1].learning_rates["critic"])
+        rates |= {f"critic_{name}": rate for name, rate in critic.items()}
     return {
         "loss": means.pop("loss"),
-        **_learning_rates(results[-1]),
+        **rates,
         **means,
         **norms,
         "ratio_error": results[0].ratio_error,
     }
 
 
-def _learning_rates(result: StepResult) -> dict[str, float | None]:
-    """The rates of base and LoRA parameters: the actor's, and the critic's with a prefix."""
-    rates = rate_metrics(result.learning_rates["actor"])
-    if "critic" in result.learning_rates:
-        critic = rate_metrics(result.learning_rates["critic"])
-        rates |= {f"critic_{name}": rate for name, rate in critic.items()}
-    return rates
-
-
 def response_metrics(
-    experience: Experience,
-    rewards: Tensor,
-    targets: AdvantagesAndReturns | None,
+    experience: Experience, rewards: Tensor, targets: AdvantagesAndReturns | None
 ) -> dict[str, float | int | None]:
     """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
     responses, mask = experience.responses, experience.mask

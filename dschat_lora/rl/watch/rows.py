@@ -69,8 +69,7 @@ def rollout_rows(
             rows[-1]["failure"] = response.failure
         if logged := experience.logged_columns:
             rows[-1]["extra"] = {name: entries[len(rows) - 1] for name, entries in logged.items()}
-    for row, (index, found) in zip(rows, enumerate(by_token), strict=False):
-        response = experience.responses[index]
+    for row, response, found in zip(rows, experience.responses, by_token, strict=False):
         tokens = [
             token
             for each in response.sequences

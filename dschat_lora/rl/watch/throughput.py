@@ -117,15 +117,12 @@ class FlopCounter:
             share = shares_before[name] if name in self._checkpointed else 1.0
             one = forward_flops(shape, **forward)
             scoring += Flops(one.model * share, one.hardware * share)
-        for name, checkpointed in self._checkpointed.items():
+        for name in (*self._checkpointed, *(["reference"] if self._compares else [])):
             shape = self._shapes[name]
             if name in learning:
-                one = step_flops(shape, gradient_checkpointing=checkpointed, **forward)
+                one = step_flops(shape, gradient_checkpointing=self._checkpointed[name], **forward)
             else:
                 one = forward_flops(shape, **forward)
-            training += Flops(one.model * passes, one.hardware * passes)
-        if self._compares:
-            one = forward_flops(self._shapes["reference"], **forward)
             training += Flops(one.model * passes, one.hardware * passes)
         if text is not None:
             training += step_flops(
