@@ -64,7 +64,7 @@ class BrokenWeightsError(ValueError):
 NextTurn = Callable[[Sequence[int], Sequence[Response], int], list[Response]]
 
 
-class Episodes(Protocol):
+class EpisodePlayer(Protocol):
     """Episodes with an environment, such as :class:`~dschat_lora.rl.play.environment.Episodes`."""
 
     def begin(
@@ -84,7 +84,7 @@ class Episodes(Protocol):
     ) -> list[Response]: ...
 
 
-class Agents(Protocol):
+class AgentPlayer(Protocol):
     """Agents that play episodes, such as :class:`~dschat_lora.rl.play.agents.Agents`."""
 
     def play(
@@ -121,8 +121,8 @@ class Generator:
         unpacked: bool | None = None,
         num_drafts: int = 0,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
-        episodes: Episodes | None = None,
-        agents: Agents | None = None,
+        episodes: EpisodePlayer | None = None,
+        agents: AgentPlayer | None = None,
         by_transformers: bool = False,
         servers: ServerEngine | None = None,
     ) -> None:

@@ -19,6 +19,7 @@ from dschat_lora.report.log import rlhf_line
 from dschat_lora.report.rollouts import RolloutLog
 from dschat_lora.rl.learn.engines import Engines, Retry
 from dschat_lora.rl.learn.experience import (
+    AdvantagesAndReturns,
     Experience,
     advantages_and_returns,
     check_scores,
@@ -175,16 +176,7 @@ class RlhfTrainer:
             experience = experience.scored_by_reference()
             rewards = experience.scores
         self._advance(experience, results)
-        if config.classic.log_rollouts and rank() == 0:
-            self.rollouts.write(
-                rollout_rows(
-                    experience,
-                    updater.targets,
-                    self.setup.tokenizer.decode,
-                    iteration=progress.iteration,
-                    most=config.classic.log_rollouts,
-                )
-            )
+        self._log_rollouts(experience, updater.targets)
         if not results:
             self.timer.take()
             self.setup.run.log.report_event(
@@ -322,6 +314,14 @@ class RlhfTrainer:
                 target=config.adaptive_kl_target,
                 horizon=config.kl_horizon,
                 num_samples=len(responses),
+            )
+
+    def _log_rollouts(self, experience: Experience, targets: AdvantagesAndReturns | None) -> None:
+        most = self.config.classic.log_rollouts
+        if most and rank() == 0:
+            decode, iteration = self.setup.tokenizer.decode, self.progress.iteration
+            self.rollouts.write(
+                rollout_rows(experience, targets, decode, iteration=iteration, most=most)
             )
 
     def _throughput(
