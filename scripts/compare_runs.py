@@ -350,7 +350,8 @@ def _compare_all(
                 lambda stage, options: base.run(stage, options, temporary / stage),
             )
             (kept / "inputs.done").touch()
-        pool = stack.enter_context(ThreadPoolExecutor(jobs))
+        pool = ThreadPoolExecutor(jobs)
+        stack.callback(pool.shutdown, cancel_futures=True)
         futures = [pool.submit(compare, base, tree, kept, work, *each) for each in chosen]
         for (name, processes), future in zip(chosen, futures, strict=True):
             title = f"{name} in {processes} process{'es' if processes > 1 else ''}: "

@@ -167,7 +167,7 @@ FLOORS = [
     {
         "api": Room(
             "algos checkpoint config data engine experiments.glue experiments.nlg generation lora"
-            " models pipeline report rl.draw rl.loop rl.options runtime supervised",
+            " models pipeline report rl.draw rl.loop rl.options rl.score runtime supervised",
             "IPython numpy torch",
             "command_lines notebook options process stages verbs",
         ),

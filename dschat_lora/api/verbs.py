@@ -20,8 +20,8 @@ from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig, Tu
 from dschat_lora.pipeline.stages import STAGES, planned_card, with_verb_defaults
 from dschat_lora.report.markup import safe
 from dschat_lora.rl.options.config import RewardsConfig
-from dschat_lora.rl.options.names import is_builtin, is_remote
-from dschat_lora.runtime.checks import check_function, require_packages
+from dschat_lora.rl.score.builtin_rewards import check_scorer
+from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.runtime.validation import check_audit, check_eval, check_reading
 
@@ -112,8 +112,7 @@ def judge_maker(option: str, name: str | None) -> Any:
         return None
     named: dict[str, Any] = {option: name}
     RewardsConfig(**named)  # refuses what names no function
-    if not (is_builtin(name) or is_remote(name)):
-        check_function(option, name)
+    check_scorer(option, name)
     return partial(late("pipeline.judge:make_judge"), option, name)
 
 

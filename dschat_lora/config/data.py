@@ -67,7 +67,6 @@ class SourceConfig:
     eval_ratio: float = option(
         0.05,
         help="held-out share of the rows where no --eval_data_path is given, in [0, 1)",
-        when="not eval_data_path",
     )
     data_split: str | None = option(
         None,

@@ -56,12 +56,34 @@ OLD_NAMES = {
 }
 
 
-class OldNames(MetaPathFinder, Loader):
-    """Finds modules by the names that they had, where nothing else has these.
+class _FormerModule(ModuleType):
+    """Has the attributes of its successors, which are imported when one is asked for or set."""
 
-    Such a module has the attributes of those that took its place, which are imported when one is
-    asked for.
-    """
+    def __getattr__(self, name: str) -> object:
+        if name == "__all__":
+            return [each for each in dir(self) if not each.startswith("_")]
+        for each in () if name.startswith("__") else self._successors():
+            if hasattr(each, name):
+                # Kept, so that who sets it for a while finds what to set it to again.
+                return self.__dict__.setdefault(name, getattr(each, name))
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        for each in () if name.startswith("__") else self._successors():
+            if hasattr(each, name):
+                setattr(each, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({name for each in self._successors() for name in vars(each)})
+
+    def _successors(self) -> list[ModuleType]:
+        names = OLD_NAMES[self.__name__.partition(".")[2]].split()
+        return [import_module(f"{_PACKAGE}.{each}") for each in names]
+
+
+class OldNames(MetaPathFinder, Loader):
+    """Finds modules by the names that they had, where no module has that name."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -73,13 +95,12 @@ class OldNames(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Let the module have what its successors have."""
-        old = module.__name__.partition(".")[2]
+        module.__class__ = _FormerModule
 
-        def attribute(name: str) -> object:
-            for each in OLD_NAMES[old].split() if not name.startswith("__") else ():
-                successor = import_module(f"{_PACKAGE}.{each}")
-                if hasattr(successor, name):
-                    return getattr(successor, name)
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+    def get_code(self, name: str) -> None:
+        """Refuse to run the module, as ``python -m`` would.
 
-        module.__getattr__ = attribute  # type: ignore[method-assign]
+        Raises:
+            ImportError: naming its successors.
+        """
+        raise ImportError(f"{name} has become {OLD_NAMES[name.partition('.')[2]]} of {_PACKAGE}")

@@ -138,3 +138,16 @@ def test_a_former_name_imports_nothing_until_it_is_used():
     code = "import sys, dschat_lora.rl.trainer; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "False\n"
+
+
+def test_all_names_come_by_a_star_and_what_is_set_is_set_where_it_is_used(monkeypatch):
+    from dschat_lora.rl.score import reward_functions
+
+    found = {}
+    exec("from dschat_lora.rl.rewards import *", found)
+    assert found["shortened"] is reward_functions.shortened
+    assert "load_functions" in dir(importlib.import_module("dschat_lora.rl.rewards"))
+    with monkeypatch.context() as patches:
+        patches.setattr("dschat_lora.rl.rewards.shortened", len)
+        assert reward_functions.shortened is len
+    assert reward_functions.shortened is found["shortened"]

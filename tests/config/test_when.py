@@ -152,9 +152,6 @@ CONSTANT = "--lr_scheduler_type constant --num_warmup_steps 3"
     [
         (SupervisedConfig, CONSTANT, ["num_warmup_steps:with --lr_scheduler_type constant"]),
         (NlgConfig, CONSTANT, []),
-        (SupervisedConfig, "--eval_ratio 0.1 --eval_data_path e", [
-            "eval_ratio:with --eval_data_path"
-        ]),
         (SupervisedConfig, "--merge_max_kl 1 --lora_dim 4", [
             "merge_max_kl:without --merge_adapter or --no-only_optimize_lora"
         ]),
@@ -181,9 +178,11 @@ CONSTANT = "--lr_scheduler_type constant --num_warmup_steps 3"
             "rollout_adapter_dir:with --rollout_engine transformers"
         ]),
         (RlhfConfig, "--rollout_timeout 9", ["rollout_timeout:without a server"]),
-        (RlhfConfig, "--rollout_is sequence", ["rollout_is:without --rollout_correction"]),
+        (RlhfConfig, "--rollout_is sequence", [
+            "rollout_is:without --rollout_correction or --importance_cap"
+        ]),
         (RlhfConfig, "--rollout_correction none --rollout_is_threshold 3", [
-            "rollout_is_threshold:without --rollout_correction"
+            "rollout_is_threshold:without --rollout_correction or --importance_cap"
         ]),
         (RlhfConfig, "--agent_retries 1 --max_turns 2", [
             "agent_retries:without --agent or --agent_command",

@@ -35,10 +35,9 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import is_builtin, is_remote
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
-from dschat_lora.rl.score.builtin_rewards import builtin_function
+from dschat_lora.rl.score.builtin_rewards import check_scorer
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -159,10 +158,7 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         ("judge_function", judges),
     ):
         for name in names:
-            if is_builtin(name):
-                builtin_function(name)
-            elif not is_remote(name):
-                check_function(option, name)
+            check_scorer(option, name)
     if config.batch.environment is not None:
         _check_environment(config.batch.environment)
     _check_agent(config.batch)

@@ -37,7 +37,7 @@ def of_divergence(help: str) -> Any:
 
 
 of_critic = partial(option, when="has_critic")
-of_correction = partial(option, when="rollout_correction")
+of_correction = partial(option, when="rollout_correction or importance_cap")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 from dschat_lora.config.files import read_json
 from dschat_lora.rl.options.names import BUILTIN as PREFIX
-from dschat_lora.runtime.checks import require_packages
+from dschat_lora.rl.options.names import is_builtin, is_remote
+from dschat_lora.runtime.checks import check_function, require_packages
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 
@@ -44,6 +45,18 @@ def builtin_function(name: str) -> Callable[..., Any]:
         return BUILTINS[kind](argument)
     except (ValueError, re.error) as error:
         raise ValueError(f"--reward_function {name}: {error}") from error
+
+
+def check_scorer(option: str, name: str) -> None:
+    """Refuse a name of no reward function, without importing a user's module.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if is_builtin(name):
+        builtin_function(name)
+    elif not is_remote(name):
+        check_function(option, name)
 
 
 def exact_match(argument: str) -> BuiltinReward:

@@ -1,4 +1,4 @@
-"""Lines of an iteration among the rollouts."""
+"""Rows that an iteration writes to the rollouts of its run."""
 
 import math
 from collections.abc import Callable, Mapping
