@@ -537,8 +537,7 @@ class RolloutServers:
                 answer: ServerAnswer | None = None
                 failure: ServerError | None = None
                 try:
-                    reply = server.draw(connection, body)
-                    answer = read_answer(reply, body, self.ends, self.vocabulary_size)
+                    answer = self._answer(server, connection, body)
                 except LostAdapterError as error:
                     failure = self._load_again(server, body["model"]) or error
                 except ServerError as error:
@@ -557,6 +556,11 @@ class RolloutServers:
                             self._count_failure(server, failure)
                 if failure is not None and server.lost is None and not work.is_over:
                     time.sleep(_PAUSE)
+
+    def _answer(
+        self, server: RolloutServer, connection: HTTPConnection, body: Body
+    ) -> ServerAnswer:
+        return read_answer(server.draw(connection, body), body, self.ends, self.vocabulary_size)
 
     def _count_failure(self, server: RolloutServer, failure: ServerError) -> None:
         # One that is full is waited for as long as for an answer.
