@@ -65,8 +65,7 @@ class SourceConfig:
     )
     eval_data_path: tuple[str, ...] = option((), help="held-out data, never trained on")
     eval_ratio: float = option(
-        0.05,
-        help="held-out share of the rows where no --eval_data_path is given, in [0, 1)",
+        0.05, help="held-out share of the rows where no --eval_data_path is given, in [0, 1)"
     )
     data_split: str | None = option(
         None,

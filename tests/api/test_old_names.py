@@ -144,6 +144,8 @@ def test_all_names_come_by_a_star_and_what_is_set_is_set_where_it_is_used(monkey
     from dschat_lora.rl.score import reward_functions
 
     found = {}
+    # Other tests have asked for its names.
+    monkeypatch.delitem(sys.modules, "dschat_lora.rl.rewards", raising=False)
     exec("from dschat_lora.rl.rewards import *", found)
     assert found["shortened"] is reward_functions.shortened
     assert "load_functions" in dir(importlib.import_module("dschat_lora.rl.rewards"))

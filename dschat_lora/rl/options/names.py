@@ -18,7 +18,7 @@ def is_builtin(name: str) -> bool:
 
 
 def is_remote(name: str) -> bool:
-    """Whether ``name`` is the address of a server that scores."""
+    """Whether ``name`` begins as the address of a server."""
     return name.startswith(("http://", "https://"))
 
 

@@ -20,6 +20,7 @@ from dschat_lora.config.groups import (
 )
 from dschat_lora.config.options import accepted, classic, hidden, option
 from dschat_lora.config.when import no_effect
+from dschat_lora.rl.options.names import is_remote
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
 
@@ -226,7 +227,7 @@ class TeacherConfig:
     def server(self) -> tuple[str, str] | None:
         """Address of the teacher's server without ``/v1``, and its model, or an empty name."""
         name = self.teacher_model_name_or_path or ""
-        if not name.startswith(("http://", "https://")):
+        if not is_remote(name):
             return None
         address, _, model = name.partition("#")
         return address.rstrip("/").removesuffix("/v1").rstrip("/"), model

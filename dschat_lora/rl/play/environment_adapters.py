@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any, ClassVar
 
 from dschat_lora.data.messages import Message
+from dschat_lora.rl.options.names import is_remote
+from dschat_lora.rl.play.mcp_tools import mcp_tool_schema
 from dschat_lora.runtime.checks import require_packages, working_directory
 
 
@@ -267,7 +269,7 @@ async def _open_mcp(server: str) -> tuple[Any, list[dict[str, Any]]]:
     from dschat_lora.rl.response.coroutines import run_together
 
     target: Any = server
-    if not server.startswith(("http://", "https://")):
+    if not is_remote(server):
         command, *arguments = shlex.split(server)
         target = stdio_client(StdioServerParameters(command=command, args=arguments))
     ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -308,16 +310,6 @@ async def _tools_of(client: Any) -> list[dict[str, Any]]:
         cursor = page.next_cursor
         if cursor is None:
             return found
-
-
-def mcp_tool_schema(tool: Any, prefix: str = "") -> dict[str, Any]:
-    """A tool that an MCP server lists, for a chat template, its name behind ``prefix``."""
-    function = {
-        "name": f"{prefix}{tool.name}",
-        "description": tool.description or "",
-        "parameters": tool.input_schema,
-    }
-    return {"type": "function", "function": function}
 
 
 def _make_verifiers(name: str) -> Any:
