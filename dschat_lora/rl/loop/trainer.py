@@ -22,18 +22,22 @@ from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
     Experience,
     advantages_and_returns,
-    check_scores,
-    score_responses,
-    scores_alone,
+    make_experience,
 )
 from dschat_lora.rl.learn.update import StepResult, Updater, count_deferred
-from dschat_lora.rl.loop.build import make_average, make_generator, make_pretraining
+from dschat_lora.rl.loop.build import (
+    make_average,
+    make_generator,
+    make_pretraining,
+    make_scorer,
+)
 from dschat_lora.rl.loop.sampler import RolloutSampler
 from dschat_lora.rl.loop.schedule import RlhfProgress, trainer_state
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import Batching, Minibatch, ResponseBatch
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.shaping import (
+from dschat_lora.rl.score.scores import (
+    Scores,
     clipped_rewards,
     punish_overlong,
     rescale_values,
@@ -95,6 +99,7 @@ class RlhfTrainer:
         self.schedule = self.sampler.schedule
         self.state = partial(trainer_state, self.schedule, self.progress)
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
+        self.scorer = make_scorer(setup, self.engines, self._batches_to_score)
         self.diagnostics = Diagnostics(
             setup.settings["actor"].dtype,
             samples_tokens=config.batch.draws_from_policy and setup.answers is None,
@@ -132,10 +137,7 @@ class RlhfTrainer:
             responses = self.sampler()
         if self.setup.agents is not None:
             self.setup.agents.check(responses)
-        scores_of = partial(
-            scores_alone, self.engines, scorer=self.setup.scorer, state=self.state()
-        )
-        if resampled := self.sampler.resample(responses, scores_of):
+        if resampled := self.sampler.resample(responses, self._scores):
             responses = resampled.responses
         self.generator.make_room()
         with self.timer.phase("scoring"):
@@ -153,17 +155,14 @@ class RlhfTrainer:
             deferred = count_deferred(config.ppo, minibatches)
             from_sampler = config.ppo.use_rollout_logprobs and not deferred
             left = 1 - bool(deferred) * len(first_pass[0].numbers) / len(responses)
-            experience = score_responses(
+            experience = make_experience(
                 self.engines,
                 responses,
                 batches,
-                scorer=self.setup.scorer,
+                self._scores(responses) if resampled is None else resampled.scores,
                 deferred=deferred,
                 from_sampler=from_sampler,
-                known=None if resampled is None else resampled.scores,
-                state=self.state(),
             )
-            check_scores(experience, self.setup.tokenizer.decode)
             rewards, clip_fraction = self._shape_rewards(experience)
         learning = self.learning  # before the iteration is counted
         with self.timer.phase("training"):
@@ -171,9 +170,8 @@ class RlhfTrainer:
                 experience, rewards, deferred=deferred > 0, from_sampler=from_sampler
             )
             results = self._update(updater, minibatches, make_batch, batches)
-        experience = updater.experience  # with the old outputs
-        if self.setup.teacher_scores and results:
-            experience = experience.scored_by_reference()
+        experience = updater.experience.scored()  # with the old outputs
+        if experience.by_divergence:
             rewards = experience.scores
         self._advance(experience, results)
         self._log_rollouts(experience, updater.targets)
@@ -214,6 +212,19 @@ class RlhfTrainer:
         check_sampler(metrics, self.diagnostics.dtype, config.batch.rollout_engine)
         self._report(metrics, experience)
         return results[-1].skipped
+
+    def _scores(self, responses: Sequence[Response]) -> Scores:
+        return self.scorer(responses, self.state())
+
+    def _batches_to_score(self, responses: Sequence[Response]) -> list[ResponseBatch]:
+        """Batches of the first pass; of one step where further prompts may be scored."""
+        whole, make_batch = self.config.ppo.dynamic_sampling, self._batching.collator(responses)
+        minibatches = self._batching.minibatches(
+            responses,
+            rows_per_step=len(responses) if whole else self.schedule.rows_per_step,
+            iteration=self.progress.iteration,
+        )
+        return [make_batch(rows) for each in minibatches for rows in each.micro_batches]
 
     def _read_text(self, steps: int) -> None:
         """Have the text of the steps to come: one that cannot be read is to stop before them."""
