@@ -230,18 +230,15 @@ def reward_options(
     weights = None if weights is None else _numbers(weights)
     # A scorer gives several rewards, by its names.
     counts = [len(getattr(each, "names", ())) or 1 for each in given]
-    if weights is not None and len(weights) not in (
-        sum(counts),
-        sum(counts) + (critic is not None),
-    ):
+    count = sum(counts)
+    if weights is not None and len(weights) not in (count, count + (critic is not None)):
         raise ValueError(
-            f"--reward_weights has {len(weights)} weights for {sum(counts)} rewards; give one for "
-            "each"
+            f"--reward_weights has {len(weights)} weights for {count} rewards; give one for each"
         )
     left, path = [*(weights or ())], model_value(critic, "critic")
     functions, scales, own = list[str](), list[float](), list[float]()
-    for each, count in zip(given, counts, strict=True):
-        scale, left = left[:count], left[count:]
+    for each, own_count in zip(given, counts, strict=True):
+        scale, left = left[:own_count], left[own_count:]
         name = _reward_function(each, stack)
         if name is None:
             other = model_value(each, "rewards")
