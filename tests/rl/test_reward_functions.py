@@ -15,7 +15,12 @@ from dschat_lora.rl.loop.validation import check_rewards
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
-from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions, load_scorer
+from dschat_lora.rl.score.reward_functions import (
+    RewardFunction,
+    RewardFunctions,
+    load_function,
+    load_scorer,
+)
 from dschat_lora.rl.score.scores import EpisodeScorer, RewardSum, Scores
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
@@ -347,6 +352,81 @@ def test_weights_are_of_the_functions_and_last_of_the_model():
     assert found == {"reward_model": 3.0, "json_valid": 0.5, "length": 2.0}
     with pytest.raises(ValueError, match="--reward_weights has 1 weights for 2 functions"):
         RewardsConfig(reward_function=names, reward_weights=(1.0,))
+
+
+# ---------------------------------------------------------------------------- scorers
+
+
+class Two:
+    """Two rewards; what it was asked is kept."""
+
+    names = ("sizes", "groups")
+
+    def __init__(self, found=None):
+        self.found, self.asked = found, []
+
+    def __call__(self, responses, state):
+        self.asked.append((responses, state.global_step))
+        if self.found is not None:
+            return self.found
+        sizes = torch.tensor([len(each.token_ids) for each in responses])
+        return {"sizes": sizes, "groups": [each.group or None for each in responses]}
+
+
+def test_a_scorer_sees_responses_as_text_tokens_and_rows_and_scores_by_name():
+    mine = Two()
+    functions = RewardFunctions((made(mine, "a:two"), made(lambda responses: [7, 8, 9], "b:sizes")))
+    assert functions.names == ("sizes", "groups", "sizes_2")
+    functions.check_columns(())
+    found = functions(RESPONSES, TrainerState(global_step=3)).by_name
+    assert {name: values.tolist() for name, values in found.items() if name != "groups"} == {
+        "sizes": [3.0, 1.0, 4.0],
+        "sizes_2": [7.0, 8.0, 9.0],
+    }
+    assert found["groups"].isnan().tolist() == [True, True, False]
+    ((responses, step),) = mine.asked
+    first = responses[0]
+    assert step == 3
+    assert (first.prompt, first.text, first.token_ids) == ("5 6", "7 8", [7, 8, 2])
+    assert (first.row, first.group, first.ended) == (ROWS[0], 0, True)
+    assert first.messages == [*HELLO, {"role": "assistant", "content": "7 8"}]
+
+
+def test_a_name_that_a_scorer_leaves_out_is_not_scored():
+    found = made(Two({"groups": [1, 2, None]}))(RESPONSES)
+    assert found[:, 0].isnan().all()
+    assert found[:2, 1].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([1, 2, 3], "returned a list; it must return scores of the responses by its names sizes, "),
+        ({"size": [1, 2, 3]}, r"returned \['size'\]; it must"),
+        ({"sizes": [1, 2]}, "returned 2 scores for 3 responses"),
+        ({"sizes": [1, 2, "x"]}, "returned 'x' for the prompt"),
+    ],
+)
+def test_what_a_scorer_may_not_return_is_refused(found, words):
+    with pytest.raises(ValueError, match=f"--reward_function mine:score {words}"):
+        made(Two(found))(RESPONSES)
+
+
+def test_weights_of_a_scorer_are_of_its_names_and_checked_once_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "two_rewards.py").write_text(
+        "class Two:\n    names = ('a', 'b')\n"
+        "    def __call__(self, responses, state):\n        return {}\n"
+    )
+    names = ("two_rewards:Two", "builtin:length=3")
+    config = RewardsConfig(reward_function=names, reward_weights=(1.0, 2.0, 3.0))
+    found = load_scorer(config, Words(), has_model=False)
+    assert found.weights == {"a": 1.0, "b": 2.0, "length": 3.0}
+    config = RewardsConfig(reward_function=names, reward_weights=(1.0,) * 5)
+    with pytest.raises(ValueError, match="--reward_weights has 5 weights for 3 functions"):
+        load_scorer(config, Words(), has_model=True)
+    with pytest.raises(ValueError, match="--judge_function two_rewards:Two gives 2 rewards"):
+        load_function("judge_function", "two_rewards:Two", Words())
 
 
 # ---------------------------------------------------------------------------- built-ins
