@@ -19,7 +19,7 @@ from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import advantages_and_returns, score_responses
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.learn.update import Updater, count_deferred
+from dschat_lora.rl.learn.update import Steps, Updater, count_deferred
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, make_minibatches
 from dschat_lora.rl.response.response import Response
@@ -261,6 +261,7 @@ def _iteration(
         engines,
         ppo,
         experience,
+        Steps(steps, make, batches, deferred),
         estimate_advantages=partial(
             advantages_and_returns,
             rewards=torch.where(scores.isnan(), 0, scores),
@@ -268,12 +269,12 @@ def _iteration(
             kl_coef=ppo.kl_coef,
         ),
         kl_coef=ppo.kl_coef,
+        entropy_coef=ppo.entropy_coef,
         pretraining=pretraining,
         max_length=LONGEST,
-        deferred=deferred > 0,
     )
     results = []
-    for result in updater.steps(steps, make, factor_of, first_batches=batches):
+    for result in updater.steps(factor_of):
         results.append(asdict(result))
         if average is not None:
             average.update()

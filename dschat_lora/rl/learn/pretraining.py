@@ -22,6 +22,8 @@ class TextWindow:
 class Pretraining:
     """The text of one optimizer step after another, epoch after epoch."""
 
+    name = "pretraining"
+
     def __init__(self, loader: StepLoader | StreamLoader, *, coefficient: float) -> None:
         self.coefficient = coefficient  # weight of its loss per token
         self._loader, self._step, self._counts = loader, 0, StepCounts()

@@ -1,13 +1,15 @@
 """The schedule and the progress of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dschat_lora.engine.distributed import data_world_size, local_rank, rank
 from dschat_lora.rl.draw.order import PromptOrder
 from dschat_lora.rl.draw.prompt_stream import PromptStream
+from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.throughput import PHASES
 from dschat_lora.runtime.loop import Progress
@@ -100,6 +102,18 @@ class RlhfProgress(Progress):
     moments: dict[str, float] = field(default_factory=dict)  # of scores
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @classmethod
+    def of(cls, config: PpoConfig) -> "RlhfProgress":
+        """That of a run that begins."""
+        kl, entropy = config.kl_coef, config.entropy_coef
+        return cls(kl_coef=kl, kl_start=kl, entropy_coef=entropy, entropy_start=entropy)
+
+    def count_iteration(self, responses: Sequence[Response]) -> None:
+        """Count an iteration and its responses."""
+        self.iteration += 1
+        self.responses += len(responses)
+        self.tokens += sum(map(len, responses))
 
     def restore(self, state: dict[str, Any]) -> None:
         # An earlier version kept nothing of the entropy.

@@ -193,8 +193,7 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         name: EngineState(engine, setup.roles.models[name].model)
         for name, engine in trainer.engines.trained.items()
     }
-    if trainer.average is not None:
-        states["actor_ema"] = trainer.average
+    states |= trainer.parts.averages()
     order, answers, config = schedule.order, trainer.sampler.answers, setup.config
     identity = {**setup.identity, "stage": setup.run.stage}
     if config.data.streaming:
@@ -208,16 +207,15 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         "answers": answers if isinstance(answers, PromptStream) else None,
         "watch": trainer.diagnostics,
         "evaluation": evaluator,
-        "rollouts": trainer.rollouts,
-        "pretraining": trainer.pretraining,
         "rollouts_ahead": trainer.sampler.ahead,
+        **trainer.parts.stateful(),
     }
     return Checkpointer(
         setup.run,
         engines=states,
         parts={name: part for name, part in parts.items() if part is not None},
         identity=identity,
-        on_checkpoint=trainer.rollouts.sync,
+        on_checkpoint=trainer.parts.before_checkpoint,
     )
 
 
@@ -241,9 +239,8 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
     trainer.engines.eval()
     for role, adapted in roles.trained.items():
         _export(setup, role, adapted, results)
-    if trainer.average is not None:
-        tensors = dict(trainer.average.tensors())
-        _export(setup, "actor_ema", roles.actor, results, tensors=tensors)
+    for name, average in trainer.parts.averages().items():
+        _export(setup, name, roles.actor, results, tensors=dict(average.tensors()))
     say_next_steps(setup.run)
 
 

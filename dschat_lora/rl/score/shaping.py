@@ -1,6 +1,7 @@
 """Shaping of rewards: scale, clip, and penalties for responses that are cut off."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,35 @@ from dschat_lora.rl.options.config import RewardsConfig
 # Scores that the scale of --reward_scaling initial is taken from, at least. The standard error of
 # a deviation from n scores is about 1 / sqrt(2 n) of it: 18 % of 16 scores, 9 % of 64.
 INITIAL_SCORES = 64
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Rewards of an iteration's N responses."""
+
+    rewards: Tensor  # (N,), 0 for responses that do not count
+    clip_fraction: float  # share of the scores at a bound of the clip
+    moments: RunningMoments  # with these scores counted
+
+
+def shape(
+    scores: Tensor,
+    ended: Tensor,
+    lengths: Sequence[int],
+    moments: RunningMoments,
+    config: RewardsConfig,
+    *,
+    longest: int,
+) -> Shaped:
+    """Rewards by all options of shaping, of responses of ``lengths`` tokens, up to ``longest``.
+
+    The others are those of :func:`shaped_rewards`.
+    """
+    rewards, moments = shaped_rewards(scores, ended, moments, config)
+    clip_fraction = float(clipped_rewards(rewards, ended, config).double().mean())
+    if config.soft_overlong_tokens:
+        rewards = punish_overlong(rewards, lengths, longest=longest, config=config)
+    return Shaped(torch.where(scores.isnan(), 0, rewards), clip_fraction, moments)
 
 
 def shaped_rewards(
