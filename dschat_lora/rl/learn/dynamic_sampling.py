@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from dschat_lora.algos.advantages import equal_groups
-from dschat_lora.rl.learn.experience import Scores
 from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:
     for name in {**scores.columns, **found.columns}:
         columns[name] = list(scores.columns.get(name, [None] * size))
         columns[name][to] = found.columns.get(name, [None] * len(found.total))[of]
-    return Scores(
-        put(scores.total, found.total),
-        {name: put(names[name], found.by_name[name]) for name in names},
-        scores.metrics,
-        columns,
+    return replace(
+        scores,
+        total=put(scores.total, found.total),
+        by_name={name: put(names[name], found.by_name[name]) for name in names},
+        columns=columns,
     )

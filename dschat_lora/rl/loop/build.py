@@ -1,6 +1,6 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,12 @@ from dschat_lora.rl.draw.rollout_engines import ServerEngine
 from dschat_lora.rl.draw.rollout_servers import RolloutServers
 from dschat_lora.rl.draw.vllm_server import sleeps
 from dschat_lora.rl.learn.ema import MovingAverage
-from dschat_lora.rl.learn.engines import Engines, policies_of, resolve_architecture
+from dschat_lora.rl.learn.engines import (
+    Engines,
+    RewardModelScorer,
+    policies_of,
+    resolve_architecture,
+)
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.loop.memory import cache_columns
@@ -30,6 +35,9 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.response.batch import ResponseBatch
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import RewardSum, Scorer
 from dschat_lora.rl.watch.rows import RolloutLog
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
@@ -75,6 +83,17 @@ def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Networ
     with option_errors_for(role):
         groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
     return TrainEngine(network, groups, setup.settings[role])
+
+
+def make_scorer(
+    setup: RlhfSetup,
+    engines: Engines,
+    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
+) -> Scorer:
+    """What scores; the reward model, if there is one, reads ``batches``."""
+    if isinstance(setup.scorer, RewardSum) and engines.reward is not None:
+        return setup.scorer.adding(RewardModelScorer(engines, batches))
+    return setup.scorer
 
 
 def make_throughput(

@@ -18,13 +18,13 @@ from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.draw.prompt_stream import Pool, PromptStream
 from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.learn.dynamic_sampling import Resampled, resample
-from dschat_lora.rl.learn.experience import Scores
 from dschat_lora.rl.learn.teacher import answer_of
 from dschat_lora.rl.loop.schedule import RlhfProgress, make_rlhf_schedule
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import answers_data
-from dschat_lora.rl.response.batch import Batching, ResponseBatch
+from dschat_lora.rl.response.batch import Batching
 from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import Scores
 from dschat_lora.rl.watch.throughput import PhaseTimer
 
 
@@ -100,7 +100,7 @@ class RolloutSampler:
     def resample(
         self,
         responses: list[Response],
-        scores_of: Callable[[Sequence[Response], Sequence[ResponseBatch]], Scores],
+        scores_of: Callable[[Sequence[Response]], Scores],
     ) -> Resampled | None:
         """The responses by dynamic sampling, with their scores; None without it."""
         tries, iteration = self.config.ppo.dynamic_sampling, self.progress.iteration
@@ -113,11 +113,7 @@ class RolloutSampler:
 
         def score(found: Sequence[Response]) -> Scores:
             with self._timer.phase("scoring"):
-                (whole,) = self._batching.minibatches(
-                    found, rows_per_step=len(found), iteration=iteration
-                )
-                make_batch = self._batching.collator(found)
-                return scores_of(found, list(map(make_batch, whole.micro_batches)))
+                return scores_of(found)
 
         begun = set(self._begun(iteration))
         further = [number for number in self._further(iteration) if number not in begun]

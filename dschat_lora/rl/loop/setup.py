@@ -57,10 +57,10 @@ from dschat_lora.rl.play.stateful_environment import StatefulEnvironment, load_e
 from dschat_lora.rl.play.turn_tokens import TurnTokens
 from dschat_lora.rl.score.reward_functions import (
     RewardFunction,
-    RewardFunctions,
     load_function,
-    load_functions,
+    load_scorer,
 )
+from dschat_lora.rl.score.scores import RewardSum, TeacherScorer
 from dschat_lora.rl.score.user_functions import UserFunction
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
@@ -105,7 +105,7 @@ class RlhfSetup:
     roles: Roles
     settings: dict[str, EngineSettings]  # by trained role
     counter: FlopCounter | None  # None for an architecture that is not understood
-    scorer: RewardFunctions | None  # None: the reward model alone scores
+    scorer: RewardSum | TeacherScorer  # to which the reward model is added, if there is one
     judge: RewardFunction | None
     episodes: Episodes | None  # None: of one turn
     agents: "Agents | None"  # that play episodes, in the place of an environment
@@ -127,11 +127,6 @@ class RlhfSetup:
             seed=self.config.run.seed,
             closing=self.run.closing,
         )
-
-    @property
-    def teacher_scores(self) -> bool:
-        """Whether the reward that is reported is how near responses are to a teacher's."""
-        return self.roles.teaches and self.scorer is None and self.roles.reward is None
 
 
 def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
@@ -275,7 +270,7 @@ def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) 
 
 def _check_columns(
     prompts: Prepared,
-    scorer: RewardFunctions | None,
+    scorer: RewardSum | TeacherScorer,
     judge: RewardFunction | None,
     episodes: Episodes | None,
     agents: "Agents | None",
@@ -287,10 +282,7 @@ def _check_columns(
     others += [] if agents is None else [agents.program]
     for other in others:
         other.check_columns(columns)
-    if scorer is not None:
-        objects = set() if scorer.objects is None else {"environments", "environment"}
-        for function in (*scorer.functions, *scorer.gates):
-            function.check_columns(columns | objects)
+    scorer.check_columns(columns)
 
 
 def _check_others(config: RlhfConfig, num_prompts: int) -> None:
@@ -308,30 +300,28 @@ def _check_others(config: RlhfConfig, num_prompts: int) -> None:
 
 def _scorer(
     config: RlhfConfig, tokenizer: Tokenizer, episodes: Episodes | None, agents: "Agents | None"
-) -> RewardFunctions | None:
-    """The reward functions, with the reward of an environment or agent; None if there are none.
+) -> RewardSum | TeacherScorer:
+    """What scores, but for the reward model, which engines have.
 
     Raises:
         ValueError: if nothing scores.
     """
-    environment = None if episodes is None else episodes.environment
+    rewards, has_model = config.rewards, config.critic.model_name_or_path is not None
+    episode, objects = None, None
     if agents is not None:
-        return replace(load_functions(config.rewards, tokenizer), environment=agents.program.label)
-    if isinstance(environment, StatefulEnvironment):
-        scorer = load_functions(config.rewards, tokenizer)
-        found = replace(scorer, environment=environment.label(), objects=environment.objects)
-        if found.environment is not None or found.functions or found.gates:
-            return found
-    elif config.rewards.reward_function or (
-        config.rewards.reward_gate and config.critic.model_name_or_path
-    ):
-        return load_functions(config.rewards, tokenizer)
-    if config.critic.model_name_or_path is None and not config.ppo.rules.distills:
-        raise ValueError(
-            f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
-            "or step), and neither --reward_function nor --critic_model_name_or_path does"
+        episode = agents.program.label
+    elif episodes is not None and isinstance(episodes.environment, StatefulEnvironment):
+        episode, objects = episodes.environment.label(), episodes.environment.objects
+    if rewards.reward_function or episode is not None or has_model:
+        return load_scorer(
+            rewards, tokenizer, has_model=has_model, episodes=episode, objects=objects
         )
-    return None
+    if config.ppo.rules.distills:
+        return TeacherScorer()
+    raise ValueError(
+        f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
+        "or step), and neither --reward_function nor --critic_model_name_or_path does"
+    )
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:

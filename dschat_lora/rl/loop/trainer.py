@@ -1,5 +1,6 @@
 """Iterations of PPO, RLOO, GRPO and their kin: draw responses, score them, learn, watch."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -12,23 +13,23 @@ from dschat_lora.rl.learn.engines import Engines, Retry
 from dschat_lora.rl.learn.experience import (
     Experience,
     advantages_and_returns,
-    check_scores,
-    score_responses,
-    scores_alone,
+    make_experience,
 )
 from dschat_lora.rl.learn.update import StepResult, Steps, Updater, plan_steps
 from dschat_lora.rl.loop.build import (
     make_generator,
     make_parts,
     make_pretraining,
+    make_scorer,
     make_throughput,
 )
 from dschat_lora.rl.loop.parts import EntropyTarget
 from dschat_lora.rl.loop.sampler import RolloutSampler
 from dschat_lora.rl.loop.schedule import RlhfProgress, trainer_state
 from dschat_lora.rl.loop.setup import RlhfSetup
-from dschat_lora.rl.response.batch import Batching
-from dschat_lora.rl.score.shaping import Shaped, rescale_values, shape
+from dschat_lora.rl.response.batch import Batching, ResponseBatch
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
 from dschat_lora.rl.watch.diagnostics import Diagnostics, check_sampler
 from dschat_lora.rl.watch.metrics import iteration_metrics, source_metrics, version_metrics
 from dschat_lora.runtime.loop import standard_schedule
@@ -65,6 +66,7 @@ class RlhfTrainer:
         self.schedule = self.sampler.schedule
         self.state = partial(trainer_state, self.schedule, self.progress)
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
+        self.scorer = make_scorer(setup, self.engines, self._batches_to_score)
         self.diagnostics = Diagnostics(
             setup.settings["actor"].dtype,
             samples_tokens=config.batch.draws_from_policy and setup.answers is None,
@@ -91,10 +93,7 @@ class RlhfTrainer:
             responses = self.sampler()
         if self.setup.agents is not None:
             self.setup.agents.check(responses)
-        scores_of = partial(
-            scores_alone, self.engines, scorer=self.setup.scorer, state=self.state()
-        )
-        if resampled := self.sampler.resample(responses, scores_of):
+        if resampled := self.sampler.resample(responses, self._scores):
             responses = resampled.responses
         self.generator.make_room()
         with phase("scoring"):
@@ -108,25 +107,20 @@ class RlhfTrainer:
             if self.pretraining is not None and "actor" in learning:
                 # Text that cannot be read is to stop the run before these steps.
                 self.pretraining.read(len(steps.minibatches))
-            experience = score_responses(
+            experience = make_experience(
                 self.engines,
                 responses,
                 steps.first_batches,
-                scorer=self.setup.scorer,
+                self._scores(responses) if resampled is None else resampled.scores,
                 deferred=steps.deferred,
                 from_sampler=steps.from_sampler,
-                known=None if resampled is None else resampled.scores,
-                state=self.state(),
             )
-            check_scores(experience, self.setup.tokenizer.decode)
             shaped = self._shape(experience)
         with phase("training"):
             updater = self._updater(experience, shaped.rewards, steps)
             results = self._learn(updater)
-        experience, rewards = updater.experience, shaped.rewards
-        if self.setup.teacher_scores and results:
-            experience = experience.scored_by_reference()
-            rewards = experience.scores
+        experience = updater.experience.scored()  # with the old outputs
+        rewards = experience.scores if experience.by_divergence else shaped.rewards
         progress.count_iteration(responses)
         of_parts = self.parts.after_iteration(experience, updater.targets)
         if not results:
@@ -158,6 +152,19 @@ class RlhfTrainer:
         self._report(metrics, experience)
         self.parts.check()
         return results[-1].skipped
+
+    def _scores(self, responses: Sequence[Response]) -> Scores:
+        return self.scorer(responses, self.state())
+
+    def _batches_to_score(self, responses: Sequence[Response]) -> list[ResponseBatch]:
+        """Batches of the first pass; of one step where further prompts may be scored."""
+        whole, make_batch = self.config.ppo.dynamic_sampling, self._batching.collator(responses)
+        minibatches = self._batching.minibatches(
+            responses,
+            rows_per_step=len(responses) if whole else self.schedule.rows_per_step,
+            iteration=self.progress.iteration,
+        )
+        return [make_batch(rows) for each in minibatches for rows in each.micro_batches]
 
     def _shape(self, experience: Experience) -> Shaped:
         """Rewards from scores, whose moments are kept."""

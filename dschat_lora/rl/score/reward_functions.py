@@ -2,18 +2,31 @@
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_lora.engine.distributed import raise_together, rank, sum_over_processes, world_size
+from dschat_lora.engine.distributed import (
+    device,
+    raise_together,
+    rank,
+    sum_over_processes,
+    world_size,
+)
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.options.names import is_remote
 from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import (
+    REWARD_MODEL,
+    EpisodeScorer,
+    RewardSum,
+    Scores,
+    weighted_sum,
+)
 from dschat_lora.rl.score.user_functions import (
     RewardError,
     RewardLog,
@@ -22,6 +35,7 @@ from dschat_lora.rl.score.user_functions import (
     find_function,
     named_parameters,
     one_at_a_time,
+    shortened,
     takes_all,
 )
 
@@ -136,21 +150,25 @@ class RewardFunction(UserFunction):
         return number
 
 
-def shortened(text: str, most: int = 200) -> str:
-    return text if len(text) <= most else f"...{text[-most:]}"
-
-
 @dataclass(frozen=True)
 class RewardFunctions:
-    """Functions that score every response, each with a weight; none where a model alone scores."""
+    """Functions that score every response; each process calls them with some."""
 
     functions: tuple[RewardFunction, ...]
-    weights: tuple[float, ...]
-    model_weight: float = 1.0  # of the reward model, where there is one
     log: RewardLog = field(default_factory=RewardLog)  # of all functions
-    environment: str | None = None  # the name of the reward that an environment gives, if any
     objects: Mapping[int, Any] | None = None  # a stateful environment's, by number of the response
-    gates: tuple[RewardFunction, ...] = ()  # where one scores 0 or less, the sum is at most 0
+    taken: tuple[str, ...] = (REWARD_MODEL,)  # names of other rewards
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions, those of one name numbered from the second on."""
+        found: list[str] = []
+        for each in self.functions:
+            label, number = each.label, 2
+            while label in (*found, *self.taken):
+                label, number = f"{each.label}_{number}", number + 1
+            found.append(label)
+        return tuple(found)
 
     @property
     def logs(self) -> bool:
@@ -160,87 +178,76 @@ class RewardFunctions:
             or not {"log_extra", "log_metric", "solution_str", "queries"}.isdisjoint(
                 named_parameters(each.function)
             )
-            for each in (*self.functions, *self.gates)
+            for each in self.functions
         )
 
-    def __call__(
-        self, responses: Sequence[Response], device: torch.device, state: TrainerState | None = None
-    ) -> dict[str, Tensor]:
-        """(N,) scores on every rank by the function's name, not weighted; call on every rank.
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse functions that ask for columns which the data lacks."""
+        objects = set() if self.objects is None else {"environments", "environment"}
+        for each in self.functions:
+            each.check_columns({*columns, *objects})
+
+    def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
+        """The scores; call on every rank.
 
         Raises:
             RewardError: if a function fails or returns something else than scores.
         """
         try:
-            return {
-                label: each(responses, device, state, self.objects)
-                for label, each in self.by_label().items()
+            by_name = {
+                name: each(responses, device(), state, self.objects)
+                for name, each in zip(self.names, self.functions, strict=True)
             }
         except Exception as error:
             raise RewardError from error
-
-    def total(self, rewards: "dict[str, Tensor]", model: Tensor | None) -> Tensor:
-        """(N,) weighted sum of the functions' scores and the reward ``model``'s, if there is one.
-
-        A function's NaN is left out; the sum is NaN where nothing else came. Where a gate is
-        closed it is at most 0.
-        """
-        labels = list(self.by_label())
-        weights = dict(zip(labels, self.weights, strict=False))
-        if self.environment is not None:
-            weights[self.environment] = 1.0
-        total = torch.zeros_like(next(iter(rewards.values())))
-        scored = torch.zeros_like(total, dtype=torch.bool)
-        if model is not None:
-            total, scored = self.model_weight * model, ~scored
-        for label, weight in weights.items():
-            missing = rewards[label].isnan()
-            total = total + torch.where(missing, 0, weight * rewards[label])
-            scored = scored | ~missing
-        for label in labels[len(self.functions) :]:
-            total = torch.where(rewards[label] <= 0, total.clamp(max=0), total)
-        return total.masked_fill(~scored, torch.nan)
-
-    def by_label(self) -> dict[str, RewardFunction]:
-        """The functions by name, those of one name numbered from the second on."""
-        found: dict[str, RewardFunction] = {}
-        for each in (*self.functions, *self.gates):
-            label, number = each.label, 2
-            while label in (*found, self.environment, "reward_model"):
-                label, number = f"{each.label}_{number}", number + 1
-            found[label] = each
-        return found
+        metrics, columns = self.log.take(responses) if self.logs else ({}, {})
+        total = weighted_sum(by_name, dict.fromkeys(by_name, 1.0))
+        return Scores(total, by_name, metrics=metrics, columns=columns)
 
 
-def load_functions(config: RewardsConfig, tokenizer: Tokenizer) -> RewardFunctions:
+def load_scorer(
+    config: RewardsConfig,
+    tokenizer: Tokenizer,
+    *,
+    has_model: bool,
+    episodes: str | None = None,
+    objects: Mapping[int, Any] | None = None,
+) -> RewardSum:
     """The functions of ``--reward_function`` with their weights, and those of ``--reward_gate``.
+
+    With ``has_model`` the reward model is to be added, which :meth:`RewardSum.adding` does.
+    ``episodes`` is the name of the reward that an environment or agent gives, and ``objects`` are
+    those of a stateful environment.
 
     Raises:
         ValueError: if one cannot be used.
     """
     log = RewardLog()
-    functions, gates = (
-        tuple(
-            load_function(
-                option,
-                name,
-                tokenizer,
-                batch=config.reward_batch,
-                retries=config.reward_retries,
-                timeout=config.reward_timeout,
-                log=log,
-            )
-            for name in getattr(config, option)
+    functions = tuple(
+        load_function(
+            option,
+            name,
+            tokenizer,
+            batch=config.reward_batch,
+            retries=config.reward_retries,
+            timeout=config.reward_timeout,
+            log=log,
         )
         for option in ("reward_function", "reward_gate")
+        for name in getattr(config, option)
     )
-    weights = config.reward_weights or (1.0,) * len(functions)
-    return RewardFunctions(
-        functions,
-        weights[: len(functions)],
-        weights[len(functions)] if len(weights) > len(functions) else 1.0,
-        log,
-        gates=gates,
+    own = () if episodes is None else (EpisodeScorer(episodes),)
+    taken = tuple(name for each in own for name in each.names)
+    scorer = RewardFunctions(functions, log, objects, (*taken, REWARD_MODEL))
+    count = len(config.reward_function)
+    weights = config.reward_weights or (1.0,) * count
+    of_model = {REWARD_MODEL: (*weights[count:], 1.0)[0]} if has_model else {}
+    scored, gates = scorer.names[:count], scorer.names[count:]
+    return RewardSum(
+        (*((scorer,) if functions else ()), *own),
+        {**of_model, **dict(zip(scored, weights, strict=False)), **dict.fromkeys(taken, 1.0)},
+        gates,
+        tokenizer.decode,
     )
 
 

@@ -474,3 +474,7 @@ class RewardError(UserFunctionError):
     """A reward function failed; the cause is its error. Raised on every rank."""
 
     what = "a reward function"
+
+
+def shortened(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"...{text[-most:]}"

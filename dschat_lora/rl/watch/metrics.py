@@ -16,6 +16,7 @@ from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import RolloutCorrection
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import TIMED_OUT, Response
+from dschat_lora.rl.score.scores import REWARD_MODEL
 from dschat_lora.runtime.loop import rate_metrics
 
 
@@ -158,9 +159,9 @@ def _num_turns(response: Response) -> int:
 
 
 def rewards_by_name(experience: Experience) -> dict[str, float]:
-    """Mean and deviation of what each function scored, and the metrics that functions logged."""
-    found = {}
-    for name, scores in experience.rewards.items():
+    """Mean and deviation of each of several rewards, and the metrics that functions logged."""
+    found, alone = {}, set(experience.rewards) == {REWARD_MODEL}
+    for name, scores in experience.rewards.items() if not alone else ():
         counted = scores[experience.counts & ~scores.isnan()].double()
         if len(counted):
             found[f"reward/{name}"] = float(counted.mean())
