@@ -44,9 +44,7 @@ from dschat_lora.rl.watch.metrics import (
     importance_metrics,
     response_metrics,
     sampler_errors,
-    source_metrics,
     update_metrics,
-    version_metrics,
 )
 from dschat_lora.rl.watch.rows import rollout_rows
 from dschat_lora.rl.watch.throughput import (
@@ -128,15 +126,10 @@ class RlhfTrainer:
     def iterate(self) -> bool:
         """Generate, score, update and report; whether the last optimizer step was skipped."""
         config, progress = self.config, self.progress
-        with self.timer.phase("generation"):
-            responses = self.sampler()
-        if self.setup.agents is not None:
-            self.setup.agents.check(responses)
         scores_of = partial(
             scores_alone, self.engines, scorer=self.setup.scorer, state=self.state()
         )
-        if resampled := self.sampler.resample(responses, scores_of):
-            responses = resampled.responses
+        responses, scores = self.sampler.draw(scores_of)
         self.generator.make_room()
         with self.timer.phase("scoring"):
             passes = config.ppo.ppo_epochs
@@ -160,7 +153,7 @@ class RlhfTrainer:
                 scorer=self.setup.scorer,
                 deferred=deferred,
                 from_sampler=from_sampler,
-                known=None if resampled is None else resampled.scores,
+                known=scores,
                 state=self.state(),
             )
             check_scores(experience, self.setup.tokenizer.decode)
@@ -188,21 +181,17 @@ class RlhfTrainer:
             )
             return False
         metrics = {
-            **self.sampler.passes(),
+            **self.sampler.metrics(progress.iteration - 1),
             "iteration": progress.iteration,
             **update_metrics(results),
             **sampler_errors(updater.looked, bounds=config.batch.only_filters),
             **response_metrics(experience, rewards, updater.targets),
-            **source_metrics(experience.responses, self.sampler.sources),
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
             **self.generator.draft_metrics(),
-            **version_metrics(responses, progress.iteration - 1),
-            **self.sampler.cut(progress.iteration - 1),
             "kl_coef": progress.kl_coef,
             **({"entropy_coef": self.entropy_coef} if config.ppo.target_entropy else {}),
             "updates": len(results),
-            **({} if resampled is None else resampled.metrics),
             **self._throughput(
                 responses,
                 batches,
