@@ -156,9 +156,9 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
         "collate": SampleCollator(int(setup.tokenizer.pad_token_id)),
     }
     unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
-    loader: StepLoader | StreamLoader
+    coefficient = config.pretraining.unsup_coef
     if data.streaming:
-        loader = StreamLoader(
+        stream = StreamLoader(
             setup.stream(data, texts, "samples"),
             pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
             steps=config.optim.max_steps,
@@ -170,10 +170,9 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
             say=setup.run.log.say,
             **options,
         )
-    else:
-        rows = unpacked(texts.train.lengths, seed=seed)
-        loader = StepLoader(texts.train, rows=rows, **options)
-    return Pretraining(loader, coefficient=config.pretraining.unsup_coef)
+        return Pretraining(stream.steps, coefficient=coefficient, stream=stream)
+    loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
+    return Pretraining(loader.steps, coefficient=coefficient)
 
 
 def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:

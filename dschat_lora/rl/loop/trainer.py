@@ -31,7 +31,7 @@ from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
 from dschat_lora.rl.watch.diagnostics import Diagnostics, check_sampler
-from dschat_lora.rl.watch.metrics import iteration_metrics, source_metrics, version_metrics
+from dschat_lora.rl.watch.metrics import iteration_metrics
 from dschat_lora.runtime.loop import standard_schedule
 
 
@@ -60,9 +60,7 @@ class RlhfTrainer:
         self.generator = make_generator(setup, engines)
         self.pretraining = make_pretraining(setup)
         self.throughput = make_throughput(setup, engines, self.pretraining)
-        self.sampler = RolloutSampler(
-            setup, self.generator, self.progress, self._batching, self.throughput.timer
-        )
+        self.sampler = RolloutSampler(setup, self.generator, self.progress, self.throughput.timer)
         self.schedule = self.sampler.schedule
         self.state = partial(trainer_state, self.schedule, self.progress)
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
@@ -89,12 +87,7 @@ class RlhfTrainer:
     def iterate(self) -> bool:
         """Draw, score, learn and watch; whether the last optimizer step was skipped."""
         progress, phase, learning = self.progress, self.throughput.timer.phase, self.learning
-        with phase("generation"):
-            responses = self.sampler()
-        if self.setup.agents is not None:
-            self.setup.agents.check(responses)
-        if resampled := self.sampler.resample(responses, self._scores):
-            responses = resampled.responses
+        responses, scores = self.sampler.draw(self._scores)
         self.generator.make_room()
         with phase("scoring"):
             steps = plan_steps(
@@ -111,7 +104,7 @@ class RlhfTrainer:
                 self.engines,
                 responses,
                 steps.first_batches,
-                self._scores(responses) if resampled is None else resampled.scores,
+                scores or self._scores(responses),
                 deferred=steps.deferred,
                 from_sampler=steps.from_sampler,
             )
@@ -129,17 +122,13 @@ class RlhfTrainer:
             self.parts.check()
             return False
         metrics = {
-            **self.sampler.passes(),
+            **self.sampler.metrics(progress.iteration - 1),
             "iteration": progress.iteration,
             **iteration_metrics(results, updater, experience, rewards, self.config),
-            **source_metrics(experience.responses, self.sampler.sources),
             "score_clip_fraction": shaped.clip_fraction,
             **self.generator.draft_metrics(),
-            **version_metrics(responses, progress.iteration - 1),
-            **self.sampler.cut(progress.iteration - 1),
             **of_parts,
             "updates": len(results),
-            **({} if resampled is None else resampled.metrics),
             **self.throughput(
                 responses,
                 steps.first_batches,
