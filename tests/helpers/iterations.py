@@ -17,9 +17,14 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.learn.experience import advantages_and_returns, score_responses
+from dschat_lora.rl.learn.experience import (
+    Steps,
+    advantages_and_returns,
+    count_deferred,
+    score_responses,
+)
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.learn.update import Steps, Updater, count_deferred
+from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, make_minibatches
 from dschat_lora.rl.response.response import Response

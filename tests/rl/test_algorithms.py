@@ -11,8 +11,8 @@ from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.rl.learn.engines import Retry
-from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
-from dschat_lora.rl.learn.update import Steps, Updater
+from dschat_lora.rl.learn.experience import Experience, Steps, advantages_and_returns
+from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask
 from dschat_lora.rl.response.response import Response

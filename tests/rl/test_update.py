@@ -12,12 +12,14 @@ from dschat_lora.rl.learn.engines import Engines, Retry
 from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
     Experience,
+    Steps,
     add_old_outputs,
     advantages_and_returns,
+    count_deferred,
     score_responses,
 )
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.learn.update import StepResult, Steps, Updater, count_deferred
+from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask, step_counts
 from dschat_lora.rl.response.response import Response

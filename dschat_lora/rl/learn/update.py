@@ -1,7 +1,7 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -22,11 +22,10 @@ from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
 from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, add_old_outputs
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, Steps, add_old_outputs
 from dschat_lora.rl.learn.pretraining import Pretraining, TextWindow
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.response.batch import Batching, Minibatch, ResponseBatch
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.runtime.loop import broken_unless_finite
 
 
@@ -83,60 +82,6 @@ class _Sums:
 
     def _stacked(self) -> Tensor:
         return torch.stack([*vars(self).values()])
-
-
-def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
-    """How many batches, from the first on, have old outputs of the update's own forward passes.
-
-    Those of the first minibatch are made before the policy has changed. Where the first loss needs
-    old outputs of all responses, that takes a single batch.
-    """
-    first = minibatches[0].micro_batches
-    if config.weighs_by_policy or config.use_rollout_logprobs:
-        return int(len(minibatches) == len(first) == 1)
-    return len(first)
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The optimizer steps on an iteration's responses, and where old outputs come from."""
-
-    minibatches: Sequence[Minibatch]  # of all passes
-    make_batch: Callable[[Sequence[int]], ResponseBatch]  # from numbers of responses
-    first_batches: Sequence[ResponseBatch] = ()  # those of the first pass that are made
-    deferred: int = 0  # how many of those, from the first on, have old outputs of the update's
-    from_sampler: bool = False  # old log-probabilities are the decode loop's
-    per_pass: int = 1  # minibatches
-    shares_before: Mapping[str, float] = field(default_factory=dict)  # of responses, by role, with
-    # a forward pass before the update
-
-
-def plan_steps(
-    config: PpoConfig,
-    batching: Batching,
-    responses: Sequence[Response],
-    *,
-    rows_per_step: int,
-    iteration: int,
-) -> Steps:
-    """The steps of ``config.ppo_epochs`` passes over the responses, in a random order."""
-    minibatches = batching.minibatches(
-        responses, rows_per_step=rows_per_step, iteration=iteration, passes=config.ppo_epochs
-    )
-    first_pass = minibatches[: len(minibatches) // config.ppo_epochs]
-    make_batch = batching.collator(responses)
-    deferred = count_deferred(config, minibatches)
-    from_sampler = config.use_rollout_logprobs and not deferred
-    left = 1 - bool(deferred) * len(minibatches[0].numbers) / len(responses)
-    return Steps(
-        minibatches,
-        make_batch,
-        [make_batch(rows) for each in first_pass for rows in each.micro_batches],
-        deferred,
-        from_sampler,
-        len(first_pass),
-        {"actor": left * (not from_sampler), "critic": left},
-    )
 
 
 class Updater:

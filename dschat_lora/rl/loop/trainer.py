@@ -12,10 +12,12 @@ from dschat_lora.report.log import rlhf_line
 from dschat_lora.rl.learn.engines import Engines, Retry
 from dschat_lora.rl.learn.experience import (
     Experience,
+    Steps,
     advantages_and_returns,
     make_experience,
+    plan_steps,
 )
-from dschat_lora.rl.learn.update import StepResult, Steps, Updater, plan_steps
+from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.loop.build import (
     make_generator,
     make_parts,
@@ -86,20 +88,11 @@ class RlhfTrainer:
 
     def iterate(self) -> bool:
         """Draw, score, learn and watch; whether the last optimizer step was skipped."""
-        progress, phase, learning = self.progress, self.throughput.timer.phase, self.learning
+        phase, progress, learning = self.throughput.timer.phase, self.progress, self.learning
         responses, scores = self.sampler.draw(self._scores)
         self.generator.make_room()
         with phase("scoring"):
-            steps = plan_steps(
-                self.config.ppo,
-                self._batching,
-                responses,
-                rows_per_step=self.schedule.rows_per_step,
-                iteration=progress.iteration,
-            )
-            if self.pretraining is not None and "actor" in learning:
-                # Text that cannot be read is to stop the run before these steps.
-                self.pretraining.read(len(steps.minibatches))
+            steps = self._plan(responses)
             experience = make_experience(
                 self.engines,
                 responses,
@@ -113,22 +106,17 @@ class RlhfTrainer:
             updater = self._updater(experience, shaped.rewards, steps)
             results = self._learn(updater)
         experience = updater.experience.scored()  # with the old outputs
-        rewards = experience.scores if experience.by_divergence else shaped.rewards
         progress.count_iteration(responses)
         of_parts = self.parts.after_iteration(experience, updater.targets)
         if not results:
-            self.throughput.timer.take()
-            self._report_nothing_learnt(len(responses))
-            self.parts.check()
+            self._report_nothing_learnt(responses)
             return False
         metrics = {
             **self.sampler.metrics(progress.iteration - 1),
             "iteration": progress.iteration,
-            **iteration_metrics(results, updater, experience, rewards, self.config),
-            "score_clip_fraction": shaped.clip_fraction,
+            **iteration_metrics(results, updater, experience, shaped, self.config),
             **self.generator.draft_metrics(),
             **of_parts,
-            "updates": len(results),
             **self.throughput(
                 responses,
                 steps.first_batches,
@@ -139,8 +127,20 @@ class RlhfTrainer:
             ),
         }
         self._report(metrics, experience)
-        self.parts.check()
         return results[-1].skipped
+
+    def _plan(self, responses: Sequence[Response]) -> Steps:
+        """The optimizer steps to come, whose text is read: where it cannot be, none is taken."""
+        steps = plan_steps(
+            self.config.ppo,
+            self._batching,
+            responses,
+            rows_per_step=self.schedule.rows_per_step,
+            iteration=self.progress.iteration,
+        )
+        if self.pretraining is not None and "actor" in self.learning:
+            self.pretraining.read(len(steps.minibatches))
+        return steps
 
     def _scores(self, responses: Sequence[Response]) -> Scores:
         return self.scorer(responses, self.state())
@@ -211,14 +211,16 @@ class RlhfTrainer:
                 break
         return results
 
-    def _report_nothing_learnt(self, count: int) -> None:
+    def _report_nothing_learnt(self, responses: Sequence[Response]) -> None:
+        self.throughput.timer.take()
         self.setup.run.log.report_event(
             self.progress.step,
             "empty_batch",
-            f"none of the {count} responses of iteration {self.progress.iteration} counts: "
-            "no score came for any of them, no token could be drawn, or "
+            f"none of the {len(responses)} responses of iteration {self.progress.iteration} "
+            "counts: no score came for any of them, no token could be drawn, or "
             "--mask_truncated_completions left them out; nothing was learnt",
         )
+        self.parts.check()
 
     def _report(self, metrics: dict[str, Any], experience: Experience) -> None:
         """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
@@ -238,3 +240,4 @@ class RlhfTrainer:
                 f"  sample       {decode(response.prompt)!r} -> {decode(response.tokens)!r} "
                 f"(score {float(experience.scores[0]):.3g})"
             )
+        self.parts.check()
