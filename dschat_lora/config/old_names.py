@@ -19,6 +19,8 @@ OLD_NAMES = {
     "rl.config": "rl.options.config rl.options.names",
     "rl.conversations": "rl.play.conversations",
     "rl.coroutines": "rl.response.coroutines",
+    "rl.draw.order": "rl.draw.source",
+    "rl.draw.prompt_stream": "rl.draw.source",
     "rl.dynamic_sampling": "rl.learn.dynamic_sampling",
     "rl.ema": "rl.learn.ema",
     "rl.engines": "rl.learn.engines rl.loop.build",
@@ -31,12 +33,12 @@ OLD_NAMES = {
     "rl.memory": "rl.loop.memory",
     "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.watch.rows",
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
-    "rl.prompt_stream": "rl.draw.prompt_stream",
+    "rl.prompt_stream": "rl.draw.source",
     "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.messages "
     "rl.score.reward_functions rl.score.scores",
     "rl.role_config": "rl.options.role_config",
     "rl.roles": "rl.learn.roles rl.learn.network",
-    "rl.rollout": "rl.draw.generator generation.stops rl.draw.order "
+    "rl.rollout": "rl.draw.generator generation.stops rl.draw.source "
     "rl.draw.turn_decoder rl.response.transfer",
     "rl.rollout_engines": "rl.draw.rollout_engines",
     "rl.rollout_servers": "rl.draw.rollout_servers",

@@ -37,6 +37,8 @@ FORMER = {
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
     "rl.coroutines": "start in_thread run_together run_without_loop",
+    "rl.draw.order": "PromptOrder",
+    "rl.draw.prompt_stream": "Pool PromptStream",
     "rl.dynamic_sampling": "Resampled resample",
     "rl.ema": "MovingAverage",
     "rl.engines": "Retry Engines build_engines policies_of resolve_architecture",
@@ -97,9 +99,7 @@ FORMER = {
     "rl.teacher": "TeacherPrompts answer_of",
     "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter counts_over_ranks throughput_metrics",
     "rl.train": "NOTE run_rlhf train show_plan finish",
-    "rl.trainer": (
-        "RlhfTrainer make_generator RlhfSchedule StreamedSchedule RlhfProgress make_rlhf_schedule"
-    ),
+    "rl.trainer": ("RlhfTrainer make_generator RlhfSchedule RlhfProgress make_rlhf_schedule"),
     "rl.update": "StepResult count_deferred Updater",
     "rl.validation": (
         "BUNDLED_LENGTHS BUNDLED_REWARD DEFAULT_RESPONSES check_rlhf with_environment_prompts "

@@ -17,9 +17,14 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import Engines, RewardModelScorer
-from dschat_lora.rl.learn.experience import advantages_and_returns, make_experience
+from dschat_lora.rl.learn.experience import (
+    Steps,
+    advantages_and_returns,
+    count_deferred,
+    make_experience,
+)
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.learn.update import Updater, count_deferred
+from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, make_minibatches
 from dschat_lora.rl.response.response import Response
@@ -264,6 +269,7 @@ def _iteration(
         engines,
         ppo,
         experience,
+        Steps(steps, make, batches, deferred),
         estimate_advantages=partial(
             advantages_and_returns,
             rewards=torch.where(scores.isnan(), 0, scores),
@@ -271,12 +277,12 @@ def _iteration(
             kl_coef=ppo.kl_coef,
         ),
         kl_coef=ppo.kl_coef,
+        entropy_coef=ppo.entropy_coef,
         pretraining=pretraining,
         max_length=LONGEST,
-        deferred=deferred > 0,
     )
     results = []
-    for result in updater.steps(steps, make, factor_of, first_batches=batches):
+    for result in updater.steps(factor_of):
         results.append(asdict(result))
         if average is not None:
             average.update()

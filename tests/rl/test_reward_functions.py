@@ -521,7 +521,7 @@ def resampled(prompts, further, rewards, *, tries=9):
         return Scores(values, {"f": 2 * values})
 
     first = [r for place, prompt in enumerate(prompts) for r in group_of(prompt, place)]
-    found = resample(first, further=further, tries=tries, generate=generate, score=score)
+    found = resample(first, further=iter(further), tries=tries, generate=generate, score=score)
     assert [r.group for r in found.responses] == [n // 2 for n in range(len(first))]
     torch.testing.assert_close(found.scores.total, score(found.responses).total, equal_nan=True)
     torch.testing.assert_close(found.scores.by_name["f"], 2 * found.scores.total, equal_nan=True)

@@ -12,12 +12,14 @@ from dschat_lora.rl.learn.engines import Engines, Retry, RewardModelScorer
 from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
     Experience,
+    Steps,
     add_old_outputs,
     advantages_and_returns,
+    count_deferred,
     make_experience,
 )
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.learn.update import StepResult, Updater, count_deferred
+from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask, step_counts
 from dschat_lora.rl.response.response import Response
@@ -112,22 +114,26 @@ def advantages(known, by=1.0):
     return AdvantagesAndReturns(by * known.mask, (0.5 + by) * known.mask)
 
 
-def updated(roles, known, steps, *, find=advantages, config=None, pretraining=None, **options):
+def updated(
+    roles, known, steps, *, find=advantages, config=None, deferred=0, from_sampler=False, **options
+):
+    config = config or PpoConfig()
     updater = Updater(
         roles,
-        config or PpoConfig(),
+        config,
         known,
+        Steps(
+            steps,
+            lambda rows: collate(RESPONSES, rows, 0),
+            deferred=deferred,
+            from_sampler=from_sampler,
+        ),
         estimate_advantages=find,
         kl_coef=0.3,
-        pretraining=pretraining,
+        entropy_coef=config.entropy_coef,
         **options,
     )
-    results = updater.steps(
-        steps,
-        lambda rows: collate(RESPONSES, rows, 0),
-        lambda index: 10.0 + index,
-        first_batches=[],
-    )
+    results = updater.steps(lambda index: 10.0 + index)
     return [(updater.experience, result) for result in results], updater
 
 
@@ -435,8 +441,6 @@ def test_figures_are_means_over_tokens_whatever_divides_the_loss():
 
 def test_batches_that_are_there_serve_the_first_pass_in_their_order():
     roles, numbers = Roles(), [[0, 1], [2], [3], [5, 4]]
-    options = {"estimate_advantages": advantages, "kl_coef": 0.0, "pretraining": None}
-    updater = Updater(roles, PpoConfig(), experience(), **options)
     made = []
 
     def make(rows):
@@ -444,7 +448,9 @@ def test_batches_that_are_there_serve_the_first_pass_in_their_order():
         return collate(RESPONSES, rows, 0)
 
     first = [collate(RESPONSES, rows, 0) for rows in numbers]
-    list(updater.steps(TWO_HALVES * 2, make, lambda index: 1.0, first_batches=first))
+    steps = Steps(TWO_HALVES * 2, make, first)
+    options = {"estimate_advantages": advantages, "kl_coef": 0.0}
+    list(Updater(roles, PpoConfig(), experience(), steps, **options).steps(lambda index: 1.0))
     assert roles.passes == [tuple(rows) for rows in numbers] * 2
     assert made == numbers
 

@@ -1,11 +1,13 @@
 """DAPO's dynamic sampling: prompts whose responses all got one reward are replaced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
 from dschat_lora.algos.advantages import equal_groups
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores
 
@@ -33,9 +35,9 @@ class Resampled:
 def resample(
     responses: list[Response],
     *,
-    further: Sequence[int],
+    further: Iterator[PromptSample],
     tries: int,
-    generate: Callable[[Sequence[int], int], list[Response]],
+    generate: Callable[[Sequence[PromptSample], int], list[Response]],
     score: Callable[[Sequence[Response]], Scores],
 ) -> Resampled:
     """Replace groups of equal rewards by those of further prompts whose rewards differ.
@@ -45,17 +47,16 @@ def resample(
 
     Args:
         responses: those to the prompts of the iteration, group after group, all of one size.
-        further: numbers of the prompts to ask, in order.
+        further: the prompts to ask, in order.
         tries: most rounds.
-        generate: responses to prompts of these numbers, at a round counted from 1.
+        generate: responses to prompts, at a round counted from 1.
         score: the scores of responses.
     """
     size = sum(each.group == 0 for each in responses)
-    scores, waiting = score(responses), list(further)
+    scores = score(responses)
     missing, round_, replaced, generated = _equal(responses, scores), 0, 0, 0
-    while missing and waiting and round_ < tries:
+    while round_ < tries and (asked := list(islice(further, len(missing)))):
         round_ += 1
-        asked, waiting = waiting[: len(missing)], waiting[len(missing) :]
         found = generate(asked, round_)
         found_scores = score(found)
         generated += len(found)

@@ -25,6 +25,8 @@ from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.options.algorithms import PpoConfig, RolloutCorrection
 from dschat_lora.rl.response.batch import (
+    Batching,
+    Minibatch,
     ResponseBatch,
     gather_numbered,
     gather_rows,
@@ -127,6 +129,60 @@ class AdvantagesAndReturns:
 
     advantages: Tensor  # (N, R)
     returns: Tensor | None  # (N, R); None without a critic
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The optimizer steps on an iteration's responses, and where old outputs come from."""
+
+    minibatches: Sequence[Minibatch]  # of all passes
+    make_batch: Callable[[Sequence[int]], ResponseBatch]  # from numbers of responses
+    first_batches: Sequence[ResponseBatch] = ()  # those of the first pass that are made
+    deferred: int = 0  # how many of those, from the first on, have old outputs of the update's
+    from_sampler: bool = False  # old log-probabilities are the decode loop's
+    per_pass: int = 1  # minibatches
+    shares_before: Mapping[str, float] = field(default_factory=dict)  # of responses, by role, with
+    # a forward pass before the update
+
+
+def plan_steps(
+    config: PpoConfig,
+    batching: Batching,
+    responses: Sequence[Response],
+    *,
+    rows_per_step: int,
+    iteration: int,
+) -> Steps:
+    """The steps of ``config.ppo_epochs`` passes over the responses, in a random order."""
+    minibatches = batching.minibatches(
+        responses, rows_per_step=rows_per_step, iteration=iteration, passes=config.ppo_epochs
+    )
+    first_pass = minibatches[: len(minibatches) // config.ppo_epochs]
+    make_batch = batching.collator(responses)
+    deferred = count_deferred(config, minibatches)
+    from_sampler = config.use_rollout_logprobs and not deferred
+    left = 1 - bool(deferred) * len(minibatches[0].numbers) / len(responses)
+    return Steps(
+        minibatches,
+        make_batch,
+        [make_batch(rows) for each in first_pass for rows in each.micro_batches],
+        deferred,
+        from_sampler,
+        len(first_pass),
+        {"actor": left * (not from_sampler), "critic": left},
+    )
+
+
+def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
+    """How many batches, from the first on, have old outputs of the update's own forward passes.
+
+    Those of the first minibatch are made before the policy has changed. Where the first loss needs
+    old outputs of all responses, that takes a single batch.
+    """
+    first = minibatches[0].micro_batches
+    if config.weighs_by_policy or config.use_rollout_logprobs:
+        return int(len(minibatches) == len(first) == 1)
+    return len(first)
 
 
 @torch.no_grad()

@@ -9,12 +9,13 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, make_rows
 from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import data_rank, data_world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.stops import end_of_text, stop_ids
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.blocks import compile_blocks
 from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.report.rollouts import open_rollouts
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.draw.rollout_engines import ServerEngine
 from dschat_lora.rl.draw.rollout_servers import RolloutServers
@@ -29,12 +30,17 @@ from dschat_lora.rl.learn.engines import (
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.loop.memory import cache_columns
+from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
+from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardSum, Scorer
+from dschat_lora.rl.watch.rows import RolloutLog
+from dschat_lora.rl.watch.throughput import Throughput
+from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
 
 def build_engines(setup: RlhfSetup) -> Engines:
@@ -90,12 +96,49 @@ def make_scorer(
     return setup.scorer
 
 
-def make_average(setup: RlhfSetup) -> MovingAverage | None:
-    """The actor's moving average, where one is kept."""
-    classic = setup.config.classic
-    if not classic.enable_ema:
-        return None
-    return MovingAverage(setup.roles.actor.model, classic.ema_decay)
+def make_throughput(
+    setup: RlhfSetup, engines: Engines, pretraining: Pretraining | None
+) -> Throughput:
+    """What measures each iteration."""
+    return Throughput(
+        setup.counter,
+        dtype=setup.settings["actor"].torch_dtype,
+        skips_padding=engines.actor.module.policy("actor").backbone.skips_padding(device()),
+        take_text=lambda: None if pretraining is None else pretraining.take_counts(),
+    )
+
+
+def make_parts(
+    setup: RlhfSetup,
+    progress: RlhfProgress,
+    entropy: EntropyTarget,
+    pretraining: Pretraining | None,
+) -> Parts:
+    """The parts of a run by its options.
+
+    Raises:
+        ValueError: if one of ``--parts`` is none.
+    """
+    config, classic, run = setup.config, setup.config.classic, setup.run
+    assert run.directory is not None, "a dry run keeps nothing"
+    earlier = None
+    if config.checkpoint and not goes_on_in_place(config):
+        earlier = run_of(Path(config.checkpoint))
+    rollouts = RolloutLog(
+        open_rollouts(run.directory, run.log, active=rank() == 0, source=earlier),
+        setup.tokenizer.decode,
+        most=classic.log_rollouts,
+        iteration=lambda: progress.iteration,
+    )
+    average = (
+        MovingAverage(setup.roles.actor.model, classic.ema_decay) if classic.enable_ema else None
+    )
+    own = [
+        UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
+        for name in classic.parts
+    ]
+    parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
+    return Parts([part for part in parts if part is not None])
 
 
 def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
@@ -113,9 +156,9 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
         "collate": SampleCollator(int(setup.tokenizer.pad_token_id)),
     }
     unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
-    loader: StepLoader | StreamLoader
+    coefficient = config.pretraining.unsup_coef
     if data.streaming:
-        loader = StreamLoader(
+        stream = StreamLoader(
             setup.stream(data, texts, "samples"),
             pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
             steps=config.optim.max_steps,
@@ -127,10 +170,9 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
             say=setup.run.log.say,
             **options,
         )
-    else:
-        rows = unpacked(texts.train.lengths, seed=seed)
-        loader = StepLoader(texts.train, rows=rows, **options)
-    return Pretraining(loader, coefficient=config.pretraining.unsup_coef)
+        return Pretraining(stream.steps, coefficient=coefficient, stream=stream)
+    loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
+    return Pretraining(loader.steps, coefficient=coefficient)
 
 
 def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:

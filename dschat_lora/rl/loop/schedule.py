@@ -1,13 +1,15 @@
 """The schedule and the progress of a run."""
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dschat_lora.engine.distributed import data_world_size, local_rank, rank
-from dschat_lora.rl.draw.order import PromptOrder
-from dschat_lora.rl.draw.prompt_stream import PromptStream
+from dschat_lora.rl.draw.source import Source
+from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.throughput import PHASES
 from dschat_lora.runtime.loop import Progress
@@ -17,7 +19,7 @@ from dschat_lora.runtime.loop import Progress
 class RlhfSchedule:
     """How long a run is: iterations, each of some optimizer steps; and how often it evaluates."""
 
-    order: PromptOrder | PromptStream
+    source: Source
     num_generations: int
     rows_per_step: int
     ppo_epochs: int
@@ -27,7 +29,7 @@ class RlhfSchedule:
 
     def steps_of(self, iteration: int) -> int:
         """Optimizer steps of an iteration, if nothing ends it early."""
-        return self._steps_on(self.order.size(iteration))
+        return self._steps_on(self.source.size(iteration))
 
     def _steps_on(self, prompts: int) -> int:
         return self.ppo_epochs * -(-prompts * self.num_generations // self.rows_per_step)
@@ -35,13 +37,12 @@ class RlhfSchedule:
     @property
     def iterations_per_epoch(self) -> int:
         """Iterations of a pass over the prompts."""
-        return self.order.iterations_per_epoch
+        return self.source.iterations_per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a pass over the prompts."""
-        last = self.iterations_per_epoch - 1
-        return self.steps_of(0) * last + self.steps_of(last)
+        return self.steps_before(self.iterations_per_epoch)
 
     @property
     def num_steps(self) -> int:
@@ -51,37 +52,15 @@ class RlhfSchedule:
 
     def steps_before(self, iteration: int) -> int:
         """Optimizer steps planned before an iteration."""
-        epoch, number = divmod(iteration, self.iterations_per_epoch)
-        return epoch * self.steps_per_epoch + number * self.steps_of(0)
-
-    @property
-    def num_iterations(self) -> int:
-        """Iterations of the run."""
-        if not self.num_steps:
-            return 0
-        epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
-        within = min(-(-rest // self.steps_of(0)), self.iterations_per_epoch)
-        return epochs * self.iterations_per_epoch + within
-
-
-@dataclass(frozen=True)
-class StreamedSchedule(RlhfSchedule):
-    """That of prompts that are read meanwhile: iterations are full, but for those known shorter."""
-
-    order: PromptStream
-
-    def steps_before(self, iteration: int) -> int:
-        short = [number for number in self.order.short if number < iteration]
-        full = self._steps_on(self.order.per_iteration)
-        return full * (iteration - len(short)) + sum(map(self.steps_of, short))
+        sizes = self.source.sizes(iteration).items()
+        return sum(count * self._steps_on(size) for size, count in sizes)
 
     @property
     def num_iterations(self) -> int:
         """Iterations of the run, as far as is known."""
-        known = max(self.order.short, default=-1) + 1
-        rest = max(0, self.num_steps - self.steps_before(known))
-        total = known + -(-rest // self._steps_on(self.order.per_iteration))
-        return total if self.order.end is None else min(total, self.order.end)
+        steps = self.num_steps
+        total = bisect_left(range(steps), steps, key=self.steps_before)
+        return total if self.source.end is None else min(total, self.source.end)
 
 
 @dataclass
@@ -101,6 +80,18 @@ class RlhfProgress(Progress):
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
+    @classmethod
+    def of(cls, config: PpoConfig) -> "RlhfProgress":
+        """That of a run that begins."""
+        kl, entropy = config.kl_coef, config.entropy_coef
+        return cls(kl_coef=kl, kl_start=kl, entropy_coef=entropy, entropy_start=entropy)
+
+    def count_iteration(self, responses: Sequence[Response]) -> None:
+        """Count an iteration and its responses."""
+        self.iteration += 1
+        self.responses += len(responses)
+        self.tokens += sum(map(len, responses))
+
     def restore(self, state: dict[str, Any]) -> None:
         # An earlier version kept nothing of the entropy.
         super().restore(self.state() | state)
@@ -110,31 +101,19 @@ class RlhfProgress(Progress):
         self.moments = {name: float(value) for name, value in self.moments.items()}
 
 
-def make_rlhf_schedule(
-    config: RlhfConfig, num_prompts: int, stream: Callable[[int], PromptStream] | None = None
-) -> RlhfSchedule:
-    """The schedule of a run over so many prompts, or those of ``stream``, by its iteration's size.
-
-    Without that, prompts that are to be streamed count as without end.
-    """
-    batch, world = config.batch, data_world_size()
-    responses = batch.per_device_generation_batch_size * batch.generation_batches * world
-    per_iteration = responses // batch.num_generations
-    rest: dict[str, Any] = {
-        "num_generations": batch.num_generations,
-        "rows_per_step": batch.per_device_training_batch_size
-        * batch.gradient_accumulation_steps
-        * world,
-        "ppo_epochs": config.ppo.ppo_epochs,
-        "num_epochs": config.optim.num_train_epochs,
-        "max_steps": config.optim.max_steps,
-        "eval_interval": config.run.eval_interval,
-    }
-    if stream is not None:
-        return StreamedSchedule(stream(per_iteration), **rest)
-    if config.data.streaming:
-        num_prompts = per_iteration * max(1, config.optim.max_steps)
-    return RlhfSchedule(PromptOrder(num_prompts, per_iteration, config.run.seed), **rest)
+def make_rlhf_schedule(config: RlhfConfig, source: Source) -> RlhfSchedule:
+    """The schedule of a run over the prompts of a source."""
+    batch = config.batch
+    rows = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
+    return RlhfSchedule(
+        source,
+        num_generations=batch.num_generations,
+        rows_per_step=rows * data_world_size(),
+        ppo_epochs=config.ppo.ppo_epochs,
+        num_epochs=config.optim.num_train_epochs,
+        max_steps=config.optim.max_steps,
+        eval_interval=config.run.eval_interval,
+    )
 
 
 def trainer_state(schedule: RlhfSchedule, progress: RlhfProgress) -> TrainerState:
@@ -142,7 +121,7 @@ def trainer_state(schedule: RlhfSchedule, progress: RlhfProgress) -> TrainerStat
     return TrainerState(
         global_step=progress.step,
         max_steps=schedule.num_steps,
-        epoch=schedule.order.passes(progress.iteration)["epoch"],
+        epoch=schedule.source.passes(progress.iteration)["epoch"],
         num_train_epochs=schedule.num_epochs,
         is_world_process_zero=rank() == 0,
         is_local_process_zero=local_rank() == 0,

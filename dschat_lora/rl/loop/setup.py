@@ -16,7 +16,7 @@ from dschat_lora.data.encoder import describe_tokenizer, make_encoder
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind, row_options
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, world_size
+from dschat_lora.engine.distributed import data_rank, device, world_size
 from dschat_lora.generation.stops import end_of_text
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
@@ -28,6 +28,7 @@ from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
 from dschat_lora.rl.draw.rollout_servers import RolloutServer
+from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.draw.vllm_server import start_vllm
 from dschat_lora.rl.learn.roles import Roles, build_roles
 from dschat_lora.rl.learn.served_teacher import ServedTeacher, open_teacher
@@ -153,7 +154,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     judge = None if name is None else load_function("judge_function", name, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
     _check_columns(prompts, scorer, judge, episodes, agents)
-    _check_others(config, len(prompts.train))
+    check_others(config, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
     servers = _rollout_servers(config, sources, run)
@@ -283,19 +284,6 @@ def _check_columns(
     for other in others:
         other.check_columns(columns)
     scorer.check_columns(columns)
-
-
-def _check_others(config: RlhfConfig, num_prompts: int) -> None:
-    """Refuse over-sampling of data, or of blocks of a stream, that are one iteration."""
-    batch, known, remedy = config.batch, num_prompts, "give more prompts"
-    if config.data.streaming:
-        known, remedy = config.data.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
-    rows = batch.per_device_generation_batch_size * batch.generation_batches * data_world_size()
-    if batch.oversample > 1 and known <= rows // batch.num_generations:
-        raise ValueError(
-            f"--oversample {batch.oversample:g} begins further prompts than the {known} of an "
-            f"iteration, and there are no others: {remedy}, or fewer --generation_batches"
-        )
 
 
 def _scorer(

@@ -174,6 +174,35 @@ class TeacherScorer:
         return Scores(to_device(torch.tensor(total), device()), by_divergence=True)
 
 
+@dataclass(frozen=True)
+class Shaped:
+    """Rewards of an iteration's N responses."""
+
+    rewards: Tensor  # (N,), 0 for responses that do not count
+    clip_fraction: float  # share of the scores at a bound of the clip
+    moments: RunningMoments  # with these scores counted
+
+
+def shape(
+    scores: Tensor,
+    ended: Tensor,
+    lengths: Sequence[int],
+    moments: RunningMoments,
+    config: RewardsConfig,
+    *,
+    longest: int,
+) -> Shaped:
+    """Rewards by all options of shaping, of responses of ``lengths`` tokens, up to ``longest``.
+
+    The others are those of :func:`shaped_rewards`.
+    """
+    rewards, moments = shaped_rewards(scores, ended, moments, config)
+    clip_fraction = float(clipped_rewards(rewards, ended, config).double().mean())
+    if config.soft_overlong_tokens:
+        rewards = punish_overlong(rewards, lengths, longest=longest, config=config)
+    return Shaped(torch.where(scores.isnan(), 0, rewards), clip_fraction, moments)
+
+
 def shaped_rewards(
     scores: Tensor, ended: Tensor, moments: RunningMoments, config: RewardsConfig
 ) -> tuple[Tensor, RunningMoments]:

@@ -87,7 +87,7 @@ class Diagnostics:
     # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
     # no greedy choice.
     samples_tokens: bool
-    own_engine: bool = True
+    engine: str = "own"
     samplers_logprobs: bool = False  # old log-probabilities are the decode loop's
     learns_from_rewards: bool = True
     guards: bool = True  # whether those of GUARDED are looked for
@@ -199,7 +199,7 @@ class Diagnostics:
 
     def _sampler(self, row: dict[str, float]) -> str | None:
         limit = SAMPLER_TOLERANCE[self.dtype]
-        if row.get("sampler_error", 0.0) <= limit or not self.own_engine:
+        if row.get("sampler_error", 0.0) <= limit or self.engine != "own":
             return None
         return (
             f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "

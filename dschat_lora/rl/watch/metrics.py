@@ -12,11 +12,35 @@ from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
 from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
-from dschat_lora.rl.learn.update import StepResult
+from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import RolloutCorrection
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import TIMED_OUT, Response
-from dschat_lora.rl.score.scores import REWARD_MODEL
+from dschat_lora.rl.score.scores import REWARD_MODEL, Shaped
 from dschat_lora.runtime.loop import rate_metrics
+
+
+def iteration_metrics(
+    results: Sequence[StepResult],
+    updater: Updater,
+    experience: Experience,
+    shaped: Shaped,
+    config: RlhfConfig,
+) -> dict[str, float | int | None]:
+    """Metrics of an iteration's steps, its responses with their shaped rewards, and the sampler."""
+    batch, correction = config.batch, config.ppo.correction
+    rewards = experience.scores if experience.by_divergence else shaped.rewards
+    found = {
+        **update_metrics(results),
+        **sampler_errors(updater.looked, bounds=batch.only_filters),
+        **response_metrics(experience, rewards, updater.targets),
+        "score_clip_fraction": shaped.clip_fraction,
+        "updates": len(results),
+    }
+    # Sampler and policy may differ by more than rounding.
+    if batch.do_sample and (batch.rollout_engine != "own" or correction is not None):
+        found |= importance_metrics(updater.importance, updater.experience, correction)
+    return found
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
