@@ -44,7 +44,7 @@ OLD_NAMES = {
     "rl.rollout_servers": "rl.draw.rollout_servers",
     "rl.rollouts_ahead": "rl.draw.rollouts_ahead",
     "rl.served_teacher": "rl.learn.served_teacher",
-    "rl.setup": "rl.loop.setup",
+    "rl.setup": "rl.loop.setup rl.learn.roles",
     "rl.stateful_environment": "rl.play.stateful_environment",
     "rl.teacher": "rl.learn.teacher",
     "rl.throughput": "rl.watch.throughput",

@@ -63,6 +63,6 @@ def test_rollouts_stop_at_every_end_token(template):
     tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig(chat_template=template))
     with mock.patch("dschat_lora.rl.loop.build.Generator") as generator:
         setup = mock.MagicMock(tokenizer=tokenizer)
-        setup.roles.actor.model.generation_config.eos_token_id = None
+        setup.models.roles.actor.model.generation_config.eos_token_id = None
         make_generator(setup, mock.MagicMock())
     assert generator.call_args.kwargs["eos_ids"] == [EOS, UNK]

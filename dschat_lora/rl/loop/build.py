@@ -45,7 +45,7 @@ from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
 def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
-    config, roles = setup.config, setup.roles
+    config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
     reference = roles.reference and roles.reference.model
     own: dict[str, Any] = {
@@ -69,7 +69,7 @@ def build_engines(setup: RlhfSetup) -> Engines:
     actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
-    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher)
+    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher.server)
     if config.load.compile:
         # Those that decode are other modules, and not compiled.
         for each in roles.models.values():
@@ -81,8 +81,10 @@ def build_engines(setup: RlhfSetup) -> Engines:
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
     options: RoleConfig = getattr(setup.config, role)
     with option_errors_for(role):
-        groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
-    return TrainEngine(network, groups, setup.settings[role])
+        groups = parameter_groups(
+            setup.models.roles.models[role].model, options.optim(setup.config.optim)
+        )
+    return TrainEngine(network, groups, setup.models.settings[role])
 
 
 def make_scorer(
@@ -91,9 +93,9 @@ def make_scorer(
     batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
 ) -> Scorer:
     """What scores; the reward model, if there is one, reads ``batches``."""
-    if isinstance(setup.scorer, RewardSum) and engines.reward is not None:
-        return setup.scorer.adding(RewardModelScorer(engines, batches))
-    return setup.scorer
+    if isinstance(setup.scoring.scorer, RewardSum) and engines.reward is not None:
+        return setup.scoring.scorer.adding(RewardModelScorer(engines, batches))
+    return setup.scoring.scorer
 
 
 def make_throughput(
@@ -101,8 +103,8 @@ def make_throughput(
 ) -> Throughput:
     """What measures each iteration."""
     return Throughput(
-        setup.counter,
-        dtype=setup.settings["actor"].torch_dtype,
+        setup.costs.counter,
+        dtype=setup.models.settings["actor"].torch_dtype,
         skips_padding=engines.actor.module.policy("actor").backbone.skips_padding(device()),
         take_text=lambda: None if pretraining is None else pretraining.take_counts(),
     )
@@ -131,7 +133,9 @@ def make_parts(
         iteration=lambda: progress.iteration,
     )
     average = (
-        MovingAverage(setup.roles.actor.model, classic.ema_decay) if classic.enable_ema else None
+        MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
+        if classic.enable_ema
+        else None
     )
     own = [
         UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
@@ -144,7 +148,7 @@ def make_parts(
 def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
     """Unpacked rows of the pretraining text, as many a step as responses; None without any."""
     config, seed, data = setup.config, setup.config.run.seed, text_data(setup.config)
-    texts = setup.text
+    texts = setup.data.text
     if texts is None or data is None:
         return None
     options: dict[str, Any] = {
@@ -181,11 +185,11 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
     Raises:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
-    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.plan
-    ends = stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens)
+    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.costs.plan
+    ends = stop_ids(setup.tokenizer, setup.models.roles.actor.model, batch.stop_tokens)
     return Generator(
         engines.actor,
-        setup.roles.rollout,
+        setup.models.roles.rollout,
         engines.actor.module.policy("actor").model,
         eos_ids=ends,
         pad_id=int(setup.tokenizer.pad_token_id),
@@ -194,7 +198,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         keeps_memory=plan is not None and plan.keeps_cache,
         update_bytes=0 if plan is None else plan.update,
         merged=batch.merge_for_rollouts,
-        unpacked=setup.unpacked,
+        unpacked=setup.costs.unpacked,
         num_drafts=batch.prompt_lookup_num_tokens,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
         episodes=setup.episodes,
@@ -212,13 +216,13 @@ def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine
         in_flight=batch.per_device_generation_batch_size,
         say=lambda words: run.log.say(f"  note         --rollout_engine: {words}"),
         ends=frozenset(ends),
-        vocabulary_size=int(setup.roles.actor.model.config.vocab_size),
+        vocabulary_size=int(setup.models.roles.actor.model.config.vocab_size),
     )
     shared = batch.rollout_adapter_dir
     engine = ServerEngine(
         servers,
-        setup.roles.actor,
-        base=setup.sources.actor.base,
+        setup.models.roles.actor,
+        base=setup.models.sources.actor.base,
         directory=None if shared is None else Path(shared).expanduser().resolve(),
         sleeps=batch.rollout_engine == "vllm" and sleeps(setup.config),
     )

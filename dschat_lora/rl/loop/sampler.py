@@ -51,17 +51,17 @@ class RolloutSampler:
         self._setup, self._config, self._generator = setup, setup.config, generator
         self.progress, self._timer = progress, timer
         config, batch = setup.config, setup.config.batch
-        self._sources = told_sources(config.data.data, setup.prompts)
+        self._sources = told_sources(config.data.data, setup.data.prompts)
         self.source = make_source(setup, lambda: progress.iteration)
         self.schedule = make_rlhf_schedule(config, self.source)
         self._answers: Source | None = None
-        if setup.answers is not None:
+        if setup.data.answers is not None:
             share = 1 - config.teacher.on_policy_share
             count = round(share * self.source.per_iteration * batch.num_generations)
             self._answers = _source_of(
                 setup,
                 answers_data(config),
-                setup.answers,
+                setup.data.answers,
                 lambda: progress.iteration,
                 per_iteration=max(1, count),
                 kind="samples",
@@ -118,8 +118,7 @@ class RolloutSampler:
             responses = [replace(each, group=places[each.group]) for each in drawn]
             for number, answer in enumerate(draws.answers, start=draws.num_prompts):
                 responses.append(answer_of(answer, group=number))
-            if setup.teacher_prompts is not None:
-                responses = setup.teacher_prompts(responses)
+            responses = setup.teacher.reading(responses)
         if setup.agents is not None:
             setup.agents.check(responses)
         scores, metrics = None, dict[str, float]()
@@ -195,7 +194,7 @@ def make_source(setup: RlhfSetup, iteration: Callable[[], int]) -> Source:
     config = setup.config
     per_iteration = prompts_per_iteration(config.batch)
     return _source_of(
-        setup, config.data.data, setup.prompts, iteration, per_iteration=per_iteration
+        setup, config.data.data, setup.data.prompts, iteration, per_iteration=per_iteration
     )
 
 
@@ -220,7 +219,7 @@ def _source_of(
             iteration=iteration,
             say=setup.run.log.say,
         )
-    count, told = len(prepared.train), told_sources(config.data.data, setup.prompts)
+    count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
     numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
     return PromptOrder(
         count,

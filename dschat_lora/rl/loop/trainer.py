@@ -68,8 +68,8 @@ class RlhfTrainer:
         self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
         self.scorer = make_scorer(setup, self.engines, self._batches_to_score)
         self.diagnostics = Diagnostics(
-            setup.settings["actor"].dtype,
-            samples_tokens=config.batch.draws_from_policy and setup.answers is None,
+            setup.models.settings["actor"].dtype,
+            samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
             engine=config.batch.rollout_engine,
             samplers_logprobs=config.ppo.use_rollout_logprobs,
             learns_from_rewards=not config.ppo.rules.distills,
