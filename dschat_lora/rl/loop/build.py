@@ -35,9 +35,10 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
-from dschat_lora.rl.response.batch import ResponseBatch
+from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardSum, Scorer
+from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.rows import RolloutLog
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
@@ -96,6 +97,32 @@ def make_scorer(
     return setup.scorer
 
 
+def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:
+    """How responses stand in batches."""
+    batch = setup.config.batch
+    return Batching(
+        int(setup.tokenizer.pad_token_id),
+        batch.per_device_training_batch_size,
+        batch.tokens_per_device,
+        setup.config.run.seed,
+        shares_prompts=engines.shares_prompts and batch.num_generations > 1,
+    )
+
+
+def make_diagnostics(setup: RlhfSetup) -> Diagnostics:
+    """What warns of failures."""
+    config = setup.config
+    return Diagnostics(
+        setup.settings["actor"].dtype,
+        samples_tokens=config.batch.draws_from_policy and setup.answers is None,
+        engine=config.batch.rollout_engine,
+        samplers_logprobs=config.ppo.use_rollout_logprobs,
+        learns_from_rewards=not config.ppo.rules.distills,
+        guards=config.ppo.guard != "off",
+        kl_budget=config.ppo.kl_budget,
+    )
+
+
 def make_throughput(
     setup: RlhfSetup, engines: Engines, pretraining: Pretraining | None
 ) -> Throughput:
@@ -111,7 +138,6 @@ def make_throughput(
 def make_parts(
     setup: RlhfSetup,
     progress: RlhfProgress,
-    entropy: EntropyTarget,
     pretraining: Pretraining | None,
 ) -> Parts:
     """The parts of a run by its options.
@@ -137,6 +163,7 @@ def make_parts(
         UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
         for name in classic.parts
     ]
+    entropy = EntropyTarget(config.ppo.target_entropy, progress)
     parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
     return Parts([part for part in parts if part is not None])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dschat_lora.algos.advantages import response_sums
-from dschat_lora.algos.entropy import adapted_entropy_coef, applied_entropy_coef
+from dschat_lora.algos.entropy import adapted_entropy_coef
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.engine.distributed import raise_together, rank
 from dschat_lora.models.loading import Tokenizer
@@ -137,14 +137,6 @@ class EntropyTarget:
     progress: RlhfProgress  # with the state
     _entropies: list[tuple[float, int]] = field(default_factory=list)  # nats, tokens of steps
 
-    @property
-    def coefficient(self) -> float:
-        """The weight at this iteration."""
-        coef = self.progress.entropy_coef
-        if not self.target:
-            return coef
-        return applied_entropy_coef(coef, entropy=self.progress.entropy, target=self.target)
-
     def after_step(self, result: StepResult) -> None:
         if self.target and "actor" in result.outcomes:
             self._entropies.append((result.entropy, result.num_tokens))
@@ -159,7 +151,7 @@ class EntropyTarget:
                 progress.entropy_coef, entropy=progress.entropy, target=self.target
             )
         self._entropies = []
-        return {"entropy_coef": self.coefficient}
+        return {"entropy_coef": self.progress.entropy_bonus(self.target)}
 
 
 class PartError(UserFunctionError):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dschat_lora.algos.entropy import applied_entropy_coef
 from dschat_lora.engine.distributed import data_world_size, local_rank, rank
 from dschat_lora.rl.draw.source import Source
 from dschat_lora.rl.options.algorithms import PpoConfig
@@ -85,6 +86,12 @@ class RlhfProgress(Progress):
         """That of a run that begins."""
         kl, entropy = config.kl_coef, config.entropy_coef
         return cls(kl_coef=kl, kl_start=kl, entropy_coef=entropy, entropy_start=entropy)
+
+    def entropy_bonus(self, target: float) -> float:
+        """The weight of the entropy bonus at this iteration; ``target`` is ``--target_entropy``."""
+        if not target:
+            return self.entropy_coef
+        return applied_entropy_coef(self.entropy_coef, entropy=self.entropy, target=target)
 
     def count_iteration(self, responses: Sequence[Response]) -> None:
         """Count an iteration and its responses."""

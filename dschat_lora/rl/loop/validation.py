@@ -159,6 +159,8 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     ):
         for name in names:
             check_scorer(option, name)
+    for name in config.classic.parts:
+        check_function("parts", name)
     if config.batch.environment is not None:
         _check_environment(config.batch.environment)
     _check_agent(config.batch)

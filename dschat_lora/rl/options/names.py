@@ -34,7 +34,7 @@ def is_address(text: str) -> bool:
 
 def check_name(option: str, name: str) -> None:
     """Refuse what names no function; built-in ones are rewards."""
-    scores = option not in ("environment", "agent")
+    scores = option not in ("environment", "agent", "parts")
     if scores and is_builtin(name):
         return
     allowed = "module:function such as my_rewards:is_right"
