@@ -231,30 +231,31 @@ def reward_options(
     if len(given) == 2 and all(hasattr(each, "save_pretrained") for each in given):
         given = [rewards]  # (model, tokenizer) is one reward model
     weights = None if weights is None else _numbers(weights)
-    if weights is not None and len(weights) not in (len(given), len(given) + (critic is not None)):
+    # A scorer gives several rewards, by its names.
+    counts = [len(getattr(each, "names", ())) or 1 for each in given]
+    count = sum(counts)
+    if weights is not None and len(weights) not in (count, count + (critic is not None)):
         raise ValueError(
-            f"--reward_weights has {len(weights)} weights for {len(given)} rewards; give one for "
-            "each"
+            f"--reward_weights has {len(weights)} weights for {count} rewards; give one for each"
         )
-    scales = dict(enumerate(weights or ()))
-    path, own_place = model_value(critic, "critic"), len(given)
-    functions, function_scales = list[str](), list[float]()
-    for place, each in enumerate(given):
+    left, path = [*(weights or ())], model_value(critic, "critic")
+    functions, scales, own = list[str](), list[float](), list[float]()
+    for each, own_count in zip(given, counts, strict=True):
+        scale, left = left[:own_count], left[own_count:]
         name = _reward_function(each, stack)
         if name is None:
             other = model_value(each, "rewards")
             if path in (None, other):
-                path, own_place = other, place
+                path, own = other, scale
                 continue
             name = stack.enter_context(held(ModelReward(str(other)), Path(str(other)).name))
         functions.append(name)
-        function_scales.append(scales.get(place, 1.0))
+        scales += scale
     found: dict[str, Any] = {"reward_function": functions or None}
     if path is not None:
         found["critic_model_name_or_path"] = path
     if weights is not None:
-        own = [scales.get(own_place, 1.0)] if path is not None else []
-        found["reward_weights"] = [*function_scales, *own]
+        found["reward_weights"] = [*scales, *((own or left or [1.0]) if path is not None else [])]
     return found
 
 

@@ -27,7 +27,7 @@ OLD_NAMES = {
     "rl.environment": "rl.play.environment rl.play.turn_tokens",
     "rl.environment_adapters": "rl.play.environment_adapters",
     "rl.evaluation": "rl.loop.evaluation",
-    "rl.experience": "rl.learn.experience",
+    "rl.experience": "rl.learn.experience rl.score.scores",
     "rl.external_rewards": "rl.score.external_rewards",
     "rl.inputs": "rl.options.inputs",
     "rl.memory": "rl.loop.memory",
@@ -35,7 +35,7 @@ OLD_NAMES = {
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
     "rl.prompt_stream": "rl.draw.source",
     "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.messages "
-    "rl.score.reward_functions rl.score.shaping",
+    "rl.score.reward_functions rl.score.scores",
     "rl.role_config": "rl.options.role_config",
     "rl.roles": "rl.learn.roles rl.learn.network",
     "rl.rollout": "rl.draw.generator generation.stops rl.draw.source "

@@ -46,8 +46,8 @@ FORMER = {
     "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer ADAPTERS find_adapter",
     "rl.evaluation": "RlhfEvaluator",
     "rl.experience": (
-        "Experience padded AdvantagesAndReturns Scores score_responses ScoreError check_scores "
-        "scores_alone add_old_outputs advantages_and_returns"
+        "Experience padded AdvantagesAndReturns Scores ScoreError add_old_outputs "
+        "advantages_and_returns"
     ),
     "rl.external_rewards": (
         "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
@@ -75,7 +75,7 @@ FORMER = {
         "find_object check_takes_responses OWN TRL SINGULAR VERL OPENRLHF named_parameters "
         "takes_all takes_responses is_singular one_at_a_time required_columns calls_of "
         "messages_after_prompt prompt_messages as_messages prompt_of RewardError RewardFunction "
-        "shortened RewardFunctions load_functions load_function INITIAL_SCORES shaped_rewards "
+        "shortened RewardFunctions load_function INITIAL_SCORES shaped_rewards "
         "rescale_values clipped_rewards punish_overlong"
     ),
     "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
@@ -141,15 +141,15 @@ def test_a_former_name_imports_nothing_until_it_is_used():
 
 
 def test_all_names_come_by_a_star_and_what_is_set_is_set_where_it_is_used(monkeypatch):
-    from dschat_lora.rl.score import reward_functions
+    from dschat_lora.rl.score import user_functions
 
     found = {}
     # Other tests have asked for its names.
     monkeypatch.delitem(sys.modules, "dschat_lora.rl.rewards", raising=False)
     exec("from dschat_lora.rl.rewards import *", found)
-    assert found["shortened"] is reward_functions.shortened
-    assert "load_functions" in dir(importlib.import_module("dschat_lora.rl.rewards"))
+    assert found["shortened"] is user_functions.shortened
+    assert "load_function" in dir(importlib.import_module("dschat_lora.rl.rewards"))
     with monkeypatch.context() as patches:
         patches.setattr("dschat_lora.rl.rewards.shortened", len)
-        assert reward_functions.shortened is len
-    assert reward_functions.shortened is found["shortened"]
+        assert user_functions.shortened is len
+    assert user_functions.shortened is found["shortened"]

@@ -12,7 +12,7 @@ from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.options.algorithms import RolloutCorrection
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.shaping import clipped_rewards
+from dschat_lora.rl.score.scores import clipped_rewards
 from dschat_lora.rl.watch.metrics import importance_metrics, response_metrics, sampler_errors
 from dschat_lora.rl.watch.rows import rollout_rows
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.rl.learn.engines import Engines, Retry
+from dschat_lora.rl.learn.engines import Engines, Retry, RewardModelScorer
 from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
     Experience,
@@ -16,13 +16,15 @@ from dschat_lora.rl.learn.experience import (
     add_old_outputs,
     advantages_and_returns,
     count_deferred,
-    score_responses,
+    make_experience,
 )
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask, step_counts
 from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import Scores
+from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.metrics import update_metrics
 from helpers.iterations import ragged_responses, ragged_texts, text_loader
 
@@ -481,15 +483,25 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
 # ---------------------------------------------------------------------------- looking
 
 
+NO_SCORES = Scores(torch.zeros(6))
+
+
+def model_scores(roles, batches):
+    if roles.reward is None:
+        return NO_SCORES
+    return RewardModelScorer(roles, lambda _: batches)(RESPONSES, TrainerState())
+
+
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("critic", [True, False])
 def test_a_look_has_every_response_at_its_number(asks, critic):
     roles = Roles(critic=critic, logprob=-0.7, value=0.2)
     batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3], [])]
     deferred = 0 if asks else len(batches)
-    found = score_responses(roles, RESPONSES, batches, scorer=None, deferred=deferred)
+    scores = model_scores(roles, batches)
+    found = make_experience(roles, RESPONSES, batches, scores, deferred=deferred)
     logprobs, values = found.logprobs, found.values
-    assert roles.modes == ["eval"]
+    assert set(roles.modes) == {"eval"}
     steps = torch.arange(MASK.shape[1]) + 1.0
     torch.testing.assert_close(found.ref_logprobs, -2.0 * steps * MASK)
     # without a critic nothing has the reward model here
@@ -508,7 +520,7 @@ def test_a_look_has_every_response_at_its_number(asks, critic):
 def test_a_look_leaves_out_what_the_update_will_say():
     roles = Roles(critic=False, logprob=-0.7)
     batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3])]
-    found = score_responses(roles, RESPONSES, batches, scorer=None, deferred=1)
+    found = make_experience(roles, RESPONSES, batches, NO_SCORES, deferred=1)
     assert found.logprobs.isnan().all(1).tolist() == [n in (2, 4) for n in range(6)]
     torch.testing.assert_close(found.logprobs[[0, 1, 3, 5]], -0.7 * MASK[[0, 1, 3, 5]])
     assert roles.passes == [(0, 5, 1), (3,)]
@@ -521,7 +533,7 @@ def test_a_look_may_take_the_decode_loops_logprobs():
         for n, each in enumerate(RESPONSES)
     ]
     batches = [collate(drawn, rows, 0) for rows in ([4, 2], [0, 5, 1, 3])]
-    found = score_responses(roles, drawn, batches, scorer=None, from_sampler=True)
+    found = make_experience(roles, drawn, batches, NO_SCORES, from_sampler=True)
     for row, each in zip(found.logprobs.tolist(), drawn, strict=True):
         assert row[: len(each.logprobs)] == list(each.logprobs)
         assert not any(row[len(each.logprobs) :])

@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts: the actor's answers, greedy and sampled, and their rewards."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import make_experience
 from dschat_lora.rl.loop.build import make_scorer
 from dschat_lora.rl.loop.setup import RlhfSetup
-from dschat_lora.rl.response.batch import ResponseBatch, collate
+from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.reward_functions import RewardFunctions
 from dschat_lora.rl.score.user_functions import TrainerState
@@ -102,20 +102,16 @@ class RlhfEvaluator:
         prompts = self.setup.teacher_prompts
         return responses if prompts is None else prompts(responses)
 
-    def _batches(self, responses: Sequence[Response]) -> list[ResponseBatch]:
-        """This rank's, as many on every rank."""
-        size, world = self.setup.config.batch.per_device_training_batch_size, data_world_size()
-        pad_id, mine = (
-            int(self.setup.tokenizer.pad_token_id),
-            range(data_rank(), len(responses), world),
-        )
-        starts = range(0, math.ceil(len(responses) / world), size)
-        return [collate(responses, mine[start : start + size], pad_id) for start in starts]
-
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""
-        batches, state = self._batches(responses), self.state_of_run()
-        scores = make_scorer(self.setup, self.engines, self._batches)(responses, state)
+        setup, world = self.setup, data_world_size()
+        size = setup.config.batch.per_device_training_batch_size
+        pad_id = int(setup.tokenizer.pad_token_id)
+        mine = range(len(responses))[data_rank() :: world]
+        starts = range(0, math.ceil(len(responses) / world), size)
+        batches = [collate(responses, mine[start : start + size], pad_id) for start in starts]
+        state = self.state_of_run()
+        scores = make_scorer(setup, self.engines, lambda _: batches)(responses, state)
         experience = make_experience(self.engines, responses, batches, scores).scored()
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
@@ -131,8 +127,8 @@ class RlhfEvaluator:
             "eos_rate": sum(r.ended for r in played) / len(played),
         }
         values = {"reward": experience.scores.masked_fill(~counts, math.nan)}
-        if self.setup.judge is not None:
-            judged = RewardFunctions((self.setup.judge,))(responses, state).total
+        if setup.judge is not None:
+            judged = RewardFunctions((setup.judge,))(responses, state).total
             values["judge"] = judged
             judged = judged[~judged.isnan()]
             found["judge"] = _mean(judged)

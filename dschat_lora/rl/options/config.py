@@ -1,7 +1,7 @@
 """Options of step 3: prompts, rollouts, rewards, and all groups together."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, opti
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
-from dschat_lora.rl.options.names import check_name, is_address
+from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
@@ -274,6 +274,23 @@ class RolloutConfig:
         return self.do_sample and self.rollout_temperature in (None, self.temperature)
 
 
+def check_weights(weights: Sequence[float], count: int, *, has_model: bool = True) -> None:
+    """Refuse ``--reward_weights`` that are neither one for each of so many rewards nor none.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if not weights or len(weights) == count:
+        return
+    found = (
+        f"--reward_weights has {len(weights)} weights for {count} functions of --reward_function"
+    )
+    if len(weights) != count + 1:
+        raise ValueError(f"{found}: give one for each, and last one for the reward model, if any")
+    if not has_model:
+        raise ValueError(f"{found}, and there is no reward model for the last one")
+
+
 @dataclass(frozen=True)
 class RewardsConfig:
     """Rewards of responses, and their scale."""
@@ -345,12 +362,11 @@ class RewardsConfig:
                 check_name(field, name)
         if self.judge_function is not None:
             check_name("judge_function", self.judge_function)
-        count, weights = len(self.reward_function), self.reward_weights
-        if weights and len(weights) not in (count, count + 1):
-            raise ValueError(
-                f"--reward_weights has {len(weights)} weights for {count} functions of "
-                "--reward_function: give one for each, and last one for the reward model, if any"
-            )
+        weights = self.reward_weights
+        # One of a module may give several rewards, which shows when it is imported.
+        least = len(self.reward_function)
+        if len(weights) < least or all(map(gives_one_reward, self.reward_function)):
+            check_weights(weights, least)
         require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
 
 

@@ -22,6 +22,11 @@ def is_remote(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+def gives_one_reward(name: str) -> bool:
+    """Whether ``name`` is of something that scores which is no module's, and has one score."""
+    return is_builtin(name) or is_remote(name)
+
+
 def is_address(text: str) -> bool:
     """Whether ``text`` is the address of a server."""
     try:

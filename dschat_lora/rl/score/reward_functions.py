@@ -17,7 +17,7 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.options.config import RewardsConfig, check_weights
 from dschat_lora.rl.options.names import is_remote
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import (
@@ -45,20 +45,30 @@ class RewardFunction(UserFunction):
     """A user's function that scores responses.
 
     It returns a list of as many numbers, or None for a response that is not to count; a number
-    where it takes one response at a time.
+    where it takes one response at a time. One with ``names``, a :class:`Scorer`, returns such a
+    list, or a tensor, by each of its names.
     """
 
     noun, entry = "scores", "one number, or None"
 
     @property
-    def label(self) -> str:
-        """Its name in metrics."""
+    def own_names(self) -> tuple[str, ...]:
+        """Those that a scorer has; empty for a function."""
+        return tuple(getattr(self.function, "names", ()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its rewards in metrics."""
+        if self.own_names:
+            return self.own_names
         if is_remote(self.name):
-            return self.name.rstrip("/").rpartition("/")[2]
-        return self.name.partition(":")[2].partition("=")[0]
+            return (self.name.rstrip("/").rpartition("/")[2],)
+        return (self.name.partition(":")[2].partition("=")[0],)
 
     def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
         """The scores; of a dict, as from verl's and OpenRLHF's functions, the rest is logged."""
+        if self.own_names:
+            return found
         scores = found.get("score", found.get("rewards")) if isinstance(found, dict) else None
         if scores is not None:
             own = ("score", "rewards", "scores", "extra_logs")
@@ -76,14 +86,30 @@ class RewardFunction(UserFunction):
         lists = "queries" in named_parameters(self.function) and one_at_a_time(self.function)
         return found[0] if lists and hasattr(found, "__len__") and len(found) == 1 else found
 
+    def entries(self, found: Any, count: int) -> list[Any]:
+        """Of a scorer's lists by name, the scores of each response."""
+        names = self.own_names
+        if not names:
+            return super().entries(found, count)
+        if not isinstance(found, Mapping) or not {*found} <= {*names}:
+            what = sorted(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+            raise ValueError(
+                f"--{self.option} {self.name} returned {what}; it must return scores of the "
+                f"responses by its names {', '.join(names)}"
+            )
+        lists = []
+        for name in names:
+            given = found.get(name)
+            lists.append([None] * count if given is None else super().entries(given, count))
+        return list(zip(*lists, strict=True))
+
     def __call__(
         self,
         responses: Sequence[Response],
-        device: torch.device,
         state: TrainerState | None = None,
         objects: Mapping[int, Any] | None = None,
     ) -> Tensor:
-        """(N,) fp32 scores on every rank, NaN for None; each rank scores some. On every rank.
+        """(N, K) fp32 scores by the K names, NaN for None; each rank scores some. On every rank.
 
         No response is scored twice, whatever the ranks hold: a function may answer differently.
         With ``objects`` of a stateful environment each rank scores the responses whose it holds.
@@ -103,18 +129,20 @@ class RewardFunction(UserFunction):
         values = raise_together(
             lambda: self._scores(own, by_group=by_group, state=state, objects=made)
         )
-        scores = [0.0] * len(responses)
+        count = len(self.names)
+        scores = [0.0] * (len(responses) * count)
         for number, value in zip(mine, values, strict=True):
-            scores[number] = value
-        return torch.tensor(sum_over_processes(scores), device=device).float()
+            scores[number * count : (number + 1) * count] = value
+        found = torch.tensor(sum_over_processes(scores), device=device()).float()
+        return found.view(len(responses), count)
 
     def own_scores(self, responses: Sequence[Response]) -> list[float]:
-        """Scores of responses of this process, NaN for None.
+        """Scores of responses of this process by its only name, NaN for None.
 
         Raises:
             ValueError: if the function returns something else.
         """
-        return self._scores(list(responses), by_group=False, state=None)
+        return [score for (score,) in self._scores(list(responses), by_group=False, state=None)]
 
     def _scores(
         self,
@@ -123,14 +151,15 @@ class RewardFunction(UserFunction):
         by_group: bool,
         state: TrainerState | None,
         objects: Sequence[Any] | None = None,
-    ) -> list[float]:
-        scores: dict[int, float] = {}
+    ) -> list[list[float]]:
+        scores: dict[int, list[float]] = {}
         for group in dict.fromkeys(each.group if by_group else 0 for each in responses):
             chosen = [n for n, r in enumerate(responses) if not by_group or r.group == group]
             part = [responses[n] for n in chosen]
             found = self.call(part, state, objects and [objects[n] for n in chosen])
-            values = (self._number(*pair) for pair in zip(found, part, strict=True))
-            scores |= dict(zip(chosen, values, strict=True))
+            for number, entry, response in zip(chosen, found, part, strict=True):
+                values = entry if self.own_names else [entry]
+                scores[number] = [self._number(value, response) for value in values]
         return [scores[n] for n in range(len(responses))]
 
     def _number(self, value: Any, response: Response) -> float:
@@ -163,10 +192,10 @@ class RewardFunctions:
     def names(self) -> tuple[str, ...]:
         """Of the functions, those of one name numbered from the second on."""
         found: list[str] = []
-        for each in self.functions:
-            label, number = each.label, 2
+        for name in (name for each in self.functions for name in each.names):
+            label, number = name, 2
             while label in (*found, *self.taken):
-                label, number = f"{each.label}_{number}", number + 1
+                label, number = f"{name}_{number}", number + 1
             found.append(label)
         return tuple(found)
 
@@ -194,15 +223,13 @@ class RewardFunctions:
             RewardError: if a function fails or returns something else than scores.
         """
         try:
-            by_name = {
-                name: each(responses, device(), state, self.objects)
-                for name, each in zip(self.names, self.functions, strict=True)
-            }
+            tables = [each(responses, state, self.objects) for each in self.functions]
         except Exception as error:
             raise RewardError from error
-        metrics, columns = self.log.take(responses) if self.logs else ({}, {})
+        columns = [column for each in tables for column in each.unbind(1)]
+        by_name = dict(zip(self.names, columns, strict=True))
         total = weighted_sum(by_name, dict.fromkeys(by_name, 1.0))
-        return Scores(total, by_name, metrics=metrics, columns=columns)
+        return Scores(total, by_name, {}, *(self.log.take(responses) if self.logs else ({}, {})))
 
 
 def load_scorer(
@@ -239,10 +266,11 @@ def load_scorer(
     own = () if episodes is None else (EpisodeScorer(episodes),)
     taken = tuple(name for each in own for name in each.names)
     scorer = RewardFunctions(functions, log, objects, (*taken, REWARD_MODEL))
-    count = len(config.reward_function)
-    weights = config.reward_weights or (1.0,) * count
-    of_model = {REWARD_MODEL: (*weights[count:], 1.0)[0]} if has_model else {}
+    count = sum(len(each.names) for each in functions if each.option == "reward_function")
     scored, gates = scorer.names[:count], scorer.names[count:]
+    weights = config.reward_weights or (1.0,) * count
+    check_weights(weights, count, has_model=has_model)
+    of_model = {REWARD_MODEL: (*weights[count:], 1.0)[0]} if has_model else {}
     return RewardSum(
         (*((scorer,) if functions else ()), *own),
         {**of_model, **dict(zip(scored, weights, strict=False)), **dict.fromkeys(taken, 1.0)},
@@ -261,11 +289,17 @@ def load_function(
     timeout: float = 0.0,
     log: RewardLog | None = None,
 ) -> RewardFunction:
-    """The function behind ``module:function``; the module is imported, nothing is evaluated.
+    """The function or scorer behind ``module:name``; the module is imported, nothing is evaluated.
 
     Raises:
-        ValueError: if there is no such function, or it takes no responses.
+        ValueError: if there is none, or it takes no responses.
     """
     function = find_function(option, name)
     log = log or RewardLog()
-    return RewardFunction(option, name, function, tokenizer, batch, retries, timeout, log)
+    found = RewardFunction(option, name, function, tokenizer, batch, retries, timeout, log)
+    names = found.names
+    if not all(isinstance(each, str) and each for each in names) or len({*names}) < len(names):
+        raise ValueError(f"--{option} {name} has the names {names}: give texts that differ")
+    if len(names) > 1 and option == "judge_function":
+        raise ValueError(f"--{option} {name} gives {len(names)} rewards; a judge gives one")
+    return found
