@@ -197,9 +197,9 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
             say=setup.run.log.say,
             **options,
         )
-        return Pretraining(stream.steps, coefficient=coefficient, stream=stream)
+        return Pretraining(stream.steps, stream, coefficient=coefficient)
     loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
-    return Pretraining(loader.steps, coefficient=coefficient)
+    return Pretraining(loader.steps, None, coefficient=coefficient)
 
 
 def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:

@@ -19,7 +19,6 @@ from dschat_lora.rl.draw.generator import BrokenWeightsError, Generator
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.evaluation import RlhfEvaluator
-from dschat_lora.rl.loop.sampler import make_source
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rl.loop.setup import RlhfSetup, set_up
 from dschat_lora.rl.loop.trainer import RlhfTrainer
@@ -50,7 +49,7 @@ def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
     with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
         setup = set_up(run)
-        schedule = make_rlhf_schedule(setup.config, make_source(setup, lambda: 0))
+        schedule = make_rlhf_schedule(setup)
         check_repeats(config.data, setup.prompts.times, schedule)
         if run.directory is None:
             show_plan(setup, schedule)
@@ -230,8 +229,7 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
     setup.run.record.update({"results": results, "phases": phases})
     source = trainer.schedule.source
     if stream := source.state():
-        has_ended = source.end is not None
-        record_stream(setup.run, stream, has_ended=has_ended, step=progress.step)
+        record_stream(setup.run, stream, has_ended=source.end is not None, step=progress.step)
     if not progress.step and not setup.config.run.merge_adapter:
         return
     if progress.step:
