@@ -301,6 +301,9 @@ class Bonus:
     def __call__(self, responses, device, state=None):
         return {"bonus": self.bonus}
 
+    def weights_of(self, rewards):
+        return dict.fromkeys(rewards, 1.0)
+
     def total(self, rewards, model):
         return rewards["bonus"] if model is None else model + rewards["bonus"]
 

@@ -121,7 +121,14 @@ class RolloutSampler:
 
         begun = set(self._begun(iteration))
         further = [number for number in self._further(iteration) if number not in begun]
-        return resample(responses, further=further, tries=tries, generate=generate, score=score)
+        return resample(
+            responses,
+            algorithm=self.config.ppo.rules,
+            further=further,
+            tries=tries,
+            generate=generate,
+            score=score,
+        )
 
     def passes(self) -> dict[str, float]:
         """Passes over the data so far and, of a mixture, over each source."""

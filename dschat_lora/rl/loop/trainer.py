@@ -192,7 +192,7 @@ class RlhfTrainer:
             "iteration": progress.iteration,
             **update_metrics(results),
             **sampler_errors(updater.looked, bounds=config.batch.only_filters),
-            **response_metrics(experience, rewards, updater.targets),
+            **response_metrics(experience, rewards, updater.targets, config.ppo.rules),
             **source_metrics(experience.responses, self.sampler.sources),
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),

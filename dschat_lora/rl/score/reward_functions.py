@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,10 +185,7 @@ class RewardFunctions:
         A function's NaN is left out; the sum is NaN where nothing else came. Where a gate is
         closed it is at most 0.
         """
-        labels = list(self.by_label())
-        weights = dict(zip(labels, self.weights, strict=False))
-        if self.environment is not None:
-            weights[self.environment] = 1.0
+        labels, weights = list(self.by_label()), self.weights_of(rewards)
         total = torch.zeros_like(next(iter(rewards.values())))
         scored = torch.zeros_like(total, dtype=torch.bool)
         if model is not None:
@@ -200,6 +197,13 @@ class RewardFunctions:
         for label in labels[len(self.functions) :]:
             total = torch.where(rewards[label] <= 0, total.clamp(max=0), total)
         return total.masked_fill(~scored, torch.nan)
+
+    def weights_of(self, rewards: Collection[str]) -> dict[str, float]:
+        """Weights in the sum of those of the rewards that it has, and not of gates."""
+        weights = dict(zip(self.by_label(), self.weights, strict=False))
+        if self.environment is not None:
+            weights[self.environment] = 1.0
+        return weights | ({"reward_model": self.model_weight} if "reward_model" in rewards else {})
 
     def by_label(self) -> dict[str, RewardFunction]:
         """The functions by name, those of one name numbered from the second on."""
