@@ -37,12 +37,14 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
 _FUNCTIONS = (
-    *("reward_function", "judge_function", "environment", "agent", "reward_gate", "parts"),
+    *("reward_function", "judge_function", "environment", "agent", "reward_gate", "algorithm"),
+    "parts",
 )
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
+    "algorithm": "str | Callable[..., Any] | Algorithm",
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",

@@ -20,7 +20,7 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError Server AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.algorithms": (
-        "AlgorithmName KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
+        "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
         "ALGORITHMS RolloutCorrection PpoConfig PretrainingConfig"
     ),
     "rl.batch": (

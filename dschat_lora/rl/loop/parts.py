@@ -20,8 +20,8 @@ from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.update import StepResult
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.options.names import load_object
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.score.user_functions import find_object
 
 
 class Part(Protocol):
@@ -191,7 +191,7 @@ class UserPart:
         Raises:
             ValueError: if there is none, or it has no method that is called.
         """
-        found = find_object("parts", option)
+        found = load_object("parts", option)
         self._part = found() if isinstance(found, type) else found
         self._files = run.files
         self.name = f"part {getattr(self._part, 'name', type(self._part).__name__)}"

@@ -121,7 +121,12 @@ class RolloutSampler:
                 return scores_of(found)
 
             found = resample(
-                responses, further=draws.further, tries=tries, generate=generate, score=score
+                responses,
+                algorithm=config.ppo.rules,
+                further=draws.further,
+                tries=tries,
+                generate=generate,
+                score=score,
             )
             responses, scores, metrics = found.responses, found.scores, {**found.metrics}
         if draws.needed is not None:

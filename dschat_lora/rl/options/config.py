@@ -59,6 +59,7 @@ of_vllm = partial(option, when="rollout_engine=vllm")
 of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
 of_agents = partial(option, when="agent or agent_command")
+of_sum = partial(option, when="has_shaped_sum")
 of_calls = partial(option, when="reward_function or reward_gate or environment")
 
 
@@ -309,7 +310,7 @@ class RewardsConfig:
         "model, if there is one; 1 each by default",
         when="not algorithm=distill",
     )
-    reward_gate: tuple[str, ...] = option(
+    reward_gate: tuple[str, ...] = of_sum(
         (),
         help="functions, named as those of --reward_function: where one of them scores 0 or less, "
         "the response scores at most 0, whatever else it is worth",
@@ -327,10 +328,10 @@ class RewardsConfig:
         help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
         "as it likes",
     )
-    clip_reward_value: float = option(
+    clip_reward_value: float = of_sum(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
     )
-    reward_scaling: Literal["none", "running", "initial"] = option(
+    reward_scaling: Literal["none", "running", "initial"] = of_sum(
         "initial",
         help="running: divide scores by their standard deviation so far; initial: by that of the "
         "first iterations' scores, at least 64, after subtracting their mean; the critic starts in "
@@ -342,10 +343,10 @@ class RewardsConfig:
         section="evaluation",
         when="eval_prompts",
     )
-    missing_eos_penalty: float = option(
+    missing_eos_penalty: float = of_sum(
         0.0, help="subtracted from the score of a response that was cut off"
     )
-    soft_overlong_tokens: int = option(
+    soft_overlong_tokens: int = of_sum(
         0,
         help="scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's "
         "soft overlong punishment; dapo: a fifth of them); 0: never",
@@ -561,7 +562,12 @@ class RlhfConfig(StageConfig):
     @property
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
-        return self.ppo.rules.advantage == "gae"
+        return self.ppo.rules.has_critic
+
+    @property
+    def has_shaped_sum(self) -> bool:
+        """Whether the sum of rewards, scaled and punished, teaches, and not each by itself."""
+        return not self.ppo.rules.by_reward
 
     @property
     def has_server(self) -> bool:

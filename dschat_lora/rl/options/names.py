@@ -1,9 +1,12 @@
 """Names of functions, environments and servers, as options have them."""
 
 import re
+from importlib import import_module
 from urllib.parse import urlsplit
 
 from dschat_lora.config.groups import require
+from dschat_lora.config.held import held_object, is_held
+from dschat_lora.runtime.checks import working_directory
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
@@ -52,3 +55,26 @@ def check_name(option: str, name: str) -> None:
         usable = usable or is_remote(name)
         allowed += ", or the address of a server that scores"
     require(usable, option, name, allowed)
+
+
+def is_function_name(name: str) -> bool:
+    """Whether ``name`` is written as ``module:object``."""
+    return bool(_FUNCTION.fullmatch(name))
+
+
+def load_object(option: str, name: str) -> object:
+    """What ``module:object`` or an object of Python stands for; the module is imported.
+
+    None if the module has no such object.
+
+    Raises:
+        ValueError: if there is no such module, or it cannot be imported.
+    """
+    if is_held(name):
+        return held_object(name, option)
+    module, _, attribute = name.partition(":")
+    with working_directory():
+        try:
+            return getattr(import_module(module), attribute, None)
+        except (ImportError, SyntaxError) as error:
+            raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
