@@ -88,17 +88,19 @@ class RlhfTrainer:
             config.run.seed,
             shares_prompts=engines.shares_prompts and config.batch.num_generations > 1,
         )
-        self.generator = make_generator(setup, engines)
+        self.generator = make_generator(setup, engines, lambda: self.progress.iteration)
         self.sampler = RolloutSampler(
             setup, self.generator, self.progress, self._batching, self.timer
         )
         self.schedule = self.sampler.schedule
         self.state = partial(trainer_state, self.schedule, self.progress)
-        self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
+        self.engines = replace(
+            engines, retry=Retry(engines.trained.values(), self.generator.engine)
+        )
         self.diagnostics = Diagnostics(
             setup.settings["actor"].dtype,
             samples_tokens=config.batch.draws_from_policy and setup.answers is None,
-            own_engine=config.batch.rollout_engine == "own",
+            own_engine=config.batch.engine.exact,
             samplers_logprobs=config.ppo.use_rollout_logprobs,
             learns_from_rewards=not config.ppo.rules.distills,
             guards=config.ppo.guard != "off",
@@ -137,7 +139,7 @@ class RlhfTrainer:
         )
         if resampled := self.sampler.resample(responses, scores_of):
             responses = resampled.responses
-        self.generator.make_room()
+        self.generator.engine.make_room()
         with self.timer.phase("scoring"):
             passes = config.ppo.ppo_epochs
             minibatches = self._batching.minibatches(
@@ -196,7 +198,7 @@ class RlhfTrainer:
             **source_metrics(experience.responses, self.sampler.sources),
             "score_clip_fraction": clip_fraction,
             **self._mismatch(updater),
-            **self.generator.draft_metrics(),
+            **self.generator.engine.metrics(),
             **version_metrics(responses, progress.iteration - 1),
             **self.sampler.cut(progress.iteration - 1),
             "kl_coef": progress.kl_coef,
@@ -360,8 +362,8 @@ class RlhfTrainer:
     def _mismatch(self, updater: Updater) -> dict[str, float]:
         """Metrics of the sampler beside the policy, where they may differ by more than rounding."""
         correction = self.config.ppo.correction
-        own, draws = self.config.batch.rollout_engine == "own", self.config.batch.do_sample
-        if not draws or (own and correction is None):
+        exact, draws = self.config.batch.engine.exact, self.config.batch.do_sample
+        if not draws or (exact and correction is None):
             return {}
         return importance_metrics(updater.importance, updater.experience, correction)
 

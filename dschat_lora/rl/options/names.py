@@ -4,8 +4,8 @@ import re
 from urllib.parse import urlsplit
 
 from dschat_lora.config.groups import require
+from dschat_lora.config.held import is_in_module
 
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 BUILTIN = "builtin:"  # before the name of a built-in reward
 # Before the name of an environment of theirs.
@@ -38,7 +38,7 @@ def check_name(option: str, name: str) -> None:
     if scores and is_builtin(name):
         return
     allowed = "module:function such as my_rewards:is_right"
-    usable = bool(_FUNCTION.fullmatch(name))
+    usable = is_in_module(name)
     if option == "environment":
         library, _, rest = name.partition(":")
         usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable

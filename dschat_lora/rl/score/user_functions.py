@@ -1,7 +1,6 @@
 """User functions: what they are called with, and what they log."""
 
 import concurrent.futures
-import importlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -24,7 +23,7 @@ from dschat_lora.rl.response.messages import as_messages, messages_after_prompt,
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import RemoteReward
-from dschat_lora.runtime.checks import working_directory
+from dschat_lora.runtime.checks import imported
 
 
 @dataclass(frozen=True)
@@ -307,15 +306,10 @@ def check_takes_responses(option: str, name: str, function: Callable[..., object
 
 
 def _imported(option: str, name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.partition(":")
-    with working_directory(), same_gradients():
-        try:
-            module = importlib.import_module(module_name)
-        except (ImportError, SyntaxError) as error:
-            raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
-    function = getattr(module, function_name, None)
+    with same_gradients():
+        function = imported(option, name)
     if not callable(function):
-        raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
+        raise ValueError(f"--{option} {name} is no function")
     return cast(Callable[..., Any], function)
 
 
