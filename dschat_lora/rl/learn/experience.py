@@ -96,11 +96,12 @@ class Experience:
         return sampler_mismatch(self.logprobs, self._drawn(), self.mask, level=level)
 
     def _drawn(self) -> Tensor:
-        """(N, R) log-probabilities of what was drawn from; of the data's answers the policy's."""
+        """(N, R) log-probabilities of what was drawn from; where nobody knows them the policy's."""
         assert self.logprobs is not None
         table = self.table(response.sampler_logprobs for response in self.responses)
         drawn = torch.tensor([response.is_drawn for response in self.responses])
-        return torch.where(to_device(drawn, table.device)[:, None], table, self.logprobs)
+        known = to_device(drawn, table.device)[:, None] & ~table.isnan()
+        return torch.where(known, table, self.logprobs)
 
 
 def padded(

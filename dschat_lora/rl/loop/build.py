@@ -1,6 +1,6 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from dschat_lora.models.blocks import compile_blocks
 from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.report.rollouts import open_rollouts
+from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.draw.rollout_engines import ServerEngine
-from dschat_lora.rl.draw.rollout_servers import RolloutServers
-from dschat_lora.rl.draw.vllm_server import sleeps
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import (
     Engines,
@@ -29,7 +27,6 @@ from dschat_lora.rl.learn.engines import (
 )
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.loop.memory import cache_columns
 from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
@@ -202,52 +199,38 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
     return Pretraining(loader.steps, None, coefficient=coefficient)
 
 
-def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
-    """The generator of the actor's responses.
+def make_generator(
+    setup: RlhfSetup, engines: Engines, version: Callable[[], int] = lambda: 0
+) -> Generator:
+    """The generator of the actor's responses, which has learnt from ``version`` iterations.
 
     Raises:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
-    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.plan
-    ends = stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens)
-    return Generator(
+    batch, actor = setup.config.batch, setup.roles.actor
+    ends = frozenset(stop_ids(setup.tokenizer, actor.model, batch.stop_tokens))
+    site = EngineSite(
+        setup.config,
+        setup.run,
+        setup.sources.actor.base,
+        actor,
         engines.actor,
         setup.roles.rollout,
         engines.actor.module.policy("actor").model,
+        ends,
+        int(setup.tokenizer.pad_token_id),
+        setup.plan,
+        setup.unpacked,
+        setup.engine_started,
+        version,
+    )
+    return Generator(
+        make_engine(site),
         eos_ids=ends,
-        pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=batch.rows_decoded,
-        max_length=cache_columns(setup.config),
-        keeps_memory=plan is not None and plan.keeps_cache,
-        update_bytes=0 if plan is None else plan.update,
-        merged=batch.merge_for_rollouts,
-        unpacked=setup.unpacked,
-        num_drafts=batch.prompt_lookup_num_tokens,
-        find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
+        find_end=partial(
+            end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
+        ),
         episodes=setup.episodes,
         agents=setup.agents,
-        by_transformers=batch.rollout_engine == "transformers",
-        servers=_make_server_engine(setup, ends) if setup.servers else None,
     )
-
-
-def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine:
-    """The engine of the servers that ``--rollout_engine`` names, closed when the run is."""
-    batch, run = setup.config.batch, setup.run
-    servers = RolloutServers(
-        setup.servers,
-        in_flight=batch.per_device_generation_batch_size,
-        say=lambda words: run.log.say(f"  note         --rollout_engine: {words}"),
-        ends=frozenset(ends),
-        vocabulary_size=int(setup.roles.actor.model.config.vocab_size),
-    )
-    shared = batch.rollout_adapter_dir
-    engine = ServerEngine(
-        servers,
-        setup.roles.actor,
-        base=setup.sources.actor.base,
-        directory=None if shared is None else Path(shared).expanduser().resolve(),
-        sleeps=batch.rollout_engine == "vllm" and sleeps(setup.config),
-    )
-    run.closing.callback(engine.close)
-    return engine

@@ -27,9 +27,7 @@ from dschat_lora.models.composite import Task
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
-from dschat_lora.rl.draw.rollout_servers import RolloutServer
 from dschat_lora.rl.draw.source import check_others
-from dschat_lora.rl.draw.vllm_server import start_vllm
 from dschat_lora.rl.learn.roles import Roles, build_roles
 from dschat_lora.rl.learn.served_teacher import ServedTeacher, open_teacher
 from dschat_lora.rl.learn.teacher import TeacherPrompts
@@ -114,7 +112,7 @@ class RlhfSetup:
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
     teacher: ServedTeacher | None = None  # in the place of a reference among the roles
-    servers: tuple[RolloutServer, ...] = ()  # that draw responses
+    engine_started: Any = None  # what the rollout engine needs to have before models take memory
     identity: dict[str, Any] = field(default_factory=dict)  # what the run's state belongs to
 
     def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> SharedStream:
@@ -157,7 +155,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     check_others(config, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
-    servers = _rollout_servers(config, sources, run)
+    started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
         build_roles,
@@ -190,7 +188,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         unpacked,
         run,
         teacher,
-        servers,
+        started,
     )
     _describe(setup)
     if unpacked is not None:
@@ -203,19 +201,6 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
         roles.whole().to(device())
     return setup
-
-
-def _rollout_servers(
-    config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]
-) -> tuple[RolloutServer, ...]:
-    """The servers that draw responses, if any do; call on every rank, before models take memory."""
-    batch = config.batch
-    if batch.rollout_engine != "vllm":
-        return tuple(RolloutServer(each, batch.rollout_timeout) for each in batch.rollout_servers)
-    if run.directory is None:
-        return ()
-    dtype = str(role_settings(config)["actor"].torch_dtype).removeprefix("torch.")
-    return start_vllm(config, run, base=sources.actor.base, dtype=dtype)
 
 
 def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
@@ -438,7 +423,7 @@ def _open_teacher(
         in_flight=config.batch.per_device_generation_batch_size * world_size(),
         say=lambda words: run.log.say(f"  note         --teacher_model_name_or_path: {words}"),
     )
-    run.closing.callback(teacher.servers.close)
+    run.closing.callback(teacher.pool.close)
     return teacher
 
 
@@ -555,7 +540,7 @@ def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
             },
             num_generations=config.batch.num_generations,
             batch_size=config.batch.rows_decoded,
-            decodes_here=not config.batch.by_servers,
+            decodes_here=config.batch.engine.decodes_actor,
             compares=roles.teaches and config.teacher.beta is not None,
         )
     except ValueError:  # the start-up says why

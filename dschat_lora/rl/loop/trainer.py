@@ -52,13 +52,14 @@ class RlhfTrainer:
         config = self.config
         self.progress = RlhfProgress.of(config.ppo)
         self._batching = make_batching(setup, engines)
-        self.generator = make_generator(setup, engines)
+        self.generator = make_generator(setup, engines, lambda: self.progress.iteration)
         self.pretraining = make_pretraining(setup)
         self.throughput = make_throughput(setup, engines, self.pretraining)
         self.sampler = RolloutSampler(setup, self.generator, self.progress, self.throughput.timer)
         self.schedule = self.sampler.schedule
         self.state = partial(trainer_state, self.schedule, self.progress)
-        self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
+        retry = Retry(engines.trained.values(), self.generator.engine)
+        self.engines = replace(engines, retry=retry)
         self._scorer = make_scorer(
             setup,
             self.engines,
@@ -83,7 +84,7 @@ class RlhfTrainer:
         """Draw, score, learn and watch; whether the last optimizer step was skipped."""
         phase, progress, learning = self.throughput.timer.phase, self.progress, self.learning
         responses, scores = self.sampler.draw(self._scores)
-        self.generator.make_room()
+        self.generator.engine.make_room()
         with phase("scoring"):
             steps = self._plan(responses)
             experience = make_experience(
@@ -108,7 +109,7 @@ class RlhfTrainer:
             **self.sampler.metrics(progress.iteration - 1),
             "iteration": progress.iteration,
             **iteration_metrics(results, updater, experience, shaped, self.config),
-            **self.generator.draft_metrics(),
+            **self.generator.engine.metrics(),
             **of_parts,
             **self.throughput(
                 responses,

@@ -18,6 +18,14 @@ from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, opti
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
+from dschat_lora.rl.options.engines import (
+    ADDRESSES,
+    ENGINES,
+    ENGINES_HELP,
+    EngineFacts,
+    engine_facts,
+    is_engine,
+)
 from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
 
@@ -95,10 +103,7 @@ class RolloutConfig:
     )
     rollout_engine: str = option(
         "own",
-        help="what draws responses: own; transformers, its continuous batching; vllm, which the "
-        "run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take "
-        "adapters at run time, by their addresses with commas between them, such as "
-        "http://127.0.0.1:8000",
+        help=ENGINES_HELP,
     )
     vllm_command: str | None = of_vllm(
         None,
@@ -202,15 +207,13 @@ class RolloutConfig:
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         share = self.vllm_gpu_memory_utilization
         require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
-        if self.by_servers and self.rollout_engine != "vllm":
-            addresses = self.rollout_servers
-            require(
-                bool(addresses) and all(map(is_address, addresses)),
-                "rollout_engine",
-                self.rollout_engine,
-                "own, transformers, vllm, or addresses of servers such as http://127.0.0.1:8000, "
-                "with commas between them (vLLM and SGLang are such servers)",
-            )
+        require(
+            is_engine(self.rollout_engine),
+            "rollout_engine",
+            self.rollout_engine,
+            f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
+            f"commas between them ({ADDRESSES.help}), or module:Class of your own",
+        )
         require_numbers(self, ">= 0", "agent_retries")
         require_numbers(self, ">= 1", "agent_max_calls")
         players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
@@ -242,17 +245,9 @@ class RolloutConfig:
         return math.ceil(self.oversample * prompts - 1e-9)
 
     @property
-    def by_servers(self) -> bool:
-        """Whether servers draw the responses."""
-        return self.rollout_engine not in ("own", "transformers")
-
-    @property
-    def rollout_servers(self) -> tuple[str, ...]:
-        """Addresses of the servers that are named, without the path ``/v1``; perhaps none."""
-        if not self.by_servers or self.rollout_engine == "vllm":
-            return ()
-        given = (each.strip().rstrip("/") for each in self.rollout_engine.split(","))
-        return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
+    def engine(self) -> EngineFacts:
+        """What the engine that draws responses says of itself."""
+        return engine_facts(self.rollout_engine)
 
     @property
     def has_agent(self) -> bool:
@@ -511,12 +506,6 @@ class RlhfConfig(StageConfig):
                 f"{given} weighs by the probability that a token was drawn with, and "
                 "--no-do_sample draws none: leave one of them out"
             )
-        if self.ppo.use_rollout_logprobs and self.batch.rollout_engine != "own":
-            raise ValueError(
-                "--use_rollout_logprobs is of --rollout_engine own; those of "
-                f"{self.batch.rollout_engine} are of other kernels, for which there is "
-                "--rollout_correction"
-            )
         if self.ppo.use_rollout_logprobs and self.teacher.on_policy_share < 1:
             raise ValueError(
                 "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
@@ -572,7 +561,7 @@ class RlhfConfig(StageConfig):
     @property
     def has_server(self) -> bool:
         """Whether a server draws responses or is the teacher."""
-        return self.batch.by_servers or self.teacher.server is not None
+        return not self.batch.engine.in_process or self.teacher.server is not None
 
 
 @dataclass(frozen=True)

@@ -353,7 +353,7 @@ def check_takes_responses(option: str, name: str, function: Callable[..., object
 
 def _imported(option: str, name: str) -> Callable[..., Any]:
     with same_gradients():
-        function = load_object(option, name)
+        function = load_object(option, name, "function")
     if not callable(function):
         module, _, attribute = name.partition(":")
         raise ValueError(f"--{option} {name}: {module} has no function {attribute}")

@@ -229,4 +229,6 @@ def sampler_errors(experience: Experience, *, bounds: bool = False) -> dict[str,
             return {}
         filtered = experience.table(response.sampler_logprobs for response in experience.responses)
         errors = (experience.logprobs - filtered).clamp(min=0)[chosen]
+        if errors.isnan().any():  # an engine that knows none
+            return {}
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
