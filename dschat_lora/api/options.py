@@ -36,11 +36,15 @@ Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
-_FUNCTIONS = ("reward_function", "judge_function", "environment", "agent", "reward_gate")
+_FUNCTIONS = (
+    *("reward_function", "judge_function", "environment", "agent", "reward_gate", "algorithm"),
+    "parts",
+)
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
+    "algorithm": "str | Callable[..., Any] | Algorithm",
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",
@@ -48,6 +52,7 @@ _TYPES = {
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
+    "parts": "Any | Sequence[Any]",
 }
 
 
@@ -199,11 +204,11 @@ def _way_to_rows(data: object) -> str:
 def _functions(value: Any, stack: ExitStack) -> Any:
     if isinstance(value, list | tuple):
         return [_functions(each, stack) for each in value]
-    if callable(value):
-        return stack.enter_context(held(value, function_name(value)))
     if isinstance(value, Mapping):  # environments by name
         return stack.enter_context(held(value, "environments"))
-    return value
+    if value is None or isinstance(value, str):
+        return value
+    return stack.enter_context(held(value, function_name(value)))
 
 
 def function_name(function: Callable[..., Any]) -> str:

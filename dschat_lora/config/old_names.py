@@ -9,6 +9,7 @@ from types import ModuleType
 _PACKAGE = __name__.partition(".")[0]
 # By the old name the modules that have what was in it; names begin behind that of the package.
 OLD_NAMES = {
+    "generation.transformers_engine": "rl.draw.transformers_engine rl.draw.engine",
     "rl.advice": "rl.loop.advice rl.response.errors",
     "rl.agent_programs": "rl.play.agent_programs",
     "rl.agent_server": "rl.play.agent_server",
@@ -30,7 +31,7 @@ OLD_NAMES = {
     "rl.experience": "rl.learn.experience rl.score.scores",
     "rl.external_rewards": "rl.score.external_rewards",
     "rl.inputs": "rl.options.inputs",
-    "rl.memory": "rl.loop.memory",
+    "rl.memory": "rl.loop.memory rl.draw.own_engine",
     "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.watch.rows",
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
     "rl.prompt_stream": "rl.draw.source",
@@ -38,10 +39,10 @@ OLD_NAMES = {
     "rl.score.reward_functions rl.score.scores",
     "rl.role_config": "rl.options.role_config",
     "rl.roles": "rl.learn.roles rl.learn.network",
-    "rl.rollout": "rl.draw.generator generation.stops rl.draw.source "
+    "rl.rollout": "rl.draw.generator rl.draw.own_engine generation.stops rl.draw.source "
     "rl.draw.turn_decoder rl.response.transfer",
-    "rl.rollout_engines": "rl.draw.rollout_engines",
-    "rl.rollout_servers": "rl.draw.rollout_servers",
+    "rl.rollout_engines": "rl.draw.server_engine rl.draw.engine",
+    "rl.rollout_servers": "rl.draw.completions rl.draw.engine_checks rl.draw.server_engine",
     "rl.rollouts_ahead": "rl.draw.rollouts_ahead",
     "rl.served_teacher": "rl.learn.served_teacher",
     "rl.setup": "rl.loop.setup rl.learn.roles",

@@ -10,6 +10,7 @@ from dschat_lora.config.old_names import OLD_NAMES
 
 # What users could import, by the module that had it.
 FORMER = {
+    "generation.transformers_engine": "DrawnResponses",
     "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
@@ -20,7 +21,7 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError Server AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.algorithms": (
-        "AlgorithmName KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
+        "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
         "ALGORITHMS RolloutCorrection PpoConfig PretrainingConfig"
     ),
     "rl.batch": (
@@ -84,7 +85,7 @@ FORMER = {
         "GATHER_SHARE whole_weights_fit free_bytes BrokenWeightsError PromptOrder "
         "responses_as_json response_from_json Generator stop_ids end_of_text"
     ),
-    "rl.rollout_engines": "RolloutError raise_on_every_rank Drawn ServerEngine",
+    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.rollout_servers": (
         "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
         "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "

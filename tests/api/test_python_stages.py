@@ -367,7 +367,7 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=[1, 2, 3]), ValueError, "3 weights"),
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=2), ValueError, "a list of numbers"),
         (lambda: dl.rlhf(rewards=lambda text: 1.0), ValueError, "--reward_function python:lambda"),
-        (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm: must be one of ppo"),
+        (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm must be one of ppo"),
         (lambda: dl.plan("sfft"), ValueError, "stage must be one of sft, reward"),
         (lambda: dl.generate(None, ["a"], max_tokens=3), TypeError, "unknown option --max_tokens"),
         (lambda: dl.generate("a", ["b"], model_name_or_path="c"), TypeError, "of its own, too"),

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dschat_lora.rl.learn.dynamic_sampling import resample
+from dschat_lora.rl.learn.dynamic_sampling import idle_groups, resample
 from dschat_lora.rl.loop.validation import check_rewards
+from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
@@ -521,7 +522,14 @@ def resampled(prompts, further, rewards, *, tries=9):
         return Scores(values, {"f": 2 * values})
 
     first = [r for place, prompt in enumerate(prompts) for r in group_of(prompt, place)]
-    found = resample(first, further=iter(further), tries=tries, generate=generate, score=score)
+    found = resample(
+        first,
+        algorithm=ALGORITHMS["dapo"],
+        further=iter(further),
+        tries=tries,
+        generate=generate,
+        score=score,
+    )
     assert [r.group for r in found.responses] == [n // 2 for n in range(len(first))]
     torch.testing.assert_close(found.scores.total, score(found.responses).total, equal_nan=True)
     torch.testing.assert_close(found.scores.by_name["f"], 2 * found.scores.total, equal_nan=True)
@@ -533,6 +541,14 @@ REWARDS = {
     **dict.fromkeys((3, 4, 10, 12), (1.0, 1.0)),
     5: (math.nan, 1.0),
 }
+
+
+def test_a_group_is_idle_where_no_two_responses_that_count_differ():
+    nan, dapo = math.nan, ALGORITHMS["dapo"]
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, nan, nan, nan, 2.0, 3.0, 3.0, nan, 4.0])
+    groups = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6]
+    assert idle_groups(dapo, groups, rewards, {}, {}) == [0, 2, 3, 4, 5, 6]
+    assert idle_groups(dapo, [4, 4, 4], torch.tensor([0.0, nan, 1.0]), {}, {}) == []
 
 
 def test_equal_groups_are_replaced_by_further_prompts_until_none_is_left():

@@ -9,19 +9,19 @@ from functools import partial
 from typing import Any
 
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.draw.rollout_engines import RolloutError
+from dschat_lora.rl.draw.engine import Pending, RolloutError
 from dschat_lora.rl.draw.source import Draws
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.response.transfer import response_from_json, responses_as_json
 
 # Begins on the responses of an iteration; what it returns waits for them.
-Begin = Callable[[Draws, int], Callable[[], list[Response]]]
+Begin = Callable[[Draws, int], Pending[list[Response]]]
 
 
 @dataclass
 class _Rollout:
     version: int  # iterations that the adapter has learnt from
-    wait: Callable[[], list[Response]]
+    wait: Pending[list[Response]]
 
 
 @dataclass

@@ -179,8 +179,7 @@ class PromptStream(StreamedRows):
         return found
 
     def size(self, iteration: int) -> int:
-        found: int = self._state["short"].get(iteration, self.per_iteration)
-        return found
+        return int(self._state["short"].get(iteration, self.per_iteration))
 
     def sizes(self, iteration: int) -> Mapping[int, int]:
         found = Counter(size for n, size in self._state["short"].items() if n < iteration)
@@ -232,11 +231,6 @@ class Draws:
     needed: int | None  # how many of them are enough; None: all are needed
     further: Iterator[PromptSample]  # those to ask next, each once
     answers: Sequence[SequenceSample] = ()  # of the data, which are learnt from beside responses
-
-    @property
-    def num_prompts(self) -> int:
-        """Prompts whose responses are learnt from."""
-        return len(self.prompts) if self.needed is None else self.needed
 
 
 def prompts_per_iteration(batch: RolloutConfig) -> int:

@@ -13,7 +13,7 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.causal_lm import Policy
-from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.served_teacher import ServedTeacher
 from dschat_lora.rl.options.config import RlhfConfig
@@ -38,13 +38,13 @@ class Retry:
         found = retry.forward(compute)
 
     Args:
-        engines: all that compute. generator: of responses; None: nothing is tried again.
+        engines: all that compute. drawing: of responses; None: nothing is tried again.
     """
 
     def __init__(
-        self, engines: Collection[TrainEngine[nn.Module]] = (), generator: Generator | None = None
+        self, engines: Collection[TrainEngine[nn.Module]] = (), drawing: Drawing | None = None
     ) -> None:
-        self._engines, self._generator = engines, generator
+        self._engines, self._drawing = engines, drawing
         self._in_collective = False
 
     def forward(self, compute: Callable[[], ResultT]) -> ResultT:
@@ -65,16 +65,16 @@ class Retry:
     def _result(
         self, compute: Callable[[], ResultT], repeats: str, *, forgets: bool = False
     ) -> ResultT:
-        generator = self._generator
+        drawing = self._drawing
         try:
             return compute()
         except torch.OutOfMemoryError:
-            if generator is None or not generator.keeps or self._in_collective:
+            if drawing is None or not drawing.keeps or self._in_collective:
                 raise
             if not all(getattr(each, repeats) for each in self._engines):
                 raise
         # The error is gone, and with it the frames that held what the first attempt had made.
-        generator.release()
+        drawing.release()
         for engine in self._engines if forgets else ():
             engine.forget_gradients()
         return compute()

@@ -2,28 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import (
-    discounted_returns,
-    dr_grpo_advantages,
-    gae,
-    grpo_advantages,
-    response_sums,
-    rloo_advantages,
-    to_tokens,
-    token_rewards,
-    whiten,
-)
+from dschat_lora.algos.advantages import response_sums, to_tokens
+from dschat_lora.algos.credit import Outcome
 from dschat_lora.algos.importance import Mismatch, importance_weights, sampler_mismatch
-from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
+from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.options.algorithms import PpoConfig, RolloutCorrection
+from dschat_lora.rl.options.algorithms import PpoConfig, RolloutCorrection, called
 from dschat_lora.rl.response.batch import (
     Batching,
     Minibatch,
@@ -106,11 +96,12 @@ class Experience:
         return sampler_mismatch(self.logprobs, self._drawn(), self.mask, level=level)
 
     def _drawn(self) -> Tensor:
-        """(N, R) log-probabilities of what was drawn from; of the data's answers the policy's."""
+        """(N, R) log-probabilities of what was drawn from; where nobody knows them the policy's."""
         assert self.logprobs is not None
         table = self.table(response.sampler_logprobs for response in self.responses)
         drawn = torch.tensor([response.is_drawn for response in self.responses])
-        return torch.where(to_device(drawn, table.device)[:, None], table, self.logprobs)
+        known = to_device(drawn, table.device)[:, None] & ~table.isnan()
+        return torch.where(known, table, self.logprobs)
 
 
 def padded(
@@ -263,43 +254,38 @@ def add_old_outputs(
 def advantages_and_returns(
     experience: Experience, rewards: Tensor, config: PpoConfig, *, kl_coef: float
 ) -> AdvantagesAndReturns:
-    """Advantages and returns of an iteration, without gradient.
+    """Advantages and returns of an iteration, by the estimator of the algorithm.
 
-    The KL penalty, unless the loss has it, is taken from each token's reward, or from the
-    response's where responses are compared. The experience has old log-probabilities where
-    :attr:`~dschat_lora.rl.algorithms.PpoConfig.weighs_by_policy` says so, and values for PPO.
-    ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
+    The experience has old log-probabilities where
+    :attr:`~dschat_lora.rl.options.algorithms.PpoConfig.weighs_by_policy` says so, and values where
+    there is a critic. ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
+
+    Raises:
+        ValueError: if an estimator of the user's gives something else than advantages.
     """
-    mask, rules = experience.mask, config.rules
-    if rules.distills:
-        # The sampled reverse KL at each token, and nothing of later ones: a discount of 0.
-        return AdvantagesAndReturns(-experience.kl(), None)
-    kl = partial(experience.kl, KL_ESTIMATORS[config.kl_estimator])
-    if config.kl_in == "loss":
-        kl_coef = 0.0
-    if rules.compares:
-        if config.kl_in == "reward":
-            rewards = rewards - kl_coef * response_sums(kl(), mask)
-        advantages = to_tokens(_COMPARED[rules.advantage](rewards, experience.groups), mask)
-        if rules.advantage == "reinforce_pp_baseline":
-            advantages = whiten(advantages, mask)
-        return AdvantagesAndReturns(advantages, None)
-    per_token = token_rewards(rewards, kl(), mask, kl_coef=kl_coef)
-    if rules.advantage == "returns":
-        returns = discounted_returns(per_token, mask, gamma=config.gamma)
-        return AdvantagesAndReturns(whiten(returns, mask), None)
-    assert experience.values is not None
-    advantages, returns = gae(
-        per_token, experience.values, mask, gamma=config.gamma, lam=config.lam
+    mask, by_name = experience.mask, experience.rewards or {"reward_model": experience.scores}
+    found = called(config.rules.estimator)(
+        Outcome(
+            rewards=by_name,
+            weights=experience.weights or dict.fromkeys(by_name, 1.0),
+            shaped=rewards,
+            groups=experience.groups,
+            counts=experience.counts,
+            mask=mask,
+            options=config,
+            kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
+            values=experience.values,
+            logprobs=experience.logprobs,
+            ref_logprobs=experience.ref_logprobs,
+        )
     )
-    if config.whiten_advantages:
-        advantages = whiten(advantages, mask)
+    advantages, returns = found if isinstance(found, tuple) else (found, None)
+    if not isinstance(advantages, Tensor) or advantages.shape not in (mask.shape, mask.shape[:1]):
+        kind = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"--algorithm {config.algorithm} must give a tensor of advantages, "
+            f"{tuple(mask.shape[:1])} of responses or {tuple(mask.shape)} of tokens, got {kind}"
+        )
+    if advantages.dim() == 1:
+        advantages = to_tokens(advantages, mask)
     return AdvantagesAndReturns(advantages, returns)
-
-
-_COMPARED = {
-    "rloo": rloo_advantages,
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "reinforce_pp_baseline": dr_grpo_advantages,
-}

@@ -10,6 +10,8 @@ from dschat_lora.data.loader import Window
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.runtime.checkpointer import Stateful
 
+Steps = Callable[[int], Iterator[Window]]  # those from one on
+
 
 @dataclass(frozen=True)
 class TextWindow:
@@ -22,19 +24,13 @@ class TextWindow:
 class Pretraining:
     """The text of one optimizer step after another, epoch after epoch.
 
-    ``steps`` are those from a step on, and ``stream`` is what they are read from, if that is not
-    all prepared; ``coefficient`` is the weight of the loss per token.
+    ``stream`` is what ``steps`` are read from, if the text is not all prepared, and ``coefficient``
+    the weight of its loss per token.
     """
 
     name = "pretraining"
 
-    def __init__(
-        self,
-        steps: Callable[[int], Iterator[Window]],
-        *,
-        coefficient: float,
-        stream: Stateful | None = None,
-    ) -> None:
+    def __init__(self, steps: Steps, stream: Stateful | None, *, coefficient: float) -> None:
         self.coefficient, self._steps, self._stream = coefficient, steps, stream
         self._step, self._counts = 0, StepCounts()
         self._windows: Iterator[Window] | None = None

@@ -108,7 +108,7 @@ def load_teacher(
             in_flight=config.batch.per_device_generation_batch_size * world_size(),
             say=lambda words: run.log.say(f"  note         --teacher_model_name_or_path: {words}"),
         )
-        run.closing.callback(served.servers.close)
+        run.closing.callback(served.pool.close)
         most = sys.maxsize if served.limit is None else served.limit - 1  # it draws a token
     else:
         options = config.actor if sources.teacher is None else config.teacher

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.kl import KL_ESTIMATORS
-from dschat_lora.algos.ppo import (
-    PolicyLoss,
-    cispo_loss,
-    gspo_loss,
-    loss_divisor,
-    policy_loss,
-    token_weights,
-    value_loss,
-)
+from dschat_lora.algos.ppo import PolicyLoss, loss_divisor, token_weights, value_loss
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
@@ -246,8 +238,11 @@ class Updater:
         self._look(batches, [self._engines.policy(each, width)[0] for each in batches], None)
 
     def _find_targets(self) -> None:
-        """Advantages, returns and importance weights of a complete experience."""
-        self.targets = self._estimate_advantages(self.experience)
+        """Advantages, returns and importance weights; where they need none, before old outputs."""
+        known = self.experience
+        if self._deferred and self._looks:
+            known = replace(known, logprobs=None)
+        self.targets = self._estimate_advantages(known)
         if (correction := self._config.correction) is not None:
             self.importance = self.experience.importance(correction)
 
@@ -275,7 +270,7 @@ class Updater:
         return loss, parts.ratio_error
 
     def _surrogate(self, rows: Tensor, logprobs: Tensor) -> PolicyLoss:
-        config, targets = self._config, self.targets
+        targets = self.targets
         assert targets is not None
         if self._deferred and self._looks:
             old = logprobs
@@ -286,18 +281,8 @@ class Updater:
         advantages = targets.advantages[rows] * self._weights[rows]
         if self.importance is not None:
             advantages = advantages * self.importance[rows]
-        loss: Callable[..., PolicyLoss] = cispo_loss
-        if config.rules.loss != "cispo":
-            loss = gspo_loss if config.rules.loss == "gspo" else policy_loss
-            loss = partial(loss, dual_clip=config.dual_clip)
-        return loss(
-            logprobs,
-            old,
-            advantages,
-            self._mask[rows],
-            cliprange=config.cliprange_low,
-            cliprange_high=config.cliprange_high,
-        )
+        loss: PolicyLoss = self._config.surrogate(logprobs, old, advantages, self._mask[rows])
+        return loss
 
     def _value_loss(self, rows: Tensor, values: Tensor, sums: _Sums) -> Tensor:
         """The critic's loss summed over the tokens of ``rows``."""

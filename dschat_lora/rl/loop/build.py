@@ -1,6 +1,6 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,8 @@ from dschat_lora.models.blocks import compile_blocks
 from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.report.rollouts import open_rollouts
+from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.draw.rollout_engines import ServerEngine
-from dschat_lora.rl.draw.rollout_servers import RolloutServers
-from dschat_lora.rl.draw.vllm_server import sleeps
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import (
     Engines,
@@ -29,15 +27,15 @@ from dschat_lora.rl.learn.engines import (
 )
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.loop.memory import cache_columns
 from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
-from dschat_lora.rl.response.batch import ResponseBatch
+from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardSum, Scorer
+from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.rows import RolloutLog
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
@@ -98,6 +96,32 @@ def make_scorer(
     return setup.scoring.scorer
 
 
+def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:
+    """How responses stand in batches."""
+    batch = setup.config.batch
+    return Batching(
+        int(setup.tokenizer.pad_token_id),
+        batch.per_device_training_batch_size,
+        batch.tokens_per_device,
+        setup.config.run.seed,
+        shares_prompts=engines.shares_prompts and batch.num_generations > 1,
+    )
+
+
+def make_diagnostics(setup: RlhfSetup) -> Diagnostics:
+    """What warns of failures."""
+    config = setup.config
+    return Diagnostics(
+        setup.models.settings["actor"].dtype,
+        samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
+        engine=config.batch.rollout_engine,
+        samplers_logprobs=config.ppo.use_rollout_logprobs,
+        learns_from_rewards=not config.ppo.rules.distills,
+        guards=config.ppo.guard != "off",
+        kl_budget=config.ppo.kl_budget,
+    )
+
+
 def make_throughput(
     setup: RlhfSetup, engines: Engines, pretraining: Pretraining | None
 ) -> Throughput:
@@ -113,7 +137,6 @@ def make_throughput(
 def make_parts(
     setup: RlhfSetup,
     progress: RlhfProgress,
-    entropy: EntropyTarget,
     pretraining: Pretraining | None,
 ) -> Parts:
     """The parts of a run by its options.
@@ -141,6 +164,7 @@ def make_parts(
         UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
         for name in classic.parts
     ]
+    entropy = EntropyTarget(config.ppo.target_entropy, progress)
     parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
     return Parts([part for part in parts if part is not None])
 
@@ -174,57 +198,43 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
             say=setup.run.log.say,
             **options,
         )
-        return Pretraining(stream.steps, coefficient=coefficient, stream=stream)
+        return Pretraining(stream.steps, stream, coefficient=coefficient)
     loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
-    return Pretraining(loader.steps, coefficient=coefficient)
+    return Pretraining(loader.steps, None, coefficient=coefficient)
 
 
-def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
-    """The generator of the actor's responses.
+def make_generator(
+    setup: RlhfSetup, engines: Engines, version: Callable[[], int] = lambda: 0
+) -> Generator:
+    """The generator of the actor's responses, which has learnt from ``version`` iterations.
 
     Raises:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
-    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.costs.plan
-    ends = stop_ids(setup.tokenizer, setup.models.roles.actor.model, batch.stop_tokens)
-    return Generator(
+    batch, actor = setup.config.batch, setup.models.roles.actor
+    ends = frozenset(stop_ids(setup.tokenizer, actor.model, batch.stop_tokens))
+    site = EngineSite(
+        setup.config,
+        setup.run,
+        setup.models.sources.actor.base,
+        actor,
         engines.actor,
         setup.models.roles.rollout,
         engines.actor.module.policy("actor").model,
+        ends,
+        int(setup.tokenizer.pad_token_id),
+        setup.costs.plan,
+        setup.costs.unpacked,
+        setup.engine_started,
+        version,
+    )
+    return Generator(
+        make_engine(site),
         eos_ids=ends,
-        pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=batch.rows_decoded,
-        max_length=cache_columns(setup.config),
-        keeps_memory=plan is not None and plan.keeps_cache,
-        update_bytes=0 if plan is None else plan.update,
-        merged=batch.merge_for_rollouts,
-        unpacked=setup.costs.unpacked,
-        num_drafts=batch.prompt_lookup_num_tokens,
-        find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
+        find_end=partial(
+            end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
+        ),
         episodes=setup.episodes,
         agents=setup.agents,
-        by_transformers=batch.rollout_engine == "transformers",
-        servers=_make_server_engine(setup, ends) if setup.servers else None,
     )
-
-
-def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine:
-    """The engine of the servers that ``--rollout_engine`` names, closed when the run is."""
-    batch, run = setup.config.batch, setup.run
-    servers = RolloutServers(
-        setup.servers,
-        in_flight=batch.per_device_generation_batch_size,
-        say=lambda words: run.log.say(f"  note         --rollout_engine: {words}"),
-        ends=frozenset(ends),
-        vocabulary_size=int(setup.models.roles.actor.model.config.vocab_size),
-    )
-    shared = batch.rollout_adapter_dir
-    engine = ServerEngine(
-        servers,
-        setup.models.roles.actor,
-        base=setup.models.sources.actor.base,
-        directory=None if shared is None else Path(shared).expanduser().resolve(),
-        sleeps=batch.rollout_engine == "vllm" and sleeps(setup.config),
-    )
-    run.closing.callback(engine.close)
-    return engine

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dschat_lora.algos.advantages import response_sums
-from dschat_lora.algos.entropy import adapted_entropy_coef, applied_entropy_coef
+from dschat_lora.algos.entropy import adapted_entropy_coef
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.engine.distributed import raise_together, rank
 from dschat_lora.models.loading import Tokenizer
@@ -20,8 +20,8 @@ from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.update import StepResult
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.options.names import load_object
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.score.user_functions import find_object
 
 
 class Part(Protocol):
@@ -137,14 +137,6 @@ class EntropyTarget:
     progress: RlhfProgress  # with the state
     _entropies: list[tuple[float, int]] = field(default_factory=list)  # nats, tokens of steps
 
-    @property
-    def coefficient(self) -> float:
-        """The weight at this iteration."""
-        coef = self.progress.entropy_coef
-        if not self.target:
-            return coef
-        return applied_entropy_coef(coef, entropy=self.progress.entropy, target=self.target)
-
     def after_step(self, result: StepResult) -> None:
         if self.target and "actor" in result.outcomes:
             self._entropies.append((result.entropy, result.num_tokens))
@@ -159,7 +151,7 @@ class EntropyTarget:
                 progress.entropy_coef, entropy=progress.entropy, target=self.target
             )
         self._entropies = []
-        return {"entropy_coef": self.coefficient}
+        return {"entropy_coef": self.progress.entropy_bonus(self.target)}
 
 
 class PartError(UserFunctionError):
@@ -199,7 +191,7 @@ class UserPart:
         Raises:
             ValueError: if there is none, or it has no method that is called.
         """
-        found = find_object("parts", option)
+        found = load_object("parts", option)
         self._part = found() if isinstance(found, type) else found
         self._files = run.files
         self.name = f"part {getattr(self._part, 'name', type(self._part).__name__)}"

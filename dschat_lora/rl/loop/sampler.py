@@ -4,28 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
-
-import numpy as np
+from typing import Any
 
 from dschat_lora.algos.seeds import permutation, stream_seed
-from dschat_lora.config.data import DataConfig
-from dschat_lora.data.loader import sample_sources, told_sources
-from dschat_lora.data.prepare import Prepared
-from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import PromptSample, SourcedSamples
+from dschat_lora.data.loader import told_sources
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
-from dschat_lora.rl.draw.source import (
-    Draws,
-    PromptOrder,
-    PromptStream,
-    Source,
-    prompts_per_iteration,
-)
+from dschat_lora.rl.draw.source import Draws, Source
 from dschat_lora.rl.learn.dynamic_sampling import resample
 from dschat_lora.rl.learn.teacher import answer_of
-from dschat_lora.rl.loop.schedule import RlhfProgress, make_rlhf_schedule
+from dschat_lora.rl.loop.schedule import RlhfProgress, make_rlhf_schedule, make_source
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import answers_data
 from dschat_lora.rl.response.response import Response
@@ -52,21 +42,21 @@ class RolloutSampler:
         self.progress, self._timer = progress, timer
         config, batch = setup.config, setup.config.batch
         self._sources = told_sources(config.data.data, setup.data.prompts)
-        self.source = make_source(setup, lambda: progress.iteration)
-        self.schedule = make_rlhf_schedule(config, self.source)
+        self.schedule = make_rlhf_schedule(setup, iteration=lambda: progress.iteration)
+        self.source = self.schedule.source
         self._answers: Source | None = None
         if setup.data.answers is not None:
-            share = 1 - config.teacher.on_policy_share
-            count = round(share * self.source.per_iteration * batch.num_generations)
-            self._answers = _source_of(
+            responses = self.source.per_iteration * batch.num_generations
+            count = max(1, round((1 - config.teacher.on_policy_share) * responses))
+            self._answers = make_source(
                 setup,
                 answers_data(config),
                 setup.data.answers,
-                lambda: progress.iteration,
-                per_iteration=max(1, count),
                 kind="samples",
+                per_iteration=count,
+                iteration=lambda: progress.iteration,
             )
-        self._sampling = Sampling(
+        sampling = Sampling(
             max_new_tokens=config.data.max_answer_seq_len,
             do_sample=batch.do_sample,
             temperature=batch.rollout_temperature or batch.temperature,
@@ -74,6 +64,7 @@ class RolloutSampler:
             top_p=batch.top_p,
             top_k=batch.top_k,
         )
+        self._how: dict[str, Any] = {"sampling": sampling, "num_generations": batch.num_generations}
         # That of the present iteration and those of later ones that are begun.
         self._draws = lru_cache(batch.rollouts_ahead + 1)(self._make_draws)
         self._ahead = None
@@ -85,10 +76,9 @@ class RolloutSampler:
                 draws_of=self._draws,
                 begin=lambda draws, iteration: generator.begin(
                     draws.prompts,
-                    self._sampling,
-                    num_generations=batch.num_generations,
                     key=(config.run.seed, iteration),
                     needed=draws.needed,
+                    **self._how,
                 ),
             )
         stateful = {"stream": self.source, "answers": self._answers}
@@ -109,31 +99,33 @@ class RolloutSampler:
         """
         setup, config, iteration = self._setup, self._config, self.progress.iteration
         with self._timer.phase("generation"):
-            draws = self._draws(iteration)
-            if self._ahead is not None:
-                drawn = self._ahead()
-            else:
-                drawn = self._generate(draws.prompts, needed=draws.needed)
+            draws, ahead = self._draws(iteration), self._ahead
+            drawn = ahead() if ahead else self._generate(draws.prompts, needed=draws.needed)
             places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
             responses = [replace(each, group=places[each.group]) for each in drawn]
-            for number, answer in enumerate(draws.answers, start=draws.num_prompts):
-                responses.append(answer_of(answer, group=number))
+            first = draws.needed or len(draws.prompts)
+            responses += [answer_of(each, group=n) for n, each in enumerate(draws.answers, first)]
             responses = setup.teacher.reading(responses)
         if setup.agents is not None:
             setup.agents.check(responses)
         scores, metrics = None, dict[str, float]()
         if tries := config.ppo.dynamic_sampling:
 
+            @self._timer.phase("generation")
             def generate(prompts: Sequence[PromptSample], number: int) -> list[Response]:
-                with self._timer.phase("generation"):
-                    return self._generate(prompts, "further", number)
+                return self._generate(prompts, "further", number)
 
+            @self._timer.phase("scoring")
             def score(found: Sequence[Response]) -> Scores:
-                with self._timer.phase("scoring"):
-                    return scores_of(found)
+                return scores_of(found)
 
             found = resample(
-                responses, further=draws.further, tries=tries, generate=generate, score=score
+                responses,
+                algorithm=config.ppo.rules,
+                further=draws.further,
+                tries=tries,
+                generate=generate,
+                score=score,
             )
             responses, scores, metrics = found.responses, found.scores, {**found.metrics}
         if draws.needed is not None:
@@ -175,56 +167,8 @@ class RolloutSampler:
         """
         if not prompts:
             return []
-        config, iteration = self._config, self.progress.iteration
-        found = self._generator(
-            prompts,
-            self._sampling,
-            num_generations=config.batch.num_generations,
-            key=(config.run.seed, iteration, *more),
-            keep_logprobs=True,
-            needed=needed,
-        )
-        if self._ahead is None:
-            return found
-        return [replace(each, policy_version=iteration) for each in found]
-
-
-def make_source(setup: RlhfSetup, iteration: Callable[[], int]) -> Source:
-    """The prompts of a run; ``iteration`` is the one that is next."""
-    config = setup.config
-    per_iteration = prompts_per_iteration(config.batch)
-    return _source_of(
-        setup, config.data.data, setup.data.prompts, iteration, per_iteration=per_iteration
-    )
-
-
-def _source_of(
-    setup: RlhfSetup,
-    data: DataConfig,
-    prepared: Prepared,
-    iteration: Callable[[], int],
-    *,
-    per_iteration: int,
-    kind: DataKind = "prompts",
-) -> Source:
-    """The samples of each iteration: ``prepared``, or those of a stream of which it is the head."""
-    config = setup.config
-    if data.streaming:
-        return PromptStream(
-            setup.stream(data, prepared, kind),
-            per_iteration=per_iteration,
-            most=max(1, config.optim.max_steps),
-            kind=kind,
-            seed=config.run.seed,
-            iteration=iteration,
-            say=setup.run.log.say,
-        )
-    count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
-    numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
-    return PromptOrder(
-        count,
-        per_iteration,
-        config.run.seed,
-        SourcedSamples(prepared.train, numbers),
-        {name: prepared.times[name] for name in told},
-    )
+        iteration = self.progress.iteration
+        key = (self._config.run.seed, iteration, *more)
+        found = self._generator(prompts, key=key, keep_logprobs=True, needed=needed, **self._how)
+        version = None if self._ahead is None else iteration
+        return [replace(each, policy_version=version) for each in found]

@@ -1,14 +1,22 @@
 """The schedule and the progress of a run."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from dschat_lora.algos.entropy import applied_entropy_coef
+from dschat_lora.config.data import DataConfig
+from dschat_lora.data.loader import sample_sources, told_sources
+from dschat_lora.data.prepare import Prepared
+from dschat_lora.data.rows import DataKind
+from dschat_lora.data.samples import SourcedSamples
 from dschat_lora.engine.distributed import data_world_size, local_rank, rank
-from dschat_lora.rl.draw.source import Source
+from dschat_lora.rl.draw.source import PromptOrder, PromptStream, Source, prompts_per_iteration
+from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.throughput import PHASES
@@ -86,6 +94,12 @@ class RlhfProgress(Progress):
         kl, entropy = config.kl_coef, config.entropy_coef
         return cls(kl_coef=kl, kl_start=kl, entropy_coef=entropy, entropy_start=entropy)
 
+    def entropy_bonus(self, target: float) -> float:
+        """The weight of the entropy bonus at this iteration; ``target`` is ``--target_entropy``."""
+        if not target:
+            return self.entropy_coef
+        return applied_entropy_coef(self.entropy_coef, entropy=self.entropy, target=target)
+
     def count_iteration(self, responses: Sequence[Response]) -> None:
         """Count an iteration and its responses."""
         self.iteration += 1
@@ -101,12 +115,49 @@ class RlhfProgress(Progress):
         self.moments = {name: float(value) for name, value in self.moments.items()}
 
 
-def make_rlhf_schedule(config: RlhfConfig, source: Source) -> RlhfSchedule:
-    """The schedule of a run over the prompts of a source."""
-    batch = config.batch
+def make_source(
+    setup: RlhfSetup,
+    data: DataConfig,
+    prepared: Prepared,
+    *,
+    kind: DataKind = "prompts",
+    per_iteration: int,
+    iteration: Callable[[], int],
+) -> Source:
+    """The samples of each iteration: ``prepared``, or those of a stream of which it is the head.
+
+    ``iteration`` is the one that is next.
+    """
+    config = setup.config
+    if data.streaming:
+        return PromptStream(
+            setup.stream(data, prepared, kind),
+            per_iteration=per_iteration,
+            most=max(1, config.optim.max_steps),
+            kind=kind,
+            seed=config.run.seed,
+            iteration=iteration,
+            say=setup.run.log.say,
+        )
+    count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
+    numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
+    samples = SourcedSamples(prepared.train, numbers)
+    times = {name: prepared.times[name] for name in told}
+    return PromptOrder(count, per_iteration, config.run.seed, samples, times)
+
+
+def make_rlhf_schedule(setup: RlhfSetup, iteration: Callable[[], int] = lambda: 0) -> RlhfSchedule:
+    """The schedule of a run; ``iteration`` is the one that is next."""
+    config, batch = setup.config, setup.config.batch
     rows = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
     return RlhfSchedule(
-        source,
+        make_source(
+            setup,
+            config.data.data,
+            setup.data.prompts,
+            per_iteration=prompts_per_iteration(batch),
+            iteration=iteration,
+        ),
         num_generations=batch.num_generations,
         rows_per_step=rows * data_world_size(),
         ppo_epochs=config.ppo.ppo_epochs,

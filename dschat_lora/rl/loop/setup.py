@@ -21,8 +21,6 @@ from dschat_lora.models.build import as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
-from dschat_lora.rl.draw.rollout_servers import RolloutServer
-from dschat_lora.rl.draw.vllm_server import start_vllm
 from dschat_lora.rl.learn.roles import Models, Roles, build_roles, check_layers, role_settings
 from dschat_lora.rl.learn.teacher import Teacher, load_teacher
 from dschat_lora.rl.loop.advice import explaining_memory
@@ -84,7 +82,7 @@ class RlhfSetup:
     teacher: Teacher
     episodes: Episodes | None  # None: of one turn
     agents: "Agents | None"  # that play episodes, in the place of an environment
-    servers: tuple[RolloutServer, ...]  # that draw responses
+    engine_started: Any  # what the rollout engine needs to have before models take memory
     identity: dict[str, Any] = field(default_factory=dict)  # what the run's state belongs to
 
     @property
@@ -129,7 +127,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     asking += [] if episodes is None else [episodes.environment]
     asking += [] if agents is None else [agents.program]
     data = read_rlhf_data(config, tokenizer, run, [*asking, scoring.scorer])
-    servers = _rollout_servers(config, sources, run)
+    started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
         build_roles,
@@ -152,7 +150,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         teacher,
         episodes,
         agents,
-        servers,
+        started,
     )
     _describe(setup)
     if (unpacked := setup.costs.unpacked) is not None:
@@ -176,19 +174,6 @@ def _scoring(
     elif episodes is not None and isinstance(episodes.environment, StatefulEnvironment):
         name, objects = episodes.environment.label(), episodes.environment.objects
     return load_scoring(config, tokenizer, episodes=name, objects=objects)
-
-
-def _rollout_servers(
-    config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]
-) -> tuple[RolloutServer, ...]:
-    """The servers that draw responses, if any do; call on every rank, before models take memory."""
-    batch = config.batch
-    if batch.rollout_engine != "vllm":
-        return tuple(RolloutServer(each, batch.rollout_timeout) for each in batch.rollout_servers)
-    if run.directory is None:
-        return ()
-    dtype = str(role_settings(config)["actor"].torch_dtype).removeprefix("torch.")
-    return start_vllm(config, run, base=sources.actor.base, dtype=dtype)
 
 
 def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:

@@ -15,11 +15,11 @@ from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.rl.draw.generator import BrokenWeightsError, Generator
+from dschat_lora.rl.draw.engine import Drawing
+from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.evaluation import RlhfEvaluator
-from dschat_lora.rl.loop.sampler import make_source
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
 from dschat_lora.rl.loop.setup import RlhfSetup, set_up
 from dschat_lora.rl.loop.trainer import RlhfTrainer
@@ -50,7 +50,7 @@ def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
     with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
         setup = set_up(run)
-        schedule = make_rlhf_schedule(setup.config, make_source(setup, lambda: 0))
+        schedule = make_rlhf_schedule(setup)
         check_repeats(config.data, setup.data.prompts.times, schedule)
         if run.directory is None:
             show_plan(setup, schedule)
@@ -87,17 +87,17 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
                 checkpointer.stop(progress.step, by="--guard stop")
 
     scales_loss, keeps_cache = setup.models.settings["actor"].dtype == "fp16", True
-    with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
+    with _failures_saved(checkpointer, progress, generator.engine), run.interrupts.deferred():
         loop.begin()
         # The evaluation of a run that goes on may be the one that its stop came before.
         stop_if_guarded(last=progress.iteration == schedule.num_iterations)
         while progress.iteration < schedule.num_iterations:
             skipped = trainer.iterate()
-            own = [*checkpointer.requests(), float(generator.released)]
+            own = [*checkpointer.requests(), float(generator.engine.released)]
             *requests, released = sum_over_processes(own)
             if released and keeps_cache:  # on those too that had room
                 keeps_cache = False
-                generator.release()
+                generator.engine.release()
                 run.log.report_event(progress.step, "note", NOTE, label="note")
             last = loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
             stop_if_guarded(last=last)
@@ -121,7 +121,7 @@ def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
 
 @contextmanager
 def _failures_saved(
-    checkpointer: Checkpointer, progress: RlhfProgress, generator: Generator
+    checkpointer: Checkpointer, progress: RlhfProgress, engine: Drawing
 ) -> Iterator[None]:
     """Where a user's function or the data fails in the block, save the last iteration, then raise.
 
@@ -132,7 +132,7 @@ def _failures_saved(
         yield
         return
     except torch.OutOfMemoryError as error:
-        if generator.released and not isinstance(error, FullWhileDecodingError):
+        if engine.released and not isinstance(error, FullWhileDecodingError):
             raise FullAfterReleaseError(str(error)) from error
         raise
     except BrokenWeightsError as error:
@@ -230,8 +230,7 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
     setup.run.record.update({"results": results, "phases": phases})
     source = trainer.schedule.source
     if stream := source.state():
-        has_ended = source.end is not None
-        record_stream(setup.run, stream, has_ended=has_ended, step=progress.step)
+        record_stream(setup.run, stream, has_ended=source.end is not None, step=progress.step)
     if not progress.step and not setup.config.run.merge_adapter:
         return
     if progress.step:

@@ -19,20 +19,19 @@ from dschat_lora.rl.learn.experience import (
 )
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.loop.build import (
+    make_batching,
+    make_diagnostics,
     make_generator,
     make_parts,
     make_pretraining,
     make_scorer,
     make_throughput,
 )
-from dschat_lora.rl.loop.parts import EntropyTarget
 from dschat_lora.rl.loop.sampler import RolloutSampler
 from dschat_lora.rl.loop.schedule import RlhfProgress, trainer_state
 from dschat_lora.rl.loop.setup import RlhfSetup
-from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
-from dschat_lora.rl.watch.diagnostics import Diagnostics, check_sampler
 from dschat_lora.rl.watch.metrics import iteration_metrics
 from dschat_lora.runtime.loop import standard_schedule
 
@@ -52,32 +51,27 @@ class RlhfTrainer:
         self.setup, self.config = setup, setup.config
         config = self.config
         self.progress = RlhfProgress.of(config.ppo)
-        self._batching = Batching(
-            int(setup.tokenizer.pad_token_id),
-            config.batch.per_device_training_batch_size,
-            config.batch.tokens_per_device,
-            config.run.seed,
-            shares_prompts=engines.shares_prompts and config.batch.num_generations > 1,
-        )
-        self.generator = make_generator(setup, engines)
+        self._batching = make_batching(setup, engines)
+        self.generator = make_generator(setup, engines, lambda: self.progress.iteration)
         self.pretraining = make_pretraining(setup)
         self.throughput = make_throughput(setup, engines, self.pretraining)
         self.sampler = RolloutSampler(setup, self.generator, self.progress, self.throughput.timer)
         self.schedule = self.sampler.schedule
         self.state = partial(trainer_state, self.schedule, self.progress)
-        self.engines = replace(engines, retry=Retry(engines.trained.values(), self.generator))
-        self.scorer = make_scorer(setup, self.engines, self._batches_to_score)
-        self.diagnostics = Diagnostics(
-            setup.models.settings["actor"].dtype,
-            samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
-            engine=config.batch.rollout_engine,
-            samplers_logprobs=config.ppo.use_rollout_logprobs,
-            learns_from_rewards=not config.ppo.rules.distills,
-            guards=config.ppo.guard != "off",
-            kl_budget=config.ppo.kl_budget,
+        retry = Retry(engines.trained.values(), self.generator.engine)
+        self.engines = replace(engines, retry=retry)
+        self._scorer = make_scorer(
+            setup,
+            self.engines,
+            lambda responses: self._batching.batches(
+                responses,
+                # Dynamic sampling scores further prompts alone: those of one step.
+                rows_per_step=0 if config.ppo.dynamic_sampling else self.schedule.rows_per_step,
+                iteration=self.progress.iteration,
+            ),
         )
-        self.entropy = EntropyTarget(config.ppo.target_entropy, self.progress)
-        self.parts = make_parts(setup, self.progress, self.entropy, self.pretraining)
+        self.diagnostics = make_diagnostics(setup)
+        self.parts = make_parts(setup, self.progress, self.pretraining)
         self._rate_factor = standard_schedule(config.optim)(self.schedule.num_steps)
 
     @property
@@ -90,7 +84,7 @@ class RlhfTrainer:
         """Draw, score, learn and watch; whether the last optimizer step was skipped."""
         phase, progress, learning = self.throughput.timer.phase, self.progress, self.learning
         responses, scores = self.sampler.draw(self._scores)
-        self.generator.make_room()
+        self.generator.engine.make_room()
         with phase("scoring"):
             steps = self._plan(responses)
             experience = make_experience(
@@ -109,13 +103,13 @@ class RlhfTrainer:
         progress.count_iteration(responses)
         of_parts = self.parts.after_iteration(experience, updater.targets)
         if not results:
-            self._report_nothing_learnt(responses)
+            self._report_nothing_learnt(len(responses))
             return False
         metrics = {
             **self.sampler.metrics(progress.iteration - 1),
             "iteration": progress.iteration,
             **iteration_metrics(results, updater, experience, shaped, self.config),
-            **self.generator.draft_metrics(),
+            **self.generator.engine.metrics(),
             **of_parts,
             **self.throughput(
                 responses,
@@ -143,17 +137,7 @@ class RlhfTrainer:
         return steps
 
     def _scores(self, responses: Sequence[Response]) -> Scores:
-        return self.scorer(responses, self.state())
-
-    def _batches_to_score(self, responses: Sequence[Response]) -> list[ResponseBatch]:
-        """Batches of the first pass; of one step where further prompts may be scored."""
-        whole, make_batch = self.config.ppo.dynamic_sampling, self._batching.collator(responses)
-        minibatches = self._batching.minibatches(
-            responses,
-            rows_per_step=len(responses) if whole else self.schedule.rows_per_step,
-            iteration=self.progress.iteration,
-        )
-        return [make_batch(rows) for each in minibatches for rows in each.micro_batches]
+        return self._scorer(responses, self.state())
 
     def _shape(self, experience: Experience) -> Shaped:
         """Rewards from scores, whose moments are kept."""
@@ -190,7 +174,7 @@ class RlhfTrainer:
                 advantages_and_returns, rewards=rewards, config=ppo, kl_coef=kl_coef
             ),
             kl_coef=kl_coef,
-            entropy_coef=self.entropy.coefficient,
+            entropy_coef=self.progress.entropy_bonus(ppo.target_entropy),
             pretraining=self.pretraining,
             rescale_values=self._rescale,
             max_length=self.config.data.max_answer_seq_len,
@@ -211,12 +195,12 @@ class RlhfTrainer:
                 break
         return results
 
-    def _report_nothing_learnt(self, responses: Sequence[Response]) -> None:
+    def _report_nothing_learnt(self, count: int) -> None:
         self.throughput.timer.take()
         self.setup.run.log.report_event(
             self.progress.step,
             "empty_batch",
-            f"none of the {len(responses)} responses of iteration {self.progress.iteration} "
+            f"none of the {count} responses of iteration {self.progress.iteration} "
             "counts: no score came for any of them, no token could be drawn, or "
             "--mask_truncated_completions left them out; nothing was learnt",
         )
@@ -226,7 +210,7 @@ class RlhfTrainer:
         """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
         config, log = self.config, self.setup.run.log
         iteration, total = self.progress.iteration, self.schedule.num_iterations
-        check_sampler(metrics, self.diagnostics.dtype, self.diagnostics.engine)
+        self.diagnostics.check(metrics)
         log.write("train", self.progress.step, metrics)
         log.advance()
         if iteration % config.run.logging_steps == 0 or iteration == total:

@@ -18,6 +18,14 @@ from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, opti
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
+from dschat_lora.rl.options.engines import (
+    ADDRESSES,
+    ENGINES,
+    ENGINES_HELP,
+    EngineFacts,
+    engine_facts,
+    is_engine,
+)
 from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
 
@@ -59,6 +67,7 @@ of_vllm = partial(option, when="rollout_engine=vllm")
 of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
 of_agents = partial(option, when="agent or agent_command")
+of_sum = partial(option, when="has_shaped_sum")
 of_calls = partial(option, when="reward_function or reward_gate or environment")
 
 
@@ -94,10 +103,7 @@ class RolloutConfig:
     )
     rollout_engine: str = option(
         "own",
-        help="what draws responses: own; transformers, its continuous batching; vllm, which the "
-        "run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take "
-        "adapters at run time, by their addresses with commas between them, such as "
-        "http://127.0.0.1:8000",
+        help=ENGINES_HELP,
     )
     vllm_command: str | None = of_vllm(
         None,
@@ -201,15 +207,13 @@ class RolloutConfig:
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         share = self.vllm_gpu_memory_utilization
         require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
-        if self.by_servers and self.rollout_engine != "vllm":
-            addresses = self.rollout_servers
-            require(
-                bool(addresses) and all(map(is_address, addresses)),
-                "rollout_engine",
-                self.rollout_engine,
-                "own, transformers, vllm, or addresses of servers such as http://127.0.0.1:8000, "
-                "with commas between them (vLLM and SGLang are such servers)",
-            )
+        require(
+            is_engine(self.rollout_engine),
+            "rollout_engine",
+            self.rollout_engine,
+            f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
+            f"commas between them ({ADDRESSES.help}), or module:Class of your own",
+        )
         require_numbers(self, ">= 0", "agent_retries")
         require_numbers(self, ">= 1", "agent_max_calls")
         players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
@@ -241,17 +245,9 @@ class RolloutConfig:
         return math.ceil(self.oversample * prompts - 1e-9)
 
     @property
-    def by_servers(self) -> bool:
-        """Whether servers draw the responses."""
-        return self.rollout_engine not in ("own", "transformers")
-
-    @property
-    def rollout_servers(self) -> tuple[str, ...]:
-        """Addresses of the servers that are named, without the path ``/v1``; perhaps none."""
-        if not self.by_servers or self.rollout_engine == "vllm":
-            return ()
-        given = (each.strip().rstrip("/") for each in self.rollout_engine.split(","))
-        return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
+    def engine(self) -> EngineFacts:
+        """What the engine that draws responses says of itself."""
+        return engine_facts(self.rollout_engine)
 
     @property
     def has_agent(self) -> bool:
@@ -309,7 +305,7 @@ class RewardsConfig:
         "model, if there is one; 1 each by default",
         when="not algorithm=distill",
     )
-    reward_gate: tuple[str, ...] = option(
+    reward_gate: tuple[str, ...] = of_sum(
         (),
         help="functions, named as those of --reward_function: where one of them scores 0 or less, "
         "the response scores at most 0, whatever else it is worth",
@@ -327,10 +323,10 @@ class RewardsConfig:
         help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
         "as it likes",
     )
-    clip_reward_value: float = option(
+    clip_reward_value: float = of_sum(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
     )
-    reward_scaling: Literal["none", "running", "initial"] = option(
+    reward_scaling: Literal["none", "running", "initial"] = of_sum(
         "initial",
         help="running: divide scores by their standard deviation so far; initial: by that of the "
         "first iterations' scores, at least 64, after subtracting their mean; the critic starts in "
@@ -342,10 +338,10 @@ class RewardsConfig:
         section="evaluation",
         when="eval_prompts",
     )
-    missing_eos_penalty: float = option(
+    missing_eos_penalty: float = of_sum(
         0.0, help="subtracted from the score of a response that was cut off"
     )
-    soft_overlong_tokens: int = option(
+    soft_overlong_tokens: int = of_sum(
         0,
         help="scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's "
         "soft overlong punishment; dapo: a fifth of them); 0: never",
@@ -510,12 +506,6 @@ class RlhfConfig(StageConfig):
                 f"{given} weighs by the probability that a token was drawn with, and "
                 "--no-do_sample draws none: leave one of them out"
             )
-        if self.ppo.use_rollout_logprobs and self.batch.rollout_engine != "own":
-            raise ValueError(
-                "--use_rollout_logprobs is of --rollout_engine own; those of "
-                f"{self.batch.rollout_engine} are of other kernels, for which there is "
-                "--rollout_correction"
-            )
         if self.ppo.use_rollout_logprobs and self.teacher.on_policy_share < 1:
             raise ValueError(
                 "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
@@ -561,12 +551,17 @@ class RlhfConfig(StageConfig):
     @property
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
-        return self.ppo.rules.advantage == "gae"
+        return self.ppo.rules.has_critic
+
+    @property
+    def has_shaped_sum(self) -> bool:
+        """Whether the sum of rewards, scaled and punished, teaches, and not each by itself."""
+        return not self.ppo.rules.by_reward
 
     @property
     def has_server(self) -> bool:
         """Whether a server draws responses or is the teacher."""
-        return self.batch.by_servers or self.teacher.server is not None
+        return not self.batch.engine.in_process or self.teacher.server is not None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """User functions: what they are called with, and what they log."""
 
 import concurrent.futures
-import importlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -17,14 +16,13 @@ from dschat_lora.config.held import held_object, is_held
 from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
-from dschat_lora.rl.options.names import is_builtin, is_remote
+from dschat_lora.rl.options.names import is_builtin, is_remote, load_object
 from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.messages import as_messages, messages_after_prompt, prompt_of
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import RemoteReward
-from dschat_lora.runtime.checks import working_directory
 
 
 @dataclass(frozen=True)
@@ -354,16 +352,12 @@ def check_takes_responses(option: str, name: str, function: Callable[..., object
 
 
 def _imported(option: str, name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.partition(":")
-    with working_directory(), same_gradients():
-        try:
-            module = importlib.import_module(module_name)
-        except (ImportError, SyntaxError) as error:
-            raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
-    function = getattr(module, function_name, None)
+    with same_gradients():
+        function = load_object(option, name, "function")
     if not callable(function):
-        raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
-    return cast(Callable[..., Any], function)
+        module, _, attribute = name.partition(":")
+        raise ValueError(f"--{option} {name}: {module} has no function {attribute}")
+    return function
 
 
 OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
