@@ -51,9 +51,9 @@ class Run:
         for _ in range(iterations):
             responses = self.ahead()
             assert {each.prompt for each in responses} == {(self.iteration,)}
-            assert all(each.policy_version == each.tokens[0] for each in responses)
+            assert all(each.origin.policy_version == each.tokens[0] for each in responses)
             assert [each.columns for each in responses] == [b'{"row": 0}', b'{"row": 1}']
-            found.append((self.iteration, responses[0].policy_version))
+            found.append((self.iteration, responses[0].origin.policy_version))
             self.iteration += 1
         return found
 

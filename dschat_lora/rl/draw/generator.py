@@ -2,11 +2,11 @@
 
 import gc
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     data_rank,
     data_world_size,
-    gather_over_ranks,
     gather_texts,
     max_over_ranks,
     sum_over_ranks,
@@ -26,16 +25,10 @@ from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.generation.transformers_engine import TransformersDecoder
 from dschat_lora.models.loading import PreTrainedModel
+from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
 from dschat_lora.rl.draw.rollout_engines import Drawn, ServerEngine, raise_on_every_rank
-from dschat_lora.rl.draw.turn_decoder import TurnDecoder, unanswered
 from dschat_lora.rl.response.errors import FullWhileDecodingError
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.response.transfer import (
-    as_table,
-    from_row,
-    response_from_json,
-    responses_as_json,
-)
+from dschat_lora.rl.response.response import Response, share_responses, unanswered
 
 # Share of the free memory that the whole weights may take during generation at ZeRO 3.
 GATHER_SHARE = 0.6
@@ -58,44 +51,6 @@ def free_bytes(here: torch.device) -> int:
 
 class BrokenWeightsError(ValueError):
     """A weight of the actor is not finite, or no answer can be drawn. Raised on every rank."""
-
-
-# Numbers of responses, these with their environment's messages read, and the number of the turn.
-NextTurn = Callable[[Sequence[int], Sequence[Response], int], list[Response]]
-
-
-class EpisodePlayer(Protocol):
-    """Episodes with an environment, such as :class:`~dschat_lora.rl.play.environment.Episodes`."""
-
-    def begin(
-        self,
-        prompts: Sequence[PromptSample],
-        mine: Iterable[int],
-        num_generations: int,
-        key: tuple[int | str, ...],
-    ) -> list[PromptSample]: ...
-    def play(
-        self,
-        responses: Sequence[Response],
-        next_turn: NextTurn,
-        *,
-        max_tokens: int,
-        places: Sequence[int],
-    ) -> list[Response]: ...
-
-
-class AgentPlayer(Protocol):
-    """Agents that play episodes, such as :class:`~dschat_lora.rl.play.agents.Agents`."""
-
-    def play(
-        self,
-        copies: Sequence[tuple[Response, tuple[int, int]]],
-        decode: Callable[..., Any],
-        *,
-        key: tuple[int | str, ...],
-        max_calls_at_a_time: int,
-        is_end: Callable[[int], bool],
-    ) -> list[Response]: ...
 
 
 class Generator:
@@ -121,8 +76,7 @@ class Generator:
         unpacked: bool | None = None,
         num_drafts: int = 0,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
-        episodes: EpisodePlayer | None = None,
-        agents: AgentPlayer | None = None,
+        player: Player | None = None,
         by_transformers: bool = False,
         servers: ServerEngine | None = None,
     ) -> None:
@@ -135,7 +89,7 @@ class Generator:
         ``by_transformers``, or by ``servers``, another engine decodes, which takes all responses of
         a call and sees to its batches itself.
         ``find_end`` says after how many tokens the text of a turn ends, if it does, and
-        ``episodes`` what an environment adds to it; or ``agents`` ask for the turns.
+        ``player`` makes responses of turns, by default one of each.
         ``rollout`` is the actor's model in modules without the engine's hooks, ``sharded`` in the
         engine's modules, which gather their weights.
         """
@@ -146,8 +100,7 @@ class Generator:
         self._num_drafts = num_drafts
         self._drafts = torch.zeros(2, dtype=torch.float64)  # drafted, and accepted
         self._sharded, self._decoders = sharded, dict[int, Any]()
-        self._find_end, self._episodes, self._agents = find_end, episodes, agents
-        self._plays_episodes = episodes is not None or agents is not None
+        self._find_end, self.player = find_end, player or OneTurn()
         self._servers = servers
         self._own_batches = not by_transformers and servers is None
         self._make_decoder: Callable[[PreTrainedModel], Any] = partial(
@@ -158,7 +111,7 @@ class Generator:
             largest=(batch_size, max_length),
             merged=merged,
             unpacked=unpacked,
-            retains=self._plays_episodes,
+            retains=self.player.several_turns,
             num_drafts=num_drafts,
         )
         if by_transformers:
@@ -173,7 +126,7 @@ class Generator:
         sampling: Sampling,
         *,
         num_generations: int,
-        key: tuple[int | str, ...],
+        key: Key,
         keep_logprobs: bool = False,
         needed: int | None = None,
     ) -> list[Response]:
@@ -192,53 +145,36 @@ class Generator:
         # Prompts of like length are decoded together, and ranks have equal work.
         order = _by_length(prompts)
         mine = order[data_rank() :: data_world_size()]
-        if self._episodes is not None:
-            prompts = self._episodes.begin(prompts, mine, num_generations, key)
-        found: dict[int, Response] = {}
+        prompts = self.player.begin(prompts, mine, num_generations, key)
+        tasks = _tasks(prompts, num_generations)
+        found: list[Response] = []
         with self._weights() as (decoder, keep_going):
             counted = self._num_drafts > 0 and self._own_batches
             if counted:
                 self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
+
+            def decode(*args: Any, **options: Any) -> Callable[[], Any]:
+                drawn = decoder(*args, sampling=sampling, keep_going=keep_going, **options)
+                return lambda: drawn
+
             # A decoder that refills its rows takes all prompts, and so do other engines. Where some
             # are given up that would be the last ones of the queue, however short their responses.
             refills = self._own_batches and decoder.refills and keep_going is None
-            refills = refills and needed is None
-            batches = self._own_batches and not (refills and self._episodes is None)
-            batches = batches or self._agents is not None
-            at_a_time = max(1, self._batch_size // num_generations if batches else len(order))
-            chunks = -(-len(order[:: data_world_size()]) // at_a_time)
-            decode = partial(decoder, sampling=sampling, keep_going=keep_going)
-            turns = self._turns(decode, sampling, key, keep_logprobs=keep_logprobs)
-            for chunk in range(chunks):
-                numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
-                copies = [(n, k) for n in numbers for k in range(num_generations)]
-                places = [n * num_generations + k for n, k in copies]
-                if self._agents is not None:
-                    played = self._agents.play(
-                        [(unanswered(n, prompts[n]), (n, k)) for n, k in copies],
-                        decode,
-                        key=("rollout", *key),
-                        max_calls_at_a_time=self._batch_size,
-                        is_end=self._eos_ids.__contains__,
-                    )
-                    found |= dict(zip(places, played, strict=False))
-                    continue
-                pairs = [(n, prompts[n]) for n in numbers]
-                responses = turns.first(pairs, num_generations, _share_of(needed, numbers, mine))
-                if self._episodes is not None:
-                    responses = self._episodes.play(
-                        responses,
-                        partial(turns.next, copies, list(range(len(copies)))),
-                        max_tokens=sampling.max_new_tokens,
-                        places=places,
-                    )
-                found |= _by_place(responses, num_generations)
+            refills = refills and needed is None and not self.player.several_turns
+            whole = refills or not (self._own_batches or self.player.in_batches)
+            at_a_time = len(order) if whole else max(1, self._batch_size // num_generations)
+            for first in range(0, len(order[:: data_world_size()]), max(1, at_a_time)):
+                numbers = mine[first : first + at_a_time]
+                draw = self._draw(decode, sampling, key, num_generations, keep_logprobs)
+                draw.needed = _share_of(needed, numbers, mine)
+                own = [each for n in numbers for each in tasks[n]]
+                found += self.player.play(own, draw, key=draw.key)
             if counted:
                 self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
-        responses = self._share(found, prompts, num_generations, sampling)
+        responses = self._share(found, tasks, sampling)
         if any(each.undrawn for each in responses):
-            own = broken_parameters(dict(self._rollout.named_parameters()))
-            broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(own)))))]
+            names = broken_parameters(dict(self._rollout.named_parameters()))
+            broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(names)))))]
             if broken or all(each.undrawn for each in responses):
                 raise BrokenWeightsError(undrawn_reason(broken))
         return responses
@@ -280,7 +216,7 @@ class Generator:
         sampling: Sampling,
         *,
         num_generations: int,
-        key: tuple[int | str, ...],
+        key: Key,
         needed: int | None = None,
     ) -> Callable[[], list[Response]]:
         """Have servers begin on what a call gives, with log-probabilities; it waits for that.
@@ -288,33 +224,28 @@ class Generator:
         They go on with the adapter as it is when this is called, while it is trained.
         """
         assert self._servers is not None, "what decodes here holds up training"
-        assert not self._plays_episodes, "turns are asked for one after another"
+        assert not self.player.several_turns, "turns are asked for one after another"
         mine = _by_length(prompts)[data_rank() :: data_world_size()]
-        own = [(n, prompts[n]) for n in mine]
+        tasks = _tasks(prompts, num_generations)
         with self._servers.decoding():
             begin = partial(self._servers.begin, sampling=sampling)
-            turns = self._turns(begin, sampling, key, keep_logprobs=True)
-            share = _share_of(needed, mine, mine)
-            wait = turns.ask(own, num_generations, share)
+            draw = self._draw(begin, sampling, key, num_generations, keep_logprobs=True)
+            draw.needed = _share_of(needed, mine, mine)
+            wait = draw.begin([each for n in mine for each in tasks[n]])
+        return lambda: self._share(wait(), tasks, sampling)
 
-        def responses() -> list[Response]:
-            found = turns.answers(own, num_generations, wait(), share)
-            drawn = _by_place(found, num_generations)
-            return self._share(drawn, prompts, num_generations, sampling)
-
-        return responses
-
-    def _turns(
+    def _draw(
         self,
-        decode: Callable[..., Any],
+        decode: Callable[..., Callable[[], Any]],
         sampling: Sampling,
-        key: tuple[int | str, ...],
-        *,
+        key: Key,
+        num_generations: int,
         keep_logprobs: bool,
-    ) -> TurnDecoder:
-        return TurnDecoder(
+    ) -> Draw:
+        return Draw(
             decode,
             ("rollout", *key),
+            num_generations,
             sampling.max_new_tokens,
             keep_logprobs=keep_logprobs,
             is_end=self._eos_ids.__contains__,
@@ -322,25 +253,16 @@ class Generator:
         )
 
     def _share(
-        self,
-        own: Mapping[int, Response],
-        prompts: Sequence[PromptSample],
-        num_generations: int,
-        sampling: Sampling,
+        self, own: Sequence[Response], tasks: Sequence[Sequence[Response]], sampling: Sampling
     ) -> list[Response]:
-        """All ranks' responses by number, from those of this rank; call on every rank."""
-        width = sampling.max_new_tokens
-        blank = [unanswered(n, prompt) for n, prompt in enumerate(prompts)]
-        blank = [each for each in blank for _ in range(num_generations)]
-        if self._plays_episodes:
-            shares = map(json.loads, gather_texts(responses_as_json(own)))
-            found = {int(n): fields for share in shares for n, fields in share.items()}
-            return [response_from_json(found[n], each.columns) for n, each in enumerate(blank)]
-        whole = gather_over_ranks(as_table(own, width).to(self._engine.device)).cpu()
-        rows = whole[whole[:, 0].argsort()]
-        # Of some prompts there may be none.
-        numbers = range(len(blank)) if len(rows) == len(blank) else rows[:, 0].long().tolist()
-        return [from_row(row, blank[n], width) for row, n in zip(rows, numbers, strict=True)]
+        """All ranks' responses, from those of this rank; call on every rank."""
+        return share_responses(
+            {each.origin.place: each for each in own},
+            [*chain.from_iterable(tasks)],
+            width=sampling.max_new_tokens,
+            device=self._engine.device,
+            as_json=self.player.several_turns,
+        )
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[Any, KeepGoing | None]]:
@@ -409,8 +331,9 @@ def _share_of(needed: int | None, batch: Sequence[int], mine: Sequence[int]) -> 
     return own * (first + len(batch)) // len(mine) - own * first // len(mine)
 
 
-def _by_place(responses: Sequence[Response], num_generations: int) -> dict[int, Response]:
-    """Responses to whole groups by their place among those to all prompts."""
-    return {
-        each.group * num_generations + n % num_generations: each for n, each in enumerate(responses)
-    }
+def _tasks(prompts: Sequence[PromptSample], num_generations: int) -> list[list[Response]]:
+    """The responses to each prompt before they are drawn."""
+    copies = range(num_generations)
+    return [
+        [unanswered(n, p, n * num_generations + k) for k in copies] for n, p in enumerate(prompts)
+    ]

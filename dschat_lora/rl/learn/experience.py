@@ -99,7 +99,7 @@ class Experience:
         """(N, R) log-probabilities of what was drawn from; of the data's answers the policy's."""
         assert self.logprobs is not None
         table = self.table(response.sampler_logprobs for response in self.responses)
-        drawn = torch.tensor([response.is_drawn for response in self.responses])
+        drawn = torch.tensor([response.origin.is_drawn for response in self.responses])
         return torch.where(to_device(drawn, table.device)[:, None], table, self.logprobs)
 
 
@@ -245,7 +245,7 @@ def _added(
         return Scores(model, {})
     rewards = scorer(responses, model.device, state)
     if scorer.environment is not None:
-        given = [each.environment_reward for each in responses]
+        given = [each.episode.reward for each in responses]
         given = [math.nan if reward is None else reward for reward in given]
         rewards[scorer.environment] = to_device(torch.tensor(given), model.device)
     rewards = {name: scores.masked_fill(left_out, torch.nan) for name, scores in rewards.items()}
@@ -253,10 +253,10 @@ def _added(
     total = total.masked_fill(left_out, torch.nan)
     by_name = rewards | ({} if engines.reward is None else {"reward_model": model})
     metrics, columns = scorer.log.take(responses) if scorer.logs else ({}, {})
-    for name in sorted({name for each in responses for name in each.logged}):
-        values = [each.logged[name] for each in responses if name in each.logged]
+    for name in sorted({name for each in responses for name in each.episode.logged}):
+        values = [r.episode.logged[name] for r in responses if name in r.episode.logged]
         metrics[name] = sum(values) / len(values)
-        columns[name] = [each.logged.get(name) for each in responses]
+        columns[name] = [each.episode.logged.get(name) for each in responses]
     return Scores(total, by_name, metrics, columns)
 
 

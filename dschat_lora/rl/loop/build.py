@@ -136,8 +136,7 @@ def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
         unpacked=setup.unpacked,
         num_drafts=batch.prompt_lookup_num_tokens,
         find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
-        episodes=setup.episodes,
-        agents=setup.agents,
+        player=setup.player,
         by_transformers=batch.rollout_engine == "transformers",
         servers=_make_server_engine(setup, ends) if setup.servers else None,
     )

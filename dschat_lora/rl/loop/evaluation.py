@@ -96,8 +96,7 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        if self.setup.agents is not None:
-            self.setup.agents.check(responses)
+        responses = self.generator.player.checked(responses)
         prompts = self.setup.teacher_prompts
         return responses if prompts is None else prompts(responses)
 
@@ -120,7 +119,7 @@ class RlhfEvaluator:
             experience = experience.scored_by_reference()
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
-        played = [each for each in responses if not each.failure]
+        played = [each for each in responses if not each.episode.failure]
         found = {
             "reward": _mean(experience.scores[counts]),
             "reward_standard_error": _standard_error(experience.scores[counts]),

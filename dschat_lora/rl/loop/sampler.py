@@ -93,6 +93,7 @@ class RolloutSampler:
         else:
             drawn = self._generate(self._begun(iteration), needed=self._needed(iteration))
         places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
+        drawn = self.generator.player.checked(drawn)
         responses = [*(replace(each, group=places[each.group]) for each in drawn), *given]
         prompts = self.setup.teacher_prompts
         return responses if prompts is None else prompts(responses)
@@ -188,7 +189,7 @@ class RolloutSampler:
         found = self.generator(prompts, **drawing, keep_logprobs=True, needed=needed)
         if self.ahead is None:
             return found
-        return [replace(each, policy_version=self.progress.iteration) for each in found]
+        return [each.drawn_by(self.progress.iteration) for each in found]
 
     def _drawing(self, iteration: int, *more: int | str) -> dict[str, Any]:
         """How the generator draws an iteration's responses; ``more`` as in :meth:`_generate`."""

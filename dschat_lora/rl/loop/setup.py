@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +17,6 @@ from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind, row_options
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, world_size
-from dschat_lora.generation.stops import end_of_text
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
@@ -27,6 +26,7 @@ from dschat_lora.models.composite import Task
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
+from dschat_lora.rl.draw.player import Player
 from dschat_lora.rl.draw.rollout_servers import RolloutServer
 from dschat_lora.rl.draw.vllm_server import start_vllm
 from dschat_lora.rl.learn.roles import Roles, build_roles
@@ -51,17 +51,13 @@ from dschat_lora.rl.options.inputs import (
     text_data,
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.play.agent_programs import Program, load_program
-from dschat_lora.rl.play.environment import Episodes
-from dschat_lora.rl.play.stateful_environment import StatefulEnvironment, load_environment
-from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.play.players import load_player
 from dschat_lora.rl.score.reward_functions import (
     RewardFunction,
     RewardFunctions,
     load_function,
     load_functions,
 )
-from dschat_lora.rl.score.user_functions import UserFunction
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
@@ -87,9 +83,6 @@ from dschat_lora.runtime.setup import (
 )
 from dschat_lora.runtime.streaming import SharedStream
 
-if TYPE_CHECKING:
-    from dschat_lora.rl.play.agents import Agents
-
 
 @dataclass(frozen=True)
 class RlhfSetup:
@@ -107,8 +100,7 @@ class RlhfSetup:
     counter: FlopCounter | None  # None for an architecture that is not understood
     scorer: RewardFunctions | None  # None: the reward model alone scores
     judge: RewardFunction | None
-    episodes: Episodes | None  # None: of one turn
-    agents: "Agents | None"  # that play episodes, in the place of an environment
+    player: Player  # of the rollouts
     plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
@@ -151,13 +143,12 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
     teacher = _open_teacher(config, tokenizer, run)
-    episodes = _episodes(config, tokenizer)
-    agents = _agents(config, tokenizer, run)
-    scorer = _scorer(config, tokenizer, episodes, agents)
+    player = load_player(config, tokenizer, run.closing)
+    scorer = _scorer(config, tokenizer, player)
     name = config.rewards.judge_function
     judge = None if name is None else load_function("judge_function", name, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
-    _check_columns(prompts, scorer, judge, episodes, agents)
+    _check_columns(prompts, scorer, judge, player)
     _check_others(config, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
@@ -188,8 +179,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         counter,
         scorer,
         judge,
-        episodes,
-        agents,
+        player,
         keeping_cache(plan, config, settings, free=free),
         unpacked,
         run,
@@ -222,70 +212,15 @@ def _rollout_servers(
     return start_vllm(config, run, base=sources.actor.base, dtype=dtype)
 
 
-def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
-    """Episodes with the environment of the options, if there is one."""
-    name, rewards = config.batch.environment, config.rewards
-    if name is None:
-        return None
-    chat = make_chat(tokenizer, config.data.data.chat_template_kwargs)
-    environment = load_environment(
-        name,
-        tokenizer,
-        chat=chat,
-        max_prompt_tokens=config.data.max_prompt_seq_len,
-        retries=rewards.reward_retries,
-        timeout=rewards.reward_timeout,
-    )
-    return Episodes(environment, TurnTokens(chat, tokenizer), config.batch.max_turns)
-
-
-def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) -> "Agents | None":
-    """What plays the episodes of ``--agent`` or ``--agent_command``, if there is one."""
-    batch, data = config.batch, config.data
-    program = load_program(
-        batch.agent, batch.agent_command, is_scored=bool(config.rewards.reward_function)
-    )
-    if program is None:
-        return None
-    from dschat_lora.rl.play.agent_server import AgentServer  # needs a server's libraries
-    from dschat_lora.rl.play.agents import AgentLimits, Agents
-    from dschat_lora.rl.play.conversations import PromptTokens
-
-    chat = make_chat(tokenizer, data.data.chat_template_kwargs)
-    agents = Agents(
-        program,
-        PromptTokens(
-            chat,
-            make_encoder(tokenizer),
-            tokenizer,
-            TurnTokens(chat, tokenizer),
-            limit=data.max_seq_len,
-            vocabulary_size=len(tokenizer),
-        ),
-        AgentLimits(batch.agent_timeout, batch.agent_retries, batch.agent_max_calls),
-        serve=AgentServer,
-        max_new_tokens=data.max_answer_seq_len,
-        end_of_text=lambda stop, tokens: end_of_text(
-            tokens, (*batch.stop_strings, *stop), tokenizer.decode
-        ),
-    )
-    run.closing.callback(agents.close)
-    return agents
-
-
 def _check_columns(
     prompts: Prepared,
     scorer: RewardFunctions | None,
     judge: RewardFunction | None,
-    episodes: Episodes | None,
-    agents: "Agents | None",
+    player: Player,
 ) -> None:
     """Refuse functions that ask for columns which the prompts lack."""
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
-    others: list[UserFunction | Program] = [] if judge is None else [judge]
-    others += [] if episodes is None else [episodes.environment]
-    others += [] if agents is None else [agents.program]
-    for other in others:
+    for other in (*player.asks, *([] if judge is None else [judge])):
         other.check_columns(columns)
     if scorer is not None:
         objects = set() if scorer.objects is None else {"environments", "environment"}
@@ -306,27 +241,22 @@ def _check_others(config: RlhfConfig, num_prompts: int) -> None:
         )
 
 
-def _scorer(
-    config: RlhfConfig, tokenizer: Tokenizer, episodes: Episodes | None, agents: "Agents | None"
-) -> RewardFunctions | None:
-    """The reward functions, with the reward of an environment or agent; None if there are none.
+def _scorer(config: RlhfConfig, tokenizer: Tokenizer, player: Player) -> RewardFunctions | None:
+    """The reward functions, with the reward of a player; None if there are none.
 
     Raises:
         ValueError: if nothing scores.
     """
-    environment = None if episodes is None else episodes.environment
-    if agents is not None:
-        return replace(load_functions(config.rewards, tokenizer), environment=agents.program.label)
-    if isinstance(environment, StatefulEnvironment):
-        scorer = load_functions(config.rewards, tokenizer)
-        found = replace(scorer, environment=environment.label(), objects=environment.objects)
-        if found.environment is not None or found.functions or found.gates:
-            return found
-    elif config.rewards.reward_function or (
-        config.rewards.reward_gate and config.critic.model_name_or_path
-    ):
-        return load_functions(config.rewards, tokenizer)
-    if config.critic.model_name_or_path is None and not config.ppo.rules.distills:
+    found = replace(
+        load_functions(config.rewards, tokenizer),
+        environment=player.reward_name,
+        objects=player.objects,
+    )
+    with_model = config.critic.model_name_or_path is not None
+    gates_score = with_model or player.objects is not None
+    if found.environment is not None or found.functions or (found.gates and gates_score):
+        return found
+    if not with_model and not config.ppo.rules.distills:
         raise ValueError(
             f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
             "or step), and neither --reward_function nor --critic_model_name_or_path does"

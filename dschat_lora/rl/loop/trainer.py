@@ -130,8 +130,6 @@ class RlhfTrainer:
         config, progress = self.config, self.progress
         with self.timer.phase("generation"):
             responses = self.sampler()
-        if self.setup.agents is not None:
-            self.setup.agents.check(responses)
         scores_of = partial(
             scores_alone, self.engines, scorer=self.setup.scorer, state=self.state()
         )

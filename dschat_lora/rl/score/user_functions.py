@@ -20,8 +20,12 @@ from dschat_lora.report.terminal import note
 from dschat_lora.rl.options.names import is_builtin, is_remote
 from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.messages import as_messages, messages_after_prompt, prompt_of
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import (
+    Response,
+    as_messages,
+    messages_after_prompt,
+    prompt_of,
+)
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import RemoteReward
 from dschat_lora.runtime.checks import working_directory
@@ -314,7 +318,7 @@ def _imported(option: str, name: str) -> Callable[..., Any]:
         except (ImportError, SyntaxError) as error:
             raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
     function = getattr(module, function_name, None)
-    if not callable(function):
+    if not (callable(function) or hasattr(function, "play")):
         raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
     return cast(Callable[..., Any], function)
 
