@@ -97,8 +97,7 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        if self.setup.agents is not None:
-            self.setup.agents.check(responses)
+        responses = self.generator.player.checked(responses)
         prompts = self.setup.teacher_prompts
         return responses if prompts is None else prompts(responses)
 
@@ -115,7 +114,7 @@ class RlhfEvaluator:
         experience = make_experience(self.engines, responses, batches, scores).scored()
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
-        played = [each for each in responses if not each.failure]
+        played = [each for each in responses if not each.episode.failure]
         found = {
             "reward": _mean(experience.scores[counts]),
             "reward_standard_error": _standard_error(experience.scores[counts]),

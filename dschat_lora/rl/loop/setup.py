@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +17,6 @@ from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind, row_options
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank, device, world_size
-from dschat_lora.generation.stops import end_of_text
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
@@ -27,6 +26,7 @@ from dschat_lora.models.composite import Task
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
+from dschat_lora.rl.draw.player import Player
 from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.learn.roles import Roles, build_roles
 from dschat_lora.rl.learn.served_teacher import ServedTeacher, open_teacher
@@ -50,17 +50,13 @@ from dschat_lora.rl.options.inputs import (
     text_data,
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.play.agent_programs import Program, load_program
-from dschat_lora.rl.play.environment import Episodes
-from dschat_lora.rl.play.stateful_environment import StatefulEnvironment, load_environment
-from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.play.players import load_player
 from dschat_lora.rl.score.reward_functions import (
     RewardFunction,
     load_function,
     load_scorer,
 )
 from dschat_lora.rl.score.scores import RewardSum, TeacherScorer
-from dschat_lora.rl.score.user_functions import UserFunction
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
@@ -86,9 +82,6 @@ from dschat_lora.runtime.setup import (
 )
 from dschat_lora.runtime.streaming import SharedStream
 
-if TYPE_CHECKING:
-    from dschat_lora.rl.play.agents import Agents
-
 
 @dataclass(frozen=True)
 class RlhfSetup:
@@ -106,8 +99,7 @@ class RlhfSetup:
     counter: FlopCounter | None  # None for an architecture that is not understood
     scorer: RewardSum | TeacherScorer  # to which the reward model is added, if there is one
     judge: RewardFunction | None
-    episodes: Episodes | None  # None: of one turn
-    agents: "Agents | None"  # that play episodes, in the place of an environment
+    player: Player  # of the rollouts
     plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
@@ -145,13 +137,12 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
     teacher = _open_teacher(config, tokenizer, run)
-    episodes = _episodes(config, tokenizer)
-    agents = _agents(config, tokenizer, run)
-    scorer = _scorer(config, tokenizer, episodes, agents)
+    player = load_player(config, tokenizer, run.closing)
+    scorer = _scorer(config, tokenizer, player)
     name = config.rewards.judge_function
     judge = None if name is None else load_function("judge_function", name, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
-    _check_columns(prompts, scorer, judge, episodes, agents)
+    _check_columns(prompts, scorer, judge, player)
     check_others(config, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
@@ -182,8 +173,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         counter,
         scorer,
         judge,
-        episodes,
-        agents,
+        player,
         keeping_cache(plan, config, settings, free=free),
         unpacked,
         run,
@@ -203,91 +193,34 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     return setup
 
 
-def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
-    """Episodes with the environment of the options, if there is one."""
-    name, rewards = config.batch.environment, config.rewards
-    if name is None:
-        return None
-    chat = make_chat(tokenizer, config.data.data.chat_template_kwargs)
-    environment = load_environment(
-        name,
-        tokenizer,
-        chat=chat,
-        max_prompt_tokens=config.data.max_prompt_seq_len,
-        retries=rewards.reward_retries,
-        timeout=rewards.reward_timeout,
-    )
-    return Episodes(environment, TurnTokens(chat, tokenizer), config.batch.max_turns)
-
-
-def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) -> "Agents | None":
-    """What plays the episodes of ``--agent`` or ``--agent_command``, if there is one."""
-    batch, data = config.batch, config.data
-    program = load_program(
-        batch.agent, batch.agent_command, is_scored=bool(config.rewards.reward_function)
-    )
-    if program is None:
-        return None
-    from dschat_lora.rl.play.agent_server import AgentServer  # needs a server's libraries
-    from dschat_lora.rl.play.agents import AgentLimits, Agents
-    from dschat_lora.rl.play.conversations import PromptTokens
-
-    chat = make_chat(tokenizer, data.data.chat_template_kwargs)
-    agents = Agents(
-        program,
-        PromptTokens(
-            chat,
-            make_encoder(tokenizer),
-            tokenizer,
-            TurnTokens(chat, tokenizer),
-            limit=data.max_seq_len,
-            vocabulary_size=len(tokenizer),
-        ),
-        AgentLimits(batch.agent_timeout, batch.agent_retries, batch.agent_max_calls),
-        serve=AgentServer,
-        max_new_tokens=data.max_answer_seq_len,
-        end_of_text=lambda stop, tokens: end_of_text(
-            tokens, (*batch.stop_strings, *stop), tokenizer.decode
-        ),
-    )
-    run.closing.callback(agents.close)
-    return agents
-
-
 def _check_columns(
     prompts: Prepared,
     scorer: RewardSum | TeacherScorer,
     judge: RewardFunction | None,
-    episodes: Episodes | None,
-    agents: "Agents | None",
+    player: Player,
 ) -> None:
     """Refuse functions that ask for columns which the prompts lack."""
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
-    others: list[UserFunction | Program] = [] if judge is None else [judge]
-    others += [] if episodes is None else [episodes.environment]
-    others += [] if agents is None else [agents.program]
-    for other in others:
+    for other in (*player.asks, *([] if judge is None else [judge])):
         other.check_columns(columns)
     scorer.check_columns(columns)
 
 
-def _scorer(
-    config: RlhfConfig, tokenizer: Tokenizer, episodes: Episodes | None, agents: "Agents | None"
-) -> RewardSum | TeacherScorer:
+def _scorer(config: RlhfConfig, tokenizer: Tokenizer, player: Player) -> RewardSum | TeacherScorer:
     """What scores, but for the reward model, which engines have.
 
     Raises:
         ValueError: if nothing scores.
     """
     rewards, has_model = config.rewards, config.critic.model_name_or_path is not None
-    episode, objects = None, None
-    if agents is not None:
-        episode = agents.program.label
-    elif episodes is not None and isinstance(episodes.environment, StatefulEnvironment):
-        episode, objects = episodes.environment.label(), episodes.environment.objects
-    if rewards.reward_function or episode is not None or has_model:
+    gates_score = bool(rewards.reward_gate) and player.objects is not None
+    if rewards.reward_function or player.reward_name is not None or has_model or gates_score:
         return load_scorer(
-            rewards, tokenizer, has_model=has_model, episodes=episode, objects=objects
+            rewards,
+            tokenizer,
+            has_model=has_model,
+            episodes=player.reward_name,
+            objects=player.objects,
         )
     if config.ppo.rules.distills:
         return TeacherScorer()

@@ -122,7 +122,7 @@ class RewardFunction(UserFunction):
         mine = [n for n, place in enumerate(places) if place % world_size() == rank()]
         if objects is not None:
             mine = [n for n in range(len(responses)) if n in objects]
-        mine = [n for n in mine if not responses[n].failure]
+        mine = [n for n in mine if not responses[n].episode.failure]
         own = [responses[n] for n in mine]
         # One rank's failure is everybody's: the first rank says what it was.
         made = None if objects is None else [objects[n][0] for n in mine]
