@@ -25,7 +25,7 @@ FORMER = {
         "ALGORITHMS RolloutCorrection PpoConfig PretrainingConfig"
     ),
     "rl.batch": (
-        "TIMED_OUT TokenSequence Response DecodedTurn decoded_turns ResponseBatch response_mask "
+        "TIMED_OUT TokenSequence Response DecodedTurn ResponseBatch response_mask "
         "step_counts Minibatch collate make_minibatches"
     ),
     "rl.builtin_rewards": (
@@ -43,7 +43,7 @@ FORMER = {
     "rl.dynamic_sampling": "Resampled resample",
     "rl.ema": "MovingAverage",
     "rl.engines": "Retry Engines build_engines policies_of resolve_architecture",
-    "rl.environment": "EnvironmentFailedError Environment TurnTokens NextTurn Episodes",
+    "rl.environment": "EnvironmentFailedError Environment TurnTokens Episodes",
     "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer ADAPTERS find_adapter",
     "rl.evaluation": "RlhfEvaluator",
     "rl.experience": (
@@ -69,8 +69,11 @@ FORMER = {
         "ENGINE_LIMIT MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL GUARDED "
         "check_sampler Diagnostics"
     ),
+    "rl.play.turn_tokens": "TurnTokens",
     "rl.pretraining": "TextWindow Pretraining make_pretraining",
     "rl.prompt_stream": "Pool PromptStream",
+    "rl.response.messages": "messages_after_prompt prompt_messages as_messages prompt_of",
+    "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
         "UserFunctionError TrainerState RewardLog UserFunction same_gradients find_function "
         "find_object check_takes_responses OWN TRL SINGULAR VERL OPENRLHF named_parameters "

@@ -5,7 +5,6 @@ import json
 import math
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -300,10 +299,7 @@ def test_where_a_gate_is_closed_nothing_else_is_worth_anything():
 
 def test_an_environment_s_reward_keeps_its_name_beside_a_function_of_that_name():
     rewards = [1.0, 2.0, None]
-    responses = [
-        replace(each, environment_reward=reward)
-        for each, reward in zip(RESPONSES, rewards, strict=True)
-    ]
+    responses = [each.rewarded(reward) for each, reward in zip(RESPONSES, rewards, strict=True)]
     found = summed(
         (made(lambda responses: [1, 1, 1], "a:play"),),
         {"play_2": 5.0, "play": 1.0},

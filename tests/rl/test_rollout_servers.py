@@ -472,8 +472,6 @@ def test_ranks_that_load_no_adapters_know_sglang_too():
         other = replace(
             first, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
         )
-            first, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
-        )
         other.adopt(first.adapters, {})
         check(other.begin(BODIES)())
         assert said == []

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from dschat_lora.rl.draw.rollout_engines import RolloutError
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.report.log import jsonable
-from dschat_lora.rl.draw.rollout_engines import RolloutError
 from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.draw.source import Draws
 from dschat_lora.rl.response.response import Response
@@ -53,9 +53,9 @@ class Run:
         for _ in range(iterations):
             responses = self.ahead()
             assert {each.prompt for each in responses} == {(self.iteration,)}
-            assert all(each.policy_version == each.tokens[0] for each in responses)
+            assert all(each.origin.policy_version == each.tokens[0] for each in responses)
             assert [each.columns for each in responses] == [b'{"row": 0}', b'{"row": 1}']
-            found.append((self.iteration, responses[0].policy_version))
+            found.append((self.iteration, responses[0].origin.policy_version))
             self.iteration += 1
         return found
 

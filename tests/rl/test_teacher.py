@@ -154,7 +154,7 @@ def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     found = answer_of(sample, group=3)
     assert (found.prompt, found.tokens) == ((4, 5), (6, 7, 8))
     assert found.actor_mask == (True, False, True)
-    assert not found.is_drawn
+    assert not found.origin.is_drawn
     whole = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor([ignored, *ids[1:]]).numpy())
     assert answer_of(whole, group=0).tokens == (5, 6, 7, 8, 9)
     assert answer_of(whole, group=0).actor_mask == ()

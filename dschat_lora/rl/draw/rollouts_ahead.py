@@ -4,15 +4,14 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.rl.draw.engine import Pending, RolloutError
 from dschat_lora.rl.draw.source import Draws
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.response.transfer import response_from_json, responses_as_json
+from dschat_lora.rl.response.response import Response, response_from_json, responses_as_json
 
 # Begins on the responses of an iteration; what it returns waits for them.
 Begin = Callable[[Draws, int], Pending[list[Response]]]
@@ -87,7 +86,7 @@ class RolloutsAhead:
 
     def _drawn(self, number: int) -> list[Response]:
         rollout = self._begun.pop(number)  # what fails is not waited for again, but drawn anew
-        responses = [replace(r, policy_version=rollout.version) for r in rollout.wait()]
+        responses = [each.drawn_by(rollout.version) for each in rollout.wait()]
         self._begun[number] = _Rollout(rollout.version, partial(list, responses))
         return responses
 

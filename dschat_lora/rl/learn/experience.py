@@ -99,7 +99,7 @@ class Experience:
         """(N, R) log-probabilities of what was drawn from; where nobody knows them the policy's."""
         assert self.logprobs is not None
         table = self.table(response.sampler_logprobs for response in self.responses)
-        drawn = torch.tensor([response.is_drawn for response in self.responses])
+        drawn = torch.tensor([response.origin.is_drawn for response in self.responses])
         known = to_device(drawn, table.device)[:, None] & ~table.isnan()
         return torch.where(known, table, self.logprobs)
 

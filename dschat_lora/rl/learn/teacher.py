@@ -20,7 +20,7 @@ from dschat_lora.models.loading import Tokenizer, load_config
 from dschat_lora.rl.learn.served_teacher import ServedTeacher, open_teacher
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import Origin, Response
 from dschat_lora.runtime.run import OpenRun
 
 
@@ -139,7 +139,6 @@ def answer_of(sample: SequenceSample, *, group: int) -> Response:
         tuple(tokens),
         ended=True,
         group=group,
-        source=sample.source,
         actor_mask=() if mask.all() else tuple(mask.tolist()),
-        is_drawn=False,
+        origin=Origin(source=sample.source, is_drawn=False),
     )

@@ -235,6 +235,5 @@ def make_generator(
         find_end=partial(
             end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
         ),
-        episodes=setup.episodes,
-        agents=setup.agents,
+        player=setup.player,
     )

@@ -97,9 +97,7 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        if self.setup.agents is not None:
-            self.setup.agents.check(responses)
-        return self.setup.teacher.reading(responses)
+        return self.setup.teacher.reading(self.generator.player.checked(responses))
 
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""
@@ -114,7 +112,7 @@ class RlhfEvaluator:
         experience = make_experience(self.engines, responses, batches, scores).scored()
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
-        played = [each for each in responses if not each.failure]
+        played = [each for each in responses if not each.episode.failure]
         found = {
             "reward": _mean(experience.scores[counts]),
             "reward_standard_error": _standard_error(experience.scores[counts]),

@@ -102,12 +102,11 @@ class RolloutSampler:
             draws, ahead = self._draws(iteration), self._ahead
             drawn = ahead() if ahead else self._generate(draws.prompts, needed=draws.needed)
             places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
+            drawn = self._generator.player.checked(drawn)
             responses = [replace(each, group=places[each.group]) for each in drawn]
             first = draws.needed or len(draws.prompts)
             responses += [answer_of(each, group=n) for n, each in enumerate(draws.answers, first)]
             responses = setup.teacher.reading(responses)
-        if setup.agents is not None:
-            setup.agents.check(responses)
         scores, metrics = None, dict[str, float]()
         if tries := config.ppo.dynamic_sampling:
 
@@ -170,5 +169,4 @@ class RolloutSampler:
         iteration = self.progress.iteration
         key = (self._config.run.seed, iteration, *more)
         found = self._generator(prompts, key=key, keep_logprobs=True, needed=needed, **self._how)
-        version = None if self._ahead is None else iteration
-        return [replace(each, policy_version=version) for each in found]
+        return found if self._ahead is None else [each.drawn_by(iteration) for each in found]

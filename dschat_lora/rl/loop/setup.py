@@ -4,16 +4,14 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.chat import make_chat
-from dschat_lora.data.encoder import describe_tokenizer, make_encoder
+from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank
-from dschat_lora.generation.stops import end_of_text
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.blocks import offload_inputs, recompute_blocks
@@ -21,10 +19,11 @@ from dschat_lora.models.build import as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
+from dschat_lora.rl.draw.player import Player
 from dschat_lora.rl.learn.roles import Models, Roles, build_roles, check_layers, role_settings
 from dschat_lora.rl.learn.teacher import Teacher, load_teacher
 from dschat_lora.rl.loop.advice import explaining_memory
-from dschat_lora.rl.loop.data import AsksForColumns, RlhfData, read_rlhf_data
+from dschat_lora.rl.loop.data import RlhfData, read_rlhf_data
 from dschat_lora.rl.loop.memory import (
     Costs,
     memory_plan,
@@ -40,10 +39,7 @@ from dschat_lora.rl.options.inputs import (
     other_tokenizer,
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.play.agent_programs import load_program
-from dschat_lora.rl.play.environment import Episodes
-from dschat_lora.rl.play.stateful_environment import StatefulEnvironment, load_environment
-from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.play.players import load_player
 from dschat_lora.rl.score.reward_functions import Scoring, load_scoring
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
@@ -65,9 +61,6 @@ from dschat_lora.runtime.setup import (
 )
 from dschat_lora.runtime.streaming import SharedStream
 
-if TYPE_CHECKING:
-    from dschat_lora.rl.play.agents import Agents
-
 
 @dataclass(frozen=True)
 class RlhfSetup:
@@ -80,8 +73,7 @@ class RlhfSetup:
     costs: Costs
     scoring: Scoring
     teacher: Teacher
-    episodes: Episodes | None  # None: of one turn
-    agents: "Agents | None"  # that play episodes, in the place of an environment
+    player: Player  # of the rollouts
     engine_started: Any  # what the rollout engine needs to have before models take memory
     identity: dict[str, Any] = field(default_factory=dict)  # what the run's state belongs to
 
@@ -120,13 +112,9 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
     teacher = load_teacher(config, tokenizer, sources, run)
-    episodes = _episodes(config, tokenizer)
-    agents = _agents(config, tokenizer, run)
-    scoring = _scoring(config, tokenizer, episodes, agents)
-    asking: list[AsksForColumns] = [] if scoring.judge is None else [scoring.judge]
-    asking += [] if episodes is None else [episodes.environment]
-    asking += [] if agents is None else [agents.program]
-    data = read_rlhf_data(config, tokenizer, run, [*asking, scoring.scorer])
+    player = load_player(config, tokenizer, run.closing)
+    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
+    data = read_rlhf_data(config, tokenizer, run, [*player.asks, *scoring.asks])
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
@@ -148,8 +136,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         plan_costs(config, models, free=free),
         scoring,
         teacher,
-        episodes,
-        agents,
+        player,
         started,
     )
     _describe(setup)
@@ -163,68 +150,6 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         setup = replace(setup, identity=_identity(setup))
         models.shard()
     return setup
-
-
-def _scoring(
-    config: RlhfConfig, tokenizer: Tokenizer, episodes: Episodes | None, agents: "Agents | None"
-) -> Scoring:
-    name, objects = None, None
-    if agents is not None:
-        name = agents.program.label
-    elif episodes is not None and isinstance(episodes.environment, StatefulEnvironment):
-        name, objects = episodes.environment.label(), episodes.environment.objects
-    return load_scoring(config, tokenizer, episodes=name, objects=objects)
-
-
-def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
-    """Episodes with the environment of the options, if there is one."""
-    name, rewards = config.batch.environment, config.rewards
-    if name is None:
-        return None
-    chat = make_chat(tokenizer, config.data.data.chat_template_kwargs)
-    environment = load_environment(
-        name,
-        tokenizer,
-        chat=chat,
-        max_prompt_tokens=config.data.max_prompt_seq_len,
-        retries=rewards.reward_retries,
-        timeout=rewards.reward_timeout,
-    )
-    return Episodes(environment, TurnTokens(chat, tokenizer), config.batch.max_turns)
-
-
-def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) -> "Agents | None":
-    """What plays the episodes of ``--agent`` or ``--agent_command``, if there is one."""
-    batch, data = config.batch, config.data
-    program = load_program(
-        batch.agent, batch.agent_command, is_scored=bool(config.rewards.reward_function)
-    )
-    if program is None:
-        return None
-    from dschat_lora.rl.play.agent_server import AgentServer  # needs a server's libraries
-    from dschat_lora.rl.play.agents import AgentLimits, Agents
-    from dschat_lora.rl.play.conversations import PromptTokens
-
-    chat = make_chat(tokenizer, data.data.chat_template_kwargs)
-    agents = Agents(
-        program,
-        PromptTokens(
-            chat,
-            make_encoder(tokenizer),
-            tokenizer,
-            TurnTokens(chat, tokenizer),
-            limit=data.max_seq_len,
-            vocabulary_size=len(tokenizer),
-        ),
-        AgentLimits(batch.agent_timeout, batch.agent_retries, batch.agent_max_calls),
-        serve=AgentServer,
-        max_new_tokens=data.max_answer_seq_len,
-        end_of_text=lambda stop, tokens: end_of_text(
-            tokens, (*batch.stop_strings, *stop), tokenizer.decode
-        ),
-    )
-    run.closing.callback(agents.close)
-    return agents
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:

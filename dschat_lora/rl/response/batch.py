@@ -237,7 +237,9 @@ class Batching:
         """The minibatches of all passes over the responses; see :func:`make_minibatches`."""
         longest = max(len(s.prompt) + len(s.tokens) for r in responses for s in r.sequences)
         # Several sequences of a response stand in as many rows of a batch.
-        lengths = [len(r.sequences) * longest if r.earlier_sequences else len(r) for r in responses]
+        lengths = [
+            len(r.sequences) * longest if r.episode.earlier_sequences else len(r) for r in responses
+        ]
         groups = [each.group for each in responses] if self.shares_prompts else None
         return [
             minibatch

@@ -24,6 +24,7 @@ from dschat_lora.rl.score.scores import (
     REWARD_MODEL,
     EpisodeScorer,
     RewardSum,
+    Scorer,
     Scores,
     TeacherScorer,
     weighted_sum,
@@ -123,7 +124,7 @@ class RewardFunction(UserFunction):
         mine = [n for n, place in enumerate(places) if place % world_size() == rank()]
         if objects is not None:
             mine = [n for n in range(len(responses)) if n in objects]
-        mine = [n for n in mine if not responses[n].failure]
+        mine = [n for n in mine if not responses[n].episode.failure]
         own = [responses[n] for n in mine]
         # One rank's failure is everybody's: the first rank says what it was.
         made = None if objects is None else [objects[n][0] for n in mine]
@@ -239,6 +240,11 @@ class Scoring:
 
     scorer: RewardSum | TeacherScorer  # to which the reward model is added, if there is one
     judge: RewardFunction | None  # of evaluations
+
+    @property
+    def asks(self) -> tuple[Scorer | RewardFunction, ...]:
+        """What may refuse the columns of the data."""
+        return (self.scorer,) if self.judge is None else (self.judge, self.scorer)
 
 
 def load_scoring(

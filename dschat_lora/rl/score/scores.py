@@ -148,14 +148,16 @@ class EpisodeScorer:
 
     def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
         """The scores; NaN where none was given."""
-        given = [each.environment_reward for each in responses]
+        given = [each.episode.reward for each in responses]
         values = [math.nan if reward is None else reward for reward in given]
         scores = to_device(torch.tensor(values), device())
         metrics, columns = dict[str, float](), dict[str, list[Any]]()
-        for name in sorted({name for each in responses for name in each.logged}):
-            logged = [each.logged[name] for each in responses if name in each.logged]
+        for name in sorted({name for each in responses for name in each.episode.logged}):
+            logged = [
+                each.episode.logged[name] for each in responses if name in each.episode.logged
+            ]
             metrics[name] = sum(logged) / len(logged)
-            columns[name] = [each.logged.get(name) for each in responses]
+            columns[name] = [each.episode.logged.get(name) for each in responses]
         return Scores(scores, {self.name: scores}, metrics=metrics, columns=columns)
 
 

@@ -19,8 +19,12 @@ from dschat_lora.report.terminal import note
 from dschat_lora.rl.options.names import is_builtin, is_remote, load_object
 from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.messages import as_messages, messages_after_prompt, prompt_of
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import (
+    Response,
+    as_messages,
+    messages_after_prompt,
+    prompt_of,
+)
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import RemoteReward
 
@@ -354,10 +358,10 @@ def check_takes_responses(option: str, name: str, function: Callable[..., object
 def _imported(option: str, name: str) -> Callable[..., Any]:
     with same_gradients():
         function = load_object(option, name, "function")
-    if not callable(function):
+    if not (callable(function) or hasattr(function, "play")):
         module, _, attribute = name.partition(":")
         raise ValueError(f"--{option} {name}: {module} has no function {attribute}")
-    return function
+    return cast(Callable[..., Any], function)
 
 
 OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")

@@ -13,7 +13,7 @@ from dschat_lora.engine.distributed import rank
 from dschat_lora.report.appended_file import AppendedFile
 from dschat_lora.report.rollouts import as_member
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
-from dschat_lora.rl.response.messages import messages_after_prompt
+from dschat_lora.rl.response.response import messages_after_prompt
 
 # Responses of an iteration whose advantages, KL and values are kept token by token.
 ROWS_BY_TOKEN = 4
@@ -84,18 +84,18 @@ def rollout_rows(
                 "advantage": known.get("advantage") if counts else None,
                 "kl": known.get("kl") if counts else None,
                 "length": response.num_actor_tokens,
-                **({} if (n := response.policy_version) is None else {"policy_version": n}),
+                **({} if (n := response.origin.policy_version) is None else {"policy_version": n}),
             }
         )
-        if response.earlier:
+        if response.episode.earlier:
             rows[-1]["messages"] = messages_after_prompt(response, decode)
-        if response.earlier_sequences:
+        if response.episode.earlier_sequences:
             rows[-1]["earlier_sequences"] = [
                 {"prompt": decode(each.prompt), "response": decode(each.tokens)}
-                for each in response.earlier_sequences
+                for each in response.episode.earlier_sequences
             ]
-        if response.failure:
-            rows[-1]["failure"] = response.failure
+        if response.episode.failure:
+            rows[-1]["failure"] = response.episode.failure
         if logged := experience.logged_columns:
             rows[-1]["extra"] = {name: entries[len(rows) - 1] for name, entries in logged.items()}
     for row, response, found in zip(rows, experience.responses, by_token, strict=False):

@@ -140,7 +140,7 @@ class FlopCounter:
 
     def _generation(self, responses: Sequence[Response]) -> Flops:
         """Each token is computed once; the last one of a response never, a shared prompt once."""
-        sequences = [each for r in responses if r.is_drawn for each in r.sequences]
+        sequences = [each for r in responses if r.origin.is_drawn for each in r.sequences]
         prompts = [len(each.prompt) for each in sequences]
         fed = [len(each.prompt) + len(each.tokens) - 1 for each in sequences]
         saved = 1 - 1 / self._num_generations
@@ -153,7 +153,7 @@ class FlopCounter:
 
     def _decode_bytes(self, responses: Sequence[Response]) -> float:
         """Weights once a step, keys and values of what came before once a token."""
-        sequences = [each for r in responses if r.is_drawn for each in r.sequences]
+        sequences = [each for r in responses if r.origin.is_drawn for each in r.sequences]
         lengths = [len(each.tokens) for each in sequences]
         cached = sum(
             length * len(each.prompt) + causal_pairs(length)
@@ -255,7 +255,7 @@ def throughput_metrics(
     """Throughput fields of a train line; without ``work`` or ``peak_tflops`` some are None."""
     step_seconds = max(sum(seconds.values()), 1e-9)
     spent = {name: max(seconds[name], 1e-9) for name in PHASES}
-    generated = sum(each.num_actor_tokens for each in responses if each.is_drawn)
+    generated = sum(each.num_actor_tokens for each in responses if each.origin.is_drawn)
     metrics: dict[str, float | None] = {
         "step_seconds": step_seconds,
         **{f"{name}_seconds": seconds[name] for name in PHASES},
