@@ -213,7 +213,7 @@ class Parser(argparse.ArgumentParser):
         # Longer lists of choices stand in the text, not beside each spelling of the option.
         if not choices or len(flags) * len(shared["metavar"]) > 40:
             shared["metavar"] = {int: "N", float: "X"}.get(kind, "NAME" if choices else "TEXT")
-            shared["help"] = option_help(field, choices)
+            shared["help"] = option_help(field, choices or field.metadata.get("names", ()))
         if many:
             shared["nargs"] = "*"
         hint = field.metadata.get("hint", "")

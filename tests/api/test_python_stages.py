@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
-from api.programs import PAIRS, ROLLOUTS, ROWS, SHORT, brevity, numbers, write_rows
+from api.own_scorer import Style
+from api.programs import PAIRS, ROLLOUTS, ROWS, SHORT, brevity, numbers, rightness, write_rows
 from dschat_lora.api import command_lines
 from dschat_lora.api.command_lines import run_stage
 from dschat_lora.assets import BUNDLED_MODEL
@@ -90,6 +91,29 @@ def test_rlhf_has_the_numbers_of_the_command_bit_for_bit(sft, scorer, tmp_path, 
     }
     assert_same(run, by_command("rlhf", tmp_path, **options, **ROLLOUTS))
     assert any("reward/brevity" in line for line in run.metrics)
+
+
+def test_a_scorer_of_ones_own_gives_several_rewards_as_functions_do(sft, tmp_path, monkeypatch):
+    """By the command and in Python, each with a weight of its own."""
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    weights = [0.5, 2.0]
+    functions = dl.rlhf(
+        sft, data=ROWS, rewards=[brevity, rightness], reward_weights=weights, **ROLLOUTS
+    )
+    assert_same(
+        dl.rlhf(sft, data=ROWS, rewards=[Style()], reward_weights=weights, **ROLLOUTS), functions
+    )
+    options = {
+        "actor_model_name_or_path": sft.path,
+        "reward_function": ["api.own_scorer:Style"],
+        "reward_weights": weights,
+        "data_path": path,
+    }
+    assert_same(by_command("rlhf", tmp_path, **options, **ROLLOUTS), functions)
+    assert {"reward/brevity", "reward/rightness"} <= functions.metrics[-1].keys() | (
+        functions.metrics[-2].keys()
+    )
 
 
 def test_rows_of_every_kind_give_the_same_run(sft, tmp_path):
@@ -343,7 +367,7 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=[1, 2, 3]), ValueError, "3 weights"),
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=2), ValueError, "a list of numbers"),
         (lambda: dl.rlhf(rewards=lambda text: 1.0), ValueError, "--reward_function python:lambda"),
-        (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm: must be one of ppo"),
+        (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm must be one of ppo"),
         (lambda: dl.plan("sfft"), ValueError, "stage must be one of sft, reward"),
         (lambda: dl.generate(None, ["a"], max_tokens=3), TypeError, "unknown option --max_tokens"),
         (lambda: dl.generate("a", ["b"], model_name_or_path="c"), TypeError, "of its own, too"),

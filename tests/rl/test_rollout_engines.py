@@ -3,11 +3,12 @@
 import math
 import shlex
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from dschat_lora.generation.transformers_engine import TransformersDecoder
+from dschat_lora.rl.draw.rollout_engines import RolloutError, ServerEngine
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -15,15 +16,14 @@ from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.rendezvous import usable_port
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling, keep_top
-from dschat_lora.generation.transformers_engine import TransformersDecoder
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.draw import generator as rollout
-from dschat_lora.rl.draw.rollout_engines import RolloutError, ServerEngine
-from dschat_lora.rl.draw.rollout_servers import RolloutServer, RolloutServers
-from dschat_lora.rl.draw.turn_decoder import TurnDecoder
+from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
+from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
+from dschat_lora.rl.response.response import unanswered
 from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, running_server
 from helpers.spread import ALL
@@ -88,7 +88,7 @@ def vllm(addresses, tmp_path_factory):
     """The address of a child process that one of the servers stands behind."""
     address = f"http://127.0.0.1:{(port := usable_port(None))}"
     log = tmp_path_factory.mktemp("run") / "vllm" / "0.log"
-    child = RolloutServer(address, 60.0, log=log)
+    child = CompletionServer(address, 60.0, log=log)
     command = [*shlex.split(command_of(addresses[0])), "--port", str(port)]
     process = ServerProcess(child, command, serve_environment(None, sleeps=False))
     process.wait(20.0)
@@ -97,8 +97,8 @@ def vllm(addresses, tmp_path_factory):
 
 
 def engine_of(addresses, actor, **options):
-    servers = RolloutServers(
-        [RolloutServer(address, 60.0) for address in addresses],
+    servers = CompletionPool(
+        [CompletionServer(address, 60.0) for address in addresses],
         in_flight=8,
         say=lambda words: None,
         ends=frozenset(actor.ends),
@@ -219,8 +219,8 @@ def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_oth
 def test_servers_that_sleep_are_awake_for_an_adapter_and_what_it_draws(
     actor, addresses, monkeypatch
 ):
-    calls, load, begin = [], RolloutServers.load, RolloutServers.begin
-    monkeypatch.setattr(RolloutServers, "set_awake", lambda self, awake: calls.append(awake))
+    calls, load, begin = [], CompletionPool.load, CompletionPool.begin
+    monkeypatch.setattr(CompletionPool, "set_awake", lambda self, awake: calls.append(awake))
 
     def loading(self, adapters):
         calls.append("load")
@@ -230,8 +230,8 @@ def test_servers_that_sleep_are_awake_for_an_adapter_and_what_it_draws(
         calls.append("begin")
         return begin(self, *args, **options)
 
-    monkeypatch.setattr(RolloutServers, "load", loading)
-    monkeypatch.setattr(RolloutServers, "begin", beginning)
+    monkeypatch.setattr(CompletionPool, "load", loading)
+    monkeypatch.setattr(CompletionPool, "begin", beginning)
     for sleeps, expected in ((True, [True, "load", "begin", False]), (False, ["load", "begin"])):
         engine = engine_of(addresses, actor, sleeps=sleeps)
         calls.clear()
@@ -262,17 +262,24 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
     longest = [max(len(r) for r in whole[2 * n : 2 * n + 2]) for n in range(len(prompts))]
     assert len(set(longest)) > 2
     for needed in range(1, len(prompts) + 1):
-        turns = TurnDecoder(
-            partial(decode, sampling=SAMPLING),
+
+        def drawn(ids, **options):
+            found = decode(ids, SAMPLING, **{**options, "seeds": seeds})
+            return lambda: found
+
+        draw = Draw(
+            drawn,
             ("x",),
+            2,
             12,
             keep_logprobs=False,
             is_end=actor.ends.__contains__,
             find_end=lambda tokens: None,
+            needed=needed,
         )
-        samples = [(n, PromptSample(torch.tensor(ids), b"")) for n, ids in enumerate(prompts)]
-        found = decode(prompts, SAMPLING, seeds=seeds, needed=needed)
-        kept = turns.answers(samples, 2, found, needed)
+        samples = [PromptSample(torch.tensor(ids), b"") for ids in prompts]
+        tasks = [unanswered(n, each, 2 * n + k) for n, each in enumerate(samples) for k in range(2)]
+        kept = draw(tasks)
         # By counting, not by sorting: fewer than so many others are shorter, or as long and before.
         expected = [
             n

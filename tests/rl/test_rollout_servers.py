@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 from dschat_lora.rl.draw import rollout_servers
-from dschat_lora.rl.draw.rollout_servers import (
+from dschat_lora.rl.draw.completions import (
+    CompletionPool,
+    CompletionServer,
     EngineError,
-    RolloutServer,
-    RolloutServers,
     ServerAnswer,
     ServerError,
     _Work,
@@ -153,8 +153,8 @@ def servers(*fakes, timeout=5.0, patience=0.3):
     with ExitStack() as stack:
         addresses = [stack.enter_context(fake.running()).address for fake in fakes]
         said = []
-        found = RolloutServers(
-            [RolloutServer(address, timeout) for address in addresses],
+        found = CompletionPool(
+            [CompletionServer(address, timeout) for address in addresses],
             in_flight=3,
             say=said.append,
             ends=frozenset([END]),
@@ -469,7 +469,9 @@ def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
 
 def test_ranks_that_load_no_adapters_know_sglang_too():
     with servers(fake := FakeSGLang(), patience=0.0) as (first, said):
-        other = replace(first, servers=[RolloutServer(fake.address, 5.0)], adapters={}, _works=[])
+        other = replace(
+            first, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
+        )
         other.adopt(first.adapters, {})
         check(other.begin(BODIES)())
         assert said == []
@@ -616,9 +618,9 @@ def test_all_servers_are_woken_and_put_to_sleep_and_one_that_cannot_be_is_lost()
 
 def test_a_server_tells_how_many_tokens_it_has_room_for():
     with Fake().running() as fake:
-        assert RolloutServer(fake.address, 5.0).base_limit() == 64
+        assert CompletionServer(fake.address, 5.0).base_limit() == 64
     with pytest.raises(ServerError, match="refused"):
-        RolloutServer(fake.address, 5.0).base_limit()
+        CompletionServer(fake.address, 5.0).base_limit()
 
 
 BAD_ADDRESSES = (

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dschat_lora.report.log import jsonable
-from dschat_lora.rl.draw.order import PromptOrder
+from dschat_lora.rl.draw.source import PromptOrder
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.options.config import PromptConfig
 from dschat_lora.runtime.loop import check_repeats

@@ -19,7 +19,7 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import parse_config
 from dschat_lora.generation import slots
 from dschat_lora.rl.draw import rollout_servers
-from dschat_lora.rl.draw.rollout_servers import ServerError
+from dschat_lora.rl.draw.completions import ServerError
 from dschat_lora.rl.learn.served_teacher import TeacherError, open_teacher, read_prompt_logprobs
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf

@@ -15,7 +15,7 @@ from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions, parse_row
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import Origin, Response
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,6 @@ def answer_of(sample: SequenceSample, *, group: int) -> Response:
         tuple(tokens),
         ended=True,
         group=group,
-        source=sample.source,
         actor_mask=() if mask.all() else tuple(mask.tolist()),
-        is_drawn=False,
+        origin=Origin(source=sample.source, is_drawn=False),
     )

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +16,7 @@ from dschat_lora.data.encoder import describe_tokenizer, make_encoder
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind, row_options
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, world_size
-from dschat_lora.generation.stops import end_of_text
+from dschat_lora.engine.distributed import data_rank, device, world_size
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
@@ -27,8 +26,8 @@ from dschat_lora.models.composite import Task
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
-from dschat_lora.rl.draw.rollout_servers import RolloutServer
-from dschat_lora.rl.draw.vllm_server import start_vllm
+from dschat_lora.rl.draw.player import Player
+from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.learn.roles import Roles, build_roles
 from dschat_lora.rl.learn.served_teacher import ServedTeacher, open_teacher
 from dschat_lora.rl.learn.teacher import TeacherPrompts
@@ -51,17 +50,13 @@ from dschat_lora.rl.options.inputs import (
     text_data,
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.play.agent_programs import Program, load_program
-from dschat_lora.rl.play.environment import Episodes
-from dschat_lora.rl.play.stateful_environment import StatefulEnvironment, load_environment
-from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.play.players import load_player
 from dschat_lora.rl.score.reward_functions import (
     RewardFunction,
-    RewardFunctions,
     load_function,
-    load_functions,
+    load_scorer,
 )
-from dschat_lora.rl.score.user_functions import UserFunction
+from dschat_lora.rl.score.scores import RewardSum, TeacherScorer
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
@@ -87,9 +82,6 @@ from dschat_lora.runtime.setup import (
 )
 from dschat_lora.runtime.streaming import SharedStream
 
-if TYPE_CHECKING:
-    from dschat_lora.rl.play.agents import Agents
-
 
 @dataclass(frozen=True)
 class RlhfSetup:
@@ -105,15 +97,14 @@ class RlhfSetup:
     roles: Roles
     settings: dict[str, EngineSettings]  # by trained role
     counter: FlopCounter | None  # None for an architecture that is not understood
-    scorer: RewardFunctions | None  # None: the reward model alone scores
+    scorer: RewardSum | TeacherScorer  # to which the reward model is added, if there is one
     judge: RewardFunction | None
-    episodes: Episodes | None  # None: of one turn
-    agents: "Agents | None"  # that play episodes, in the place of an environment
+    player: Player  # of the rollouts
     plan: MemoryPlan | None  # None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
     teacher: ServedTeacher | None = None  # in the place of a reference among the roles
-    servers: tuple[RolloutServer, ...] = ()  # that draw responses
+    engine_started: Any = None  # what the rollout engine needs to have before models take memory
     identity: dict[str, Any] = field(default_factory=dict)  # what the run's state belongs to
 
     def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> SharedStream:
@@ -127,11 +118,6 @@ class RlhfSetup:
             seed=self.config.run.seed,
             closing=self.run.closing,
         )
-
-    @property
-    def teacher_scores(self) -> bool:
-        """Whether the reward that is reported is how near responses are to a teacher's."""
-        return self.roles.teaches and self.scorer is None and self.roles.reward is None
 
 
 def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
@@ -151,17 +137,16 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
     teacher = _open_teacher(config, tokenizer, run)
-    episodes = _episodes(config, tokenizer)
-    agents = _agents(config, tokenizer, run)
-    scorer = _scorer(config, tokenizer, episodes, agents)
+    player = load_player(config, tokenizer, run.closing)
+    scorer = _scorer(config, tokenizer, player)
     name = config.rewards.judge_function
     judge = None if name is None else load_function("judge_function", name, tokenizer)
     prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
-    _check_columns(prompts, scorer, judge, episodes, agents)
-    _check_others(config, len(prompts.train))
+    _check_columns(prompts, scorer, judge, player)
+    check_others(config, len(prompts.train))
     text = _read_text(config, tokenizer, run)
     answers = _read_answers(config, tokenizer, run)
-    servers = _rollout_servers(config, sources, run)
+    started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
         build_roles,
@@ -188,13 +173,12 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         counter,
         scorer,
         judge,
-        episodes,
-        agents,
+        player,
         keeping_cache(plan, config, settings, free=free),
         unpacked,
         run,
         teacher,
-        servers,
+        started,
     )
     _describe(setup)
     if unpacked is not None:
@@ -209,129 +193,41 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     return setup
 
 
-def _rollout_servers(
-    config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]
-) -> tuple[RolloutServer, ...]:
-    """The servers that draw responses, if any do; call on every rank, before models take memory."""
-    batch = config.batch
-    if batch.rollout_engine != "vllm":
-        return tuple(RolloutServer(each, batch.rollout_timeout) for each in batch.rollout_servers)
-    if run.directory is None:
-        return ()
-    dtype = str(role_settings(config)["actor"].torch_dtype).removeprefix("torch.")
-    return start_vllm(config, run, base=sources.actor.base, dtype=dtype)
-
-
-def _episodes(config: RlhfConfig, tokenizer: Tokenizer) -> Episodes | None:
-    """Episodes with the environment of the options, if there is one."""
-    name, rewards = config.batch.environment, config.rewards
-    if name is None:
-        return None
-    chat = make_chat(tokenizer, config.data.data.chat_template_kwargs)
-    environment = load_environment(
-        name,
-        tokenizer,
-        chat=chat,
-        max_prompt_tokens=config.data.max_prompt_seq_len,
-        retries=rewards.reward_retries,
-        timeout=rewards.reward_timeout,
-    )
-    return Episodes(environment, TurnTokens(chat, tokenizer), config.batch.max_turns)
-
-
-def _agents(config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]) -> "Agents | None":
-    """What plays the episodes of ``--agent`` or ``--agent_command``, if there is one."""
-    batch, data = config.batch, config.data
-    program = load_program(
-        batch.agent, batch.agent_command, is_scored=bool(config.rewards.reward_function)
-    )
-    if program is None:
-        return None
-    from dschat_lora.rl.play.agent_server import AgentServer  # needs a server's libraries
-    from dschat_lora.rl.play.agents import AgentLimits, Agents
-    from dschat_lora.rl.play.conversations import PromptTokens
-
-    chat = make_chat(tokenizer, data.data.chat_template_kwargs)
-    agents = Agents(
-        program,
-        PromptTokens(
-            chat,
-            make_encoder(tokenizer),
-            tokenizer,
-            TurnTokens(chat, tokenizer),
-            limit=data.max_seq_len,
-            vocabulary_size=len(tokenizer),
-        ),
-        AgentLimits(batch.agent_timeout, batch.agent_retries, batch.agent_max_calls),
-        serve=AgentServer,
-        max_new_tokens=data.max_answer_seq_len,
-        end_of_text=lambda stop, tokens: end_of_text(
-            tokens, (*batch.stop_strings, *stop), tokenizer.decode
-        ),
-    )
-    run.closing.callback(agents.close)
-    return agents
-
-
 def _check_columns(
     prompts: Prepared,
-    scorer: RewardFunctions | None,
+    scorer: RewardSum | TeacherScorer,
     judge: RewardFunction | None,
-    episodes: Episodes | None,
-    agents: "Agents | None",
+    player: Player,
 ) -> None:
     """Refuse functions that ask for columns which the prompts lack."""
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
-    others: list[UserFunction | Program] = [] if judge is None else [judge]
-    others += [] if episodes is None else [episodes.environment]
-    others += [] if agents is None else [agents.program]
-    for other in others:
+    for other in (*player.asks, *([] if judge is None else [judge])):
         other.check_columns(columns)
-    if scorer is not None:
-        objects = set() if scorer.objects is None else {"environments", "environment"}
-        for function in (*scorer.functions, *scorer.gates):
-            function.check_columns(columns | objects)
+    scorer.check_columns(columns)
 
 
-def _check_others(config: RlhfConfig, num_prompts: int) -> None:
-    """Refuse over-sampling of data, or of blocks of a stream, that are one iteration."""
-    batch, known, remedy = config.batch, num_prompts, "give more prompts"
-    if config.data.streaming:
-        known, remedy = config.data.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
-    rows = batch.per_device_generation_batch_size * batch.generation_batches * data_world_size()
-    if batch.oversample > 1 and known <= rows // batch.num_generations:
-        raise ValueError(
-            f"--oversample {batch.oversample:g} begins further prompts than the {known} of an "
-            f"iteration, and there are no others: {remedy}, or fewer --generation_batches"
-        )
-
-
-def _scorer(
-    config: RlhfConfig, tokenizer: Tokenizer, episodes: Episodes | None, agents: "Agents | None"
-) -> RewardFunctions | None:
-    """The reward functions, with the reward of an environment or agent; None if there are none.
+def _scorer(config: RlhfConfig, tokenizer: Tokenizer, player: Player) -> RewardSum | TeacherScorer:
+    """What scores, but for the reward model, which engines have.
 
     Raises:
         ValueError: if nothing scores.
     """
-    environment = None if episodes is None else episodes.environment
-    if agents is not None:
-        return replace(load_functions(config.rewards, tokenizer), environment=agents.program.label)
-    if isinstance(environment, StatefulEnvironment):
-        scorer = load_functions(config.rewards, tokenizer)
-        found = replace(scorer, environment=environment.label(), objects=environment.objects)
-        if found.environment is not None or found.functions or found.gates:
-            return found
-    elif config.rewards.reward_function or (
-        config.rewards.reward_gate and config.critic.model_name_or_path
-    ):
-        return load_functions(config.rewards, tokenizer)
-    if config.critic.model_name_or_path is None and not config.ppo.rules.distills:
-        raise ValueError(
-            f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
-            "or step), and neither --reward_function nor --critic_model_name_or_path does"
+    rewards, has_model = config.rewards, config.critic.model_name_or_path is not None
+    gates_score = bool(rewards.reward_gate) and player.objects is not None
+    if rewards.reward_function or player.reward_name is not None or has_model or gates_score:
+        return load_scorer(
+            rewards,
+            tokenizer,
+            has_model=has_model,
+            episodes=player.reward_name,
+            objects=player.objects,
         )
-    return None
+    if config.ppo.rules.distills:
+        return TeacherScorer()
+    raise ValueError(
+        f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
+        "or step), and neither --reward_function nor --critic_model_name_or_path does"
+    )
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
@@ -460,7 +356,7 @@ def _open_teacher(
         in_flight=config.batch.per_device_generation_batch_size * world_size(),
         say=lambda words: run.log.say(f"  note         --teacher_model_name_or_path: {words}"),
     )
-    run.closing.callback(teacher.servers.close)
+    run.closing.callback(teacher.pool.close)
     return teacher
 
 
@@ -577,7 +473,7 @@ def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
             },
             num_generations=config.batch.num_generations,
             batch_size=config.batch.rows_decoded,
-            decodes_here=not config.batch.by_servers,
+            decodes_here=config.batch.engine.decodes_actor,
             compares=roles.teaches and config.teacher.beta is not None,
         )
     except ValueError:  # the start-up says why
