@@ -16,6 +16,7 @@ from dschat_lora.config.held import held
 from dschat_lora.config.options import option_fields
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
+from dschat_lora.rl.options.engines import ENGINES
 from dschat_lora.rl.options.names import is_builtin
 from dschat_lora.runtime.stage_main import late
 
@@ -36,7 +37,10 @@ Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
-_FUNCTIONS = ("reward_function", "judge_function", "environment", "agent", "reward_gate")
+_FUNCTIONS = (
+    *("reward_function", "judge_function", "environment", "agent", "reward_gate"),
+    "rollout_engine",
+)
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
 # Options whose objects in Python are more than the text of the command line.
@@ -48,6 +52,7 @@ _TYPES = {
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
+    "rollout_engine": f"Literal{[*ENGINES]} | str | object",
 }
 
 
@@ -199,7 +204,7 @@ def _way_to_rows(data: object) -> str:
 def _functions(value: Any, stack: ExitStack) -> Any:
     if isinstance(value, list | tuple):
         return [_functions(each, stack) for each in value]
-    if callable(value):
+    if callable(value) or hasattr(value, "draw"):  # a rollout engine
         return stack.enter_context(held(value, function_name(value)))
     if isinstance(value, Mapping):  # environments by name
         return stack.enter_context(held(value, "environments"))

@@ -15,7 +15,7 @@ from dschat_lora.engine.distributed import (
     gather_texts,
 )
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
-from dschat_lora.rl.draw.engine import Drawing, EngineDecoder
+from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.draw.turn_decoder import TurnDecoder, unanswered
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.response.transfer import (
@@ -118,13 +118,16 @@ class Generator:
         if self._episodes is not None:
             prompts = self._episodes.begin(prompts, mine, num_generations, key)
         found: dict[int, Response] = {}
-        with self.engine.decoding(cuts=needed is not None) as (decoder, at_a_time):
+        with self.engine.decoding(cuts=needed is not None) as (begin, at_a_time):
             if at_a_time is not None or self._agents is not None:
                 at_a_time = max(1, self._batch_size // num_generations)
             else:
                 at_a_time = max(1, len(order))
             chunks = -(-len(order[:: data_world_size()]) // at_a_time)
-            decode = partial(decoder, sampling=sampling)
+
+            def decode(*args: Any, **options: Any) -> Any:
+                return begin(*args, sampling=sampling, **options)()
+
             turns = self._turns(decode, sampling, key, keep_logprobs=keep_logprobs)
             for chunk in range(chunks):
                 numbers = mine[chunk * at_a_time : (chunk + 1) * at_a_time]
@@ -171,13 +174,13 @@ class Generator:
 
         The engine goes on with the adapter as it is when this is called, while it is trained.
         """
-        assert isinstance(self.engine, EngineDecoder), "our own engine holds up training"
         assert not self._plays_episodes, "turns are asked for one after another"
         mine = _by_length(prompts)[data_rank() :: data_world_size()]
         own = [(n, prompts[n]) for n in mine]
-        with self.engine.decoding():
-            begin = partial(self.engine.begin, sampling=sampling)
-            turns = self._turns(begin, sampling, key, keep_logprobs=True)
+        with self.engine.decoding(cuts=needed is not None) as (begin, _):
+            turns = self._turns(
+                partial(begin, sampling=sampling), sampling, key, keep_logprobs=True
+            )
             share = _share_of(needed, mine, mine)
             wait = turns.ask(own, num_generations, share)
 
