@@ -789,7 +789,7 @@ def rlhf(
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
-    rollout_engine: str = 'own',
+    rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -1004,7 +1004,7 @@ def rlhf(
         num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1206,7 +1206,7 @@ def distill(
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
-    rollout_engine: str = 'own',
+    rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -1415,7 +1415,7 @@ def distill(
         num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
