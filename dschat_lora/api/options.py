@@ -199,14 +199,14 @@ def _way_to_rows(data: object) -> str:
 def _functions(value: Any, stack: ExitStack) -> Any:
     if isinstance(value, list | tuple):
         return [_functions(each, stack) for each in value]
-    if callable(value):
+    if callable(value) or hasattr(value, "play"):
         return stack.enter_context(held(value, function_name(value)))
     if isinstance(value, Mapping):  # environments by name
         return stack.enter_context(held(value, "environments"))
     return value
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: object) -> str:
     """A name for metrics: that of the function, or of its object's class."""
     own = getattr(function, "__name__", None) or type(function).__name__
     return re.sub(r"\W", "", own) or "function"
