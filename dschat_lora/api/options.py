@@ -213,7 +213,7 @@ def _functions(value: Any, stack: ExitStack) -> Any:
     return stack.enter_context(held(value, function_name(value)))
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: object) -> str:
     """A name for metrics: that of the function, or of its object's class."""
     own = getattr(function, "__name__", None) or type(function).__name__
     return re.sub(r"\W", "", own) or "function"
