@@ -48,7 +48,7 @@ OLD_NAMES = {
     "rl.rollout_servers": "rl.draw.completions rl.draw.engine_checks rl.draw.server_engine",
     "rl.rollouts_ahead": "rl.draw.rollouts_ahead",
     "rl.served_teacher": "rl.learn.served_teacher",
-    "rl.setup": "rl.loop.setup",
+    "rl.setup": "rl.loop.setup rl.learn.roles",
     "rl.stateful_environment": "rl.play.stateful_environment rl.play.players",
     "rl.teacher": "rl.learn.teacher",
     "rl.throughput": "rl.watch.throughput",

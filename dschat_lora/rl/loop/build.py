@@ -43,7 +43,7 @@ from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
 def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
-    config, roles = setup.config, setup.roles
+    config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
     reference = roles.reference and roles.reference.model
     own: dict[str, Any] = {
@@ -67,7 +67,7 @@ def build_engines(setup: RlhfSetup) -> Engines:
     actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
-    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher)
+    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher.server)
     if config.load.compile:
         # Those that decode are other modules, and not compiled.
         for each in roles.models.values():
@@ -79,8 +79,10 @@ def build_engines(setup: RlhfSetup) -> Engines:
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
     options: RoleConfig = getattr(setup.config, role)
     with option_errors_for(role):
-        groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
-    return TrainEngine(network, groups, setup.settings[role])
+        groups = parameter_groups(
+            setup.models.roles.models[role].model, options.optim(setup.config.optim)
+        )
+    return TrainEngine(network, groups, setup.models.settings[role])
 
 
 def make_scorer(
@@ -89,9 +91,9 @@ def make_scorer(
     batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
 ) -> Scorer:
     """What scores; the reward model, if there is one, reads ``batches``."""
-    if isinstance(setup.scorer, RewardSum) and engines.reward is not None:
-        return setup.scorer.adding(RewardModelScorer(engines, batches))
-    return setup.scorer
+    if isinstance(setup.scoring.scorer, RewardSum) and engines.reward is not None:
+        return setup.scoring.scorer.adding(RewardModelScorer(engines, batches))
+    return setup.scoring.scorer
 
 
 def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:
@@ -110,8 +112,8 @@ def make_diagnostics(setup: RlhfSetup) -> Diagnostics:
     """What warns of failures."""
     config = setup.config
     return Diagnostics(
-        setup.settings["actor"].dtype,
-        samples_tokens=config.batch.draws_from_policy and setup.answers is None,
+        setup.models.settings["actor"].dtype,
+        samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
         engine=config.batch.rollout_engine,
         samplers_logprobs=config.ppo.use_rollout_logprobs,
         learns_from_rewards=not config.ppo.rules.distills,
@@ -125,8 +127,8 @@ def make_throughput(
 ) -> Throughput:
     """What measures each iteration."""
     return Throughput(
-        setup.counter,
-        dtype=setup.settings["actor"].torch_dtype,
+        setup.costs.counter,
+        dtype=setup.models.settings["actor"].torch_dtype,
         skips_padding=engines.actor.module.policy("actor").backbone.skips_padding(device()),
         take_text=lambda: None if pretraining is None else pretraining.take_counts(),
     )
@@ -154,7 +156,9 @@ def make_parts(
         iteration=lambda: progress.iteration,
     )
     average = (
-        MovingAverage(setup.roles.actor.model, classic.ema_decay) if classic.enable_ema else None
+        MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
+        if classic.enable_ema
+        else None
     )
     own = [
         UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
@@ -168,7 +172,7 @@ def make_parts(
 def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
     """Unpacked rows of the pretraining text, as many a step as responses; None without any."""
     config, seed, data = setup.config, setup.config.run.seed, text_data(setup.config)
-    texts = setup.text
+    texts = setup.data.text
     if texts is None or data is None:
         return None
     options: dict[str, Any] = {
@@ -207,20 +211,20 @@ def make_generator(
     Raises:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
-    batch, actor = setup.config.batch, setup.roles.actor
+    batch, actor = setup.config.batch, setup.models.roles.actor
     ends = frozenset(stop_ids(setup.tokenizer, actor.model, batch.stop_tokens))
     site = EngineSite(
         setup.config,
         setup.run,
-        setup.sources.actor.base,
+        setup.models.sources.actor.base,
         actor,
         engines.actor,
-        setup.roles.rollout,
+        setup.models.roles.rollout,
         engines.actor.module.policy("actor").model,
         ends,
         int(setup.tokenizer.pad_token_id),
-        setup.plan,
-        setup.unpacked,
+        setup.costs.plan,
+        setup.costs.unpacked,
         setup.engine_started,
         version,
     )

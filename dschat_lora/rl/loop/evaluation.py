@@ -40,7 +40,7 @@ class RlhfEvaluator:
     state_of_run: Callable[[], TrainerState] = TrainerState
 
     def __post_init__(self) -> None:
-        run, held_out = self.setup.run, self.setup.prompts.eval
+        run, held_out = self.setup.run, self.setup.data.prompts.eval
         count = min(self.setup.config.eval_prompts, len(held_out))
         self._prompts = [held_out[n] for n in range(count)]
         self.results = EvalResults(run, rlhf_eval_line)
@@ -97,9 +97,7 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        responses = self.generator.player.checked(responses)
-        prompts = self.setup.teacher_prompts
-        return responses if prompts is None else prompts(responses)
+        return self.setup.teacher.reading(self.generator.player.checked(responses))
 
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""
@@ -126,8 +124,8 @@ class RlhfEvaluator:
             "eos_rate": sum(r.ended for r in played) / len(played),
         }
         values = {"reward": experience.scores.masked_fill(~counts, math.nan)}
-        if setup.judge is not None:
-            judged = RewardFunctions((setup.judge,))(responses, state).total
+        if setup.scoring.judge is not None:
+            judged = RewardFunctions((setup.scoring.judge,))(responses, state).total
             values["judge"] = judged
             judged = judged[~judged.isnan()]
             found["judge"] = _mean(judged)

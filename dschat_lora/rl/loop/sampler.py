@@ -41,17 +41,17 @@ class RolloutSampler:
         self._setup, self._config, self._generator = setup, setup.config, generator
         self.progress, self._timer = progress, timer
         config, batch = setup.config, setup.config.batch
-        self._sources = told_sources(config.data.data, setup.prompts)
+        self._sources = told_sources(config.data.data, setup.data.prompts)
         self.schedule = make_rlhf_schedule(setup, iteration=lambda: progress.iteration)
         self.source = self.schedule.source
         self._answers: Source | None = None
-        if setup.answers is not None:
+        if setup.data.answers is not None:
             responses = self.source.per_iteration * batch.num_generations
             count = max(1, round((1 - config.teacher.on_policy_share) * responses))
             self._answers = make_source(
                 setup,
                 answers_data(config),
-                setup.answers,
+                setup.data.answers,
                 kind="samples",
                 per_iteration=count,
                 iteration=lambda: progress.iteration,
@@ -106,8 +106,7 @@ class RolloutSampler:
             responses = [replace(each, group=places[each.group]) for each in drawn]
             first = draws.needed or len(draws.prompts)
             responses += [answer_of(each, group=n) for n, each in enumerate(draws.answers, first)]
-            if setup.teacher_prompts is not None:
-                responses = setup.teacher_prompts(responses)
+            responses = setup.teacher.reading(responses)
         scores, metrics = None, dict[str, float]()
         if tries := config.ppo.dynamic_sampling:
 

@@ -139,7 +139,7 @@ def make_source(
             iteration=iteration,
             say=setup.run.log.say,
         )
-    count, told = len(prepared.train), told_sources(config.data.data, setup.prompts)
+    count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
     numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
     samples = SourcedSamples(prepared.train, numbers)
     times = {name: prepared.times[name] for name in told}
@@ -154,7 +154,7 @@ def make_rlhf_schedule(setup: RlhfSetup, iteration: Callable[[], int] = lambda: 
         make_source(
             setup,
             config.data.data,
-            setup.prompts,
+            setup.data.prompts,
             per_iteration=prompts_per_iteration(batch),
             iteration=iteration,
         ),

@@ -51,7 +51,7 @@ def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
         setup = set_up(run)
         schedule = make_rlhf_schedule(setup)
-        check_repeats(config.data, setup.prompts.times, schedule)
+        check_repeats(config.data, setup.data.prompts.times, schedule)
         if run.directory is None:
             show_plan(setup, schedule)
         else:
@@ -86,7 +86,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
             if failed:
                 checkpointer.stop(progress.step, by="--guard stop")
 
-    scales_loss, keeps_cache = setup.settings["actor"].dtype == "fp16", True
+    scales_loss, keeps_cache = setup.models.settings["actor"].dtype == "fp16", True
     with _failures_saved(checkpointer, progress, generator.engine), run.interrupts.deferred():
         loop.begin()
         # The evaluation of a run that goes on may be the one that its stop came before.
@@ -191,7 +191,7 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
 def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkpointer:
     setup, schedule = trainer.setup, trainer.schedule
     states: dict[str, Any] = {
-        name: EngineState(engine, setup.roles.models[name].model)
+        name: EngineState(engine, setup.models.roles.models[name].model)
         for name, engine in trainer.engines.trained.items()
     }
     states |= trainer.parts.averages()
@@ -223,7 +223,7 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
 
     ``results`` are metrics of the first and the last evaluation.
     """
-    setup, progress, roles = trainer.setup, trainer.progress, trainer.setup.roles
+    setup, progress, roles = trainer.setup, trainer.progress, trainer.setup.models.roles
     phases = {
         name: {"seconds": progress.seconds[name], "flops": progress.flops[name]} for name in PHASES
     }
@@ -265,9 +265,9 @@ def _export(
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write ``name/adapter``, or ``name/model`` where more than an adapter was trained."""
-    config, run, sources = setup.config, setup.run, setup.sources
+    config, run, sources = setup.config, setup.run, setup.models.sources
     assert run.directory is not None, "a dry run has no end"
-    ids = first_ids(setup.prompts.train, 8, max_length=config.data.max_seq_len)
+    ids = first_ids(setup.data.prompts.train, 8, max_length=config.data.max_seq_len)
     report = export_trained(
         run,
         run.directory / name,

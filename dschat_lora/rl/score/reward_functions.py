@@ -17,14 +17,16 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.options.config import RewardsConfig, check_weights
+from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig, check_weights
 from dschat_lora.rl.options.names import is_remote
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import (
     REWARD_MODEL,
     EpisodeScorer,
     RewardSum,
+    Scorer,
     Scores,
+    TeacherScorer,
     weighted_sum,
 )
 from dschat_lora.rl.score.user_functions import (
@@ -230,6 +232,49 @@ class RewardFunctions:
         by_name = dict(zip(self.names, columns, strict=True))
         total = weighted_sum(by_name, dict.fromkeys(by_name, 1.0))
         return Scores(total, by_name, {}, *(self.log.take(responses) if self.logs else ({}, {})))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What says how good responses are: to learn from, and to look at."""
+
+    scorer: RewardSum | TeacherScorer  # to which the reward model is added, if there is one
+    judge: RewardFunction | None  # of evaluations
+
+    @property
+    def asks(self) -> tuple[Scorer | RewardFunction, ...]:
+        """What may refuse the columns of the data."""
+        return (self.scorer,) if self.judge is None else (self.judge, self.scorer)
+
+
+def load_scoring(
+    config: RlhfConfig,
+    tokenizer: Tokenizer,
+    *,
+    episodes: str | None,
+    objects: Mapping[int, Any] | None,
+) -> Scoring:
+    """What scores by the options; ``episodes`` and ``objects`` are those of :func:`load_scorer`.
+
+    Raises:
+        ValueError: if something cannot be used, or nothing scores.
+    """
+    rewards, has_model = config.rewards, config.critic.model_name_or_path is not None
+    name = rewards.judge_function
+    judge = None if name is None else load_function("judge_function", name, tokenizer)
+    if rewards.reward_function or episodes is not None or has_model:
+        return Scoring(
+            load_scorer(
+                rewards, tokenizer, has_model=has_model, episodes=episodes, objects=objects
+            ),
+            judge,
+        )
+    if config.ppo.rules.distills:
+        return Scoring(TeacherScorer(), judge)
+    raise ValueError(
+        f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
+        "or step), and neither --reward_function nor --critic_model_name_or_path does"
+    )
 
 
 def load_scorer(
