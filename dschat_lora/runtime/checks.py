@@ -413,11 +413,11 @@ def check_function(option: str, name: str) -> None:
         )
 
 
-def imported(option: str, name: str) -> Any:
+def imported(option: str, name: str, kind: str) -> Any:
     """The object ``module:object`` of a user's; the module is imported, nothing is evaluated.
 
     Raises:
-        ValueError: if there is none, naming the ``option``.
+        ValueError: if there is none, naming the ``option`` and the ``kind`` of object.
     """
     module_name, _, attribute = name.partition(":")
     with working_directory():
@@ -426,7 +426,7 @@ def imported(option: str, name: str) -> Any:
         except (ImportError, SyntaxError) as error:
             raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
     if not hasattr(module, attribute):
-        raise ValueError(f"--{option} {name}: {module_name} has no {attribute}")
+        raise ValueError(f"--{option} {name}: {module_name} has no {kind} {attribute}")
     return getattr(module, attribute)
 
 

@@ -85,9 +85,9 @@ _OF_THE_PROCESS = (
 # somebody else's, decides neither.
 RUNS_CODE = (
     *("trust_remote_code", "reward_function", "reward_gate", "judge_function"),
-    *("environment", "agent", "agent_command", "vllm_command"),
+    *("environment", "agent", "agent_command", "vllm_command", "parts"),
 )
-_MAY_RUN_CODE = ("rollout_engine",)  # where they name no part of the package
+_MAY_RUN_CODE = ("rollout_engine", "algorithm")  # where they name no part of the package
 _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
 # Of these, one that is typed does away with the others.
 _RIVALS = (

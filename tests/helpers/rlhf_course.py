@@ -235,7 +235,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
 
 
 def _course(ready, engines):
-    roles = ready.roles
+    roles = ready.models.roles
     frozen = {
         f"{role}.{name}": p
         for role, adapted in roles.models.items()
@@ -293,7 +293,7 @@ def rlhf_refusal(argv, *, spoil):
     train, started = course.train, []
 
     def spoilt(ready, engines):
-        for name, parameter in ready.roles.rollout.named_parameters():
+        for name, parameter in ready.models.roles.rollout.named_parameters():
             if name.endswith(spoil):
                 getattr(parameter, "ds_tensor", parameter).data.view(-1)[0] = torch.nan
         started.append(engines)

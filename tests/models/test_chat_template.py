@@ -66,7 +66,7 @@ def test_rollouts_stop_at_every_end_token(template):
         mock.patch("dschat_lora.rl.loop.build.make_engine") as make_engine,
     ):
         setup = mock.MagicMock(tokenizer=tokenizer)
-        setup.roles.actor.model.generation_config.eos_token_id = None
+        setup.models.roles.actor.model.generation_config.eos_token_id = None
         make_generator(setup, mock.MagicMock())
     assert generator.call_args.kwargs["eos_ids"] == {EOS, UNK}
     assert make_engine.call_args.args[0].ends == {EOS, UNK}

@@ -3,7 +3,6 @@
 import math
 import shlex
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +22,12 @@ from dschat_lora.rl.draw import generator as rollout
 from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite, RolloutError
 from dschat_lora.rl.draw.own_engine import OwnEngine
+from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.draw.transformers_engine import transformers_engine
-from dschat_lora.rl.draw.turn_decoder import TurnDecoder
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.response.response import unanswered
 from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, running_server
 from helpers.spread import ALL
@@ -287,17 +287,24 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
     longest = [max(len(r) for r in whole[2 * n : 2 * n + 2]) for n in range(len(prompts))]
     assert len(set(longest)) > 2
     for needed in range(1, len(prompts) + 1):
-        turns = TurnDecoder(
-            partial(decode, sampling=SAMPLING),
+
+        def drawn(ids, **options):
+            found = decode(ids, SAMPLING, **{**options, "seeds": seeds})
+            return lambda: found
+
+        draw = Draw(
+            drawn,
             ("x",),
+            2,
             12,
             keep_logprobs=False,
             is_end=actor.ends.__contains__,
             find_end=lambda tokens: None,
+            needed=needed,
         )
-        samples = [(n, PromptSample(torch.tensor(ids), b"")) for n, ids in enumerate(prompts)]
-        found = decode(prompts, SAMPLING, seeds=seeds, needed=needed)
-        kept = turns.answers(samples, 2, found, needed)
+        samples = [PromptSample(torch.tensor(ids), b"") for ids in prompts]
+        tasks = [unanswered(n, each, 2 * n + k) for n, each in enumerate(samples) for k in range(2)]
+        kept = draw(tasks)
         # By counting, not by sorting: fewer than so many others are shorter, or as long and before.
         expected = [
             n

@@ -1,6 +1,6 @@
 """The engines of a run, and each role's outputs for a batch of responses."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,10 @@ from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.served_teacher import ServedTeacher
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.response.batch import ResponseBatch
+from dschat_lora.rl.response.batch import ResponseBatch, gather_rows
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import REWARD_MODEL, Scores
+from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
 
@@ -166,6 +169,28 @@ class Engines:
             return -logprobs.sum()
 
         return self.retry.forward(compute)
+
+
+@dataclass(frozen=True)
+class RewardModelScorer:
+    """The reward model's score at the end of each response, by a forward pass over batches."""
+
+    engines: Engines
+    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]]  # as many on every rank
+    names = (REWARD_MODEL,)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """It reads none."""
+
+    @torch.no_grad()
+    def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
+        """The scores."""
+        self.engines.eval()
+        batches, device = self.batches(responses), self.engines.actor.device
+        rows = torch.cat([self.engines.scores(batch.to(device)) for batch in batches])
+        numbers = [n for batch in batches for n in batch.numbers]
+        scores = gather_rows(numbers, rows[:, None])[:, 0]
+        return Scores(scores, {REWARD_MODEL: scores})
 
 
 def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:

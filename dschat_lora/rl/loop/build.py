@@ -1,33 +1,49 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, make_rows
 from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import data_rank, data_world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.stops import end_of_text, stop_ids
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.blocks import compile_blocks
 from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.report.rollouts import open_rollouts
 from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.ema import MovingAverage
-from dschat_lora.rl.learn.engines import Engines, policies_of, resolve_architecture
+from dschat_lora.rl.learn.engines import (
+    Engines,
+    RewardModelScorer,
+    policies_of,
+    resolve_architecture,
+)
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
+from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
+from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.response.batch import Batching, ResponseBatch
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import RewardSum, Scorer
+from dschat_lora.rl.watch.diagnostics import Diagnostics
+from dschat_lora.rl.watch.rows import RolloutLog
+from dschat_lora.rl.watch.throughput import Throughput
+from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
 
 def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
-    config, roles = setup.config, setup.roles
+    config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
     reference = roles.reference and roles.reference.model
     own: dict[str, Any] = {
@@ -51,7 +67,7 @@ def build_engines(setup: RlhfSetup) -> Engines:
     actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
-    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher)
+    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher.server)
     if config.load.compile:
         # Those that decode are other modules, and not compiled.
         for each in roles.models.values():
@@ -63,22 +79,100 @@ def build_engines(setup: RlhfSetup) -> Engines:
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
     options: RoleConfig = getattr(setup.config, role)
     with option_errors_for(role):
-        groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
-    return TrainEngine(network, groups, setup.settings[role])
+        groups = parameter_groups(
+            setup.models.roles.models[role].model, options.optim(setup.config.optim)
+        )
+    return TrainEngine(network, groups, setup.models.settings[role])
 
 
-def make_average(setup: RlhfSetup) -> MovingAverage | None:
-    """The actor's moving average, where one is kept."""
-    classic = setup.config.classic
-    if not classic.enable_ema:
-        return None
-    return MovingAverage(setup.roles.actor.model, classic.ema_decay)
+def make_scorer(
+    setup: RlhfSetup,
+    engines: Engines,
+    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
+) -> Scorer:
+    """What scores; the reward model, if there is one, reads ``batches``."""
+    if isinstance(setup.scoring.scorer, RewardSum) and engines.reward is not None:
+        return setup.scoring.scorer.adding(RewardModelScorer(engines, batches))
+    return setup.scoring.scorer
+
+
+def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:
+    """How responses stand in batches."""
+    batch = setup.config.batch
+    return Batching(
+        int(setup.tokenizer.pad_token_id),
+        batch.per_device_training_batch_size,
+        batch.tokens_per_device,
+        setup.config.run.seed,
+        shares_prompts=engines.shares_prompts and batch.num_generations > 1,
+    )
+
+
+def make_diagnostics(setup: RlhfSetup) -> Diagnostics:
+    """What warns of failures."""
+    config = setup.config
+    return Diagnostics(
+        setup.models.settings["actor"].dtype,
+        samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
+        engine=config.batch.rollout_engine,
+        samplers_logprobs=config.ppo.use_rollout_logprobs,
+        learns_from_rewards=not config.ppo.rules.distills,
+        guards=config.ppo.guard != "off",
+        kl_budget=config.ppo.kl_budget,
+    )
+
+
+def make_throughput(
+    setup: RlhfSetup, engines: Engines, pretraining: Pretraining | None
+) -> Throughput:
+    """What measures each iteration."""
+    return Throughput(
+        setup.costs.counter,
+        dtype=setup.models.settings["actor"].torch_dtype,
+        skips_padding=engines.actor.module.policy("actor").backbone.skips_padding(device()),
+        take_text=lambda: None if pretraining is None else pretraining.take_counts(),
+    )
+
+
+def make_parts(
+    setup: RlhfSetup,
+    progress: RlhfProgress,
+    pretraining: Pretraining | None,
+) -> Parts:
+    """The parts of a run by its options.
+
+    Raises:
+        ValueError: if one of ``--parts`` is none.
+    """
+    config, classic, run = setup.config, setup.config.classic, setup.run
+    assert run.directory is not None, "a dry run keeps nothing"
+    earlier = None
+    if config.checkpoint and not goes_on_in_place(config):
+        earlier = run_of(Path(config.checkpoint))
+    rollouts = RolloutLog(
+        open_rollouts(run.directory, run.log, active=rank() == 0, source=earlier),
+        setup.tokenizer.decode,
+        most=classic.log_rollouts,
+        iteration=lambda: progress.iteration,
+    )
+    average = (
+        MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
+        if classic.enable_ema
+        else None
+    )
+    own = [
+        UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
+        for name in classic.parts
+    ]
+    entropy = EntropyTarget(config.ppo.target_entropy, progress)
+    parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
+    return Parts([part for part in parts if part is not None])
 
 
 def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
     """Unpacked rows of the pretraining text, as many a step as responses; None without any."""
     config, seed, data = setup.config, setup.config.run.seed, text_data(setup.config)
-    texts = setup.text
+    texts = setup.data.text
     if texts is None or data is None:
         return None
     options: dict[str, Any] = {
@@ -90,9 +184,9 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
         "collate": SampleCollator(int(setup.tokenizer.pad_token_id)),
     }
     unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
-    loader: StepLoader | StreamLoader
+    coefficient = config.pretraining.unsup_coef
     if data.streaming:
-        loader = StreamLoader(
+        stream = StreamLoader(
             setup.stream(data, texts, "samples"),
             pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
             steps=config.optim.max_steps,
@@ -104,10 +198,9 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
             say=setup.run.log.say,
             **options,
         )
-    else:
-        rows = unpacked(texts.train.lengths, seed=seed)
-        loader = StepLoader(texts.train, rows=rows, **options)
-    return Pretraining(loader, coefficient=config.pretraining.unsup_coef)
+        return Pretraining(stream.steps, stream, coefficient=coefficient)
+    loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
+    return Pretraining(loader.steps, None, coefficient=coefficient)
 
 
 def make_generator(
@@ -118,20 +211,20 @@ def make_generator(
     Raises:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
-    batch, actor = setup.config.batch, setup.roles.actor
+    batch, actor = setup.config.batch, setup.models.roles.actor
     ends = frozenset(stop_ids(setup.tokenizer, actor.model, batch.stop_tokens))
     site = EngineSite(
         setup.config,
         setup.run,
-        setup.sources.actor.base,
+        setup.models.sources.actor.base,
         actor,
         engines.actor,
-        setup.roles.rollout,
+        setup.models.roles.rollout,
         engines.actor.module.policy("actor").model,
         ends,
         int(setup.tokenizer.pad_token_id),
-        setup.plan,
-        setup.unpacked,
+        setup.costs.plan,
+        setup.costs.unpacked,
         setup.engine_started,
         version,
     )
@@ -142,6 +235,5 @@ def make_generator(
         find_end=partial(
             end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
         ),
-        episodes=setup.episodes,
-        agents=setup.agents,
+        player=setup.player,
     )

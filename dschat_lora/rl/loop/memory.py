@@ -1,6 +1,7 @@
 """Memory of step 3: a plan of roles, moving average and decoding cache."""
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -12,9 +13,37 @@ from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import cached_token_bytes, largest_unpacked, parameter_bytes
 from dschat_lora.rl.draw.own_engine import cache_columns
-from dschat_lora.rl.learn.roles import Roles
+from dschat_lora.rl.learn.roles import Models, Roles
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, offloads_inputs, plan_memory
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Memory and work of a run; None for an architecture that is not understood."""
+
+    plan: MemoryPlan | None
+    unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
+    counter: FlopCounter | None
+
+
+def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> Costs:
+    """The costs of roles that are not yet sharded, on devices with so many ``free`` bytes."""
+    roles, settings, counter = models.roles, models.settings, None
+    plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
+    with suppress(ValueError):  # the start-up says why
+        counter = FlopCounter(
+            roles,
+            checkpointed={
+                name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
+            },
+            num_generations=config.batch.num_generations,
+            batch_size=config.batch.rows_decoded,
+            decodes_here=config.batch.engine.decodes_actor,
+            compares=roles.teaches and config.teacher.beta is not None,
+        )
+    return Costs(keeping_cache(plan, config, settings, free=free), unpacked, counter)
 
 
 def memory_plan(

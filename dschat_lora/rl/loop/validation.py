@@ -15,7 +15,7 @@ from dschat_lora.models.option_checks import check_processes, check_training, po
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.algorithms import Correction
-from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig, check_weights
 from dschat_lora.rl.options.inputs import (
     RlhfInputs,
     announce,
@@ -26,6 +26,7 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
+from dschat_lora.rl.options.names import gives_one_reward
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.score.builtin_rewards import check_scorer
@@ -151,15 +152,14 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     ):
         for name in names:
             check_scorer(option, name)
+    for name in config.classic.parts:
+        check_function("parts", name)
     if config.batch.environment is not None:
         _check_environment(config.batch.environment)
     _check_agent(config.batch)
-    count, weights = len(rewards.reward_function), rewards.reward_weights
-    if len(weights) > count and config.critic.model_name_or_path is None:
-        raise ValueError(
-            f"--reward_weights has {len(weights)} weights for {count} functions of "
-            "--reward_function, and there is no reward model for the last one"
-        )
+    if all(map(gives_one_reward, rewards.reward_function)):
+        has_model = config.critic.model_name_or_path is not None
+        check_weights(rewards.reward_weights, len(rewards.reward_function), has_model=has_model)
 
 
 def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:

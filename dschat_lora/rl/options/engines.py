@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from dschat_lora.config.held import held_object, is_held, is_in_module
-from dschat_lora.rl.options.names import is_address
-from dschat_lora.runtime.checks import imported
+from dschat_lora.config.held import is_held, is_in_module
+from dschat_lora.rl.options.names import is_address, load_object
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def engine_facts(name: str) -> EngineFacts:
     """
     if not (is_held(name) or is_in_module(name)):
         return ENGINES.get(name, ADDRESSES)
-    own = held_object(name, "rollout_engine") if is_held(name) else imported("rollout_engine", name)
+    own: Any = load_object("rollout_engine", name)
     if not callable(getattr(own, "draw", None)):
         raise ValueError(f"--rollout_engine {name} has no method draw(asked, sampling)")
     said = {each.name: getattr(own, each.name) for each in _FACTS if hasattr(own, each.name)}

@@ -92,7 +92,7 @@ class Diagnostics:
     # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
     # no greedy choice.
     samples_tokens: bool
-    own_engine: bool = True
+    engine: str = "own"
     samplers_logprobs: bool = False  # old log-probabilities are the decode loop's
     learns_from_rewards: bool = True
     guards: bool = True  # whether those of GUARDED are looked for
@@ -131,6 +131,10 @@ class Diagnostics:
                 "clip": self._clipped(),
             }
         return self._new(found)
+
+    def check(self, metrics: Mapping[str, Any]) -> None:
+        """:func:`check_sampler` of an iteration's metrics."""
+        check_sampler(metrics, self.dtype, self.engine)
 
     def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""
@@ -204,7 +208,7 @@ class Diagnostics:
 
     def _sampler(self, row: dict[str, float]) -> str | None:
         limit = SAMPLER_TOLERANCE[self.dtype]
-        if row.get("sampler_error", 0.0) <= limit or not self.own_engine:
+        if row.get("sampler_error", 0.0) <= limit or self.engine != "own":
             return None
         return (
             f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "
