@@ -16,6 +16,7 @@ from dschat_lora.config.held import held
 from dschat_lora.config.options import option_fields
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
+from dschat_lora.rl.options.engines import ENGINES
 from dschat_lora.rl.options.names import is_builtin
 from dschat_lora.runtime.stage_main import late
 
@@ -38,7 +39,7 @@ OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
 _FUNCTIONS = (
     *("reward_function", "judge_function", "environment", "agent", "reward_gate", "algorithm"),
-    "parts",
+    *("parts", "rollout_engine"),
 )
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
@@ -53,6 +54,7 @@ _TYPES = {
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
     "parts": "Any | Sequence[Any]",
+    "rollout_engine": f"Literal{[*ENGINES]} | str | object",
 }
 
 
@@ -211,7 +213,7 @@ def _functions(value: Any, stack: ExitStack) -> Any:
     return stack.enter_context(held(value, function_name(value)))
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: object) -> str:
     """A name for metrics: that of the function, or of its object's class."""
     own = getattr(function, "__name__", None) or type(function).__name__
     return re.sub(r"\W", "", own) or "function"

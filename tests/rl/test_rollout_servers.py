@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from dschat_lora.rl.draw import rollout_servers
+from dschat_lora.rl.draw import completions
 from dschat_lora.rl.draw.completions import (
     CompletionPool,
     CompletionServer,
@@ -20,6 +20,7 @@ from dschat_lora.rl.draw.completions import (
     _Work,
 )
 from dschat_lora.rl.options.config import RolloutConfig
+from dschat_lora.rl.options.engines import server_addresses
 
 END, LIMIT = 2, 4
 
@@ -160,7 +161,7 @@ def servers(*fakes, timeout=5.0, patience=0.3):
             ends=frozenset([END]),
             vocabulary_size=64,
         )
-        stack.enter_context(mock.patch.object(rollout_servers, "PATIENCE", patience))
+        stack.enter_context(mock.patch.object(completions, "PATIENCE", patience))
         found.load({"adapter": "/somewhere"})
         yield found, said
 
@@ -289,7 +290,7 @@ def test_replies_that_python_cannot_read_are_failures_like_others():
 
 
 def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
-    read, calls = rollout_servers.read_answer, iter([MemoryError(), KeyError("x")])
+    read, calls = completions.read_answer, iter([MemoryError(), KeyError("x")])
 
     def fail_twice(*args):
         for error in calls:
@@ -297,7 +298,7 @@ def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
         return read(*args)
 
     with servers(Fake()) as (found, said):
-        with mock.patch.object(rollout_servers, "read_answer", fail_twice):
+        with mock.patch.object(completions, "read_answer", fail_twice):
             check(found.begin(BODIES)())
         assert said == []
 
@@ -584,7 +585,7 @@ def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_b
 
 def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
     for name in ("LOAD_SECONDS", "UNLOAD_SECONDS", "CONNECT_SECONDS"):
-        monkeypatch.setattr(rollout_servers, name, 0.3)
+        monkeypatch.setattr(completions, name, 0.3)
     with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (found, said):
         silent.server.shutdown()  # it listens, and answers no new connection
         start = time.monotonic()
@@ -640,4 +641,4 @@ def test_addresses_that_are_none_are_refused_in_one_line(address):
 def test_addresses_may_have_names_numbers_ports_and_paths():
     addresses = "http://127.0.0.1:8000/v1,https://[::1]:80,http://my_host/a/b"
     expected = ("http://127.0.0.1:8000", "https://[::1]:80", "http://my_host/a/b")
-    assert RolloutConfig(rollout_engine=addresses).rollout_servers == expected
+    assert server_addresses(RolloutConfig(rollout_engine=addresses).rollout_engine) == expected

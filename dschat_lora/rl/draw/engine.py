@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -25,6 +25,9 @@ from dschat_lora.runtime.run import OpenRun
 
 ResultT = TypeVar("ResultT")
 Pending = Callable[[], ResultT]  # what is on its way; a call waits for it
+
+
+Begin = Callable[..., Pending[Any]]  # called as a decoder is; see Drawing.decoding
 
 
 class RolloutError(UserFunctionError):
@@ -112,10 +115,11 @@ class Drawing(Protocol):
 
     released: bool  # whether what was kept had to go
 
-    def decoding(self, *, cuts: bool = False) -> Any:
-        """A context of a decoder, and of the responses that it takes at a time; None: all.
+    def decoding(self, *, cuts: bool = False) -> AbstractContextManager[tuple[Begin, int | None]]:
+        """A context of what begins on responses, and of how many at a time; None: all of them.
 
-        Call on every rank. ``cuts`` says that some prompts will be given up.
+        Call on every rank. ``cuts`` says that some prompts will be given up. Called as a
+        :class:`~dschat_lora.generation.generate.Decoder` is, it gives what waits for its result.
         """
 
     @property
@@ -194,26 +198,18 @@ class EngineDecoder:
             site.run.closing.callback(engine.close)
 
     @contextmanager
-    def decoding(self, *, cuts: bool = False) -> Iterator[tuple[Callable[..., Any], None]]:
-        """Within, a decoder by the present weights; call on every rank.
+    def decoding(self, *, cuts: bool = False) -> Iterator[tuple[Begin, int | None]]:
+        """Within, :meth:`begin` by the present weights; call on every rank.
 
         Raises:
             RolloutError: if the engine does not take them.
         """
         try:
             self._told("publish", self._site.actor, self._site.version())
-            yield self.decode, None
+            yield self.begin, None
             self._told("pause")
         except torch.OutOfMemoryError as error:
             raise FullWhileDecodingError(str(error)) from error
-
-    def decode(self, *args: Any, **options: Any) -> DrawnResponses:
-        """What :meth:`begin` draws, at once; call equally often on every rank.
-
-        Raises:
-            RolloutError: if the engine fails, or draws what is no response.
-        """
-        return self.begin(*args, **options)()
 
     def begin(
         self,
@@ -229,8 +225,9 @@ class EngineDecoder:
     ) -> Pending[DrawnResponses]:
         """Begin on as many responses to each prompt as it has seeds, prompt after prompt.
 
-        They are drawn by the weights of the latest :meth:`decoding`. What is returned waits for
-        them, see :meth:`decode`. Engines find prefixes by themselves.
+        They are drawn by the weights of the latest :meth:`decoding`; engines find prefixes by
+        themselves. What is returned waits for them, is called on every rank, and raises a
+        RolloutError if the engine fails, or draws what is no response.
         """
         most, ends = sampling.max_new_tokens, self._site.ends
         bounds = [most] * len(prompts) if limits is None else [min(most, n) for n in limits]

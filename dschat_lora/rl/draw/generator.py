@@ -9,7 +9,7 @@ from typing import Any
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, gather_texts
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
-from dschat_lora.rl.draw.engine import Drawing, EngineDecoder, Pending
+from dschat_lora.rl.draw.engine import Drawing, Pending
 from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
 from dschat_lora.rl.response.response import Response, share_responses, unanswered
 
@@ -66,18 +66,13 @@ class Generator:
         prompts = self.player.begin(prompts, mine, num_generations, key)
         tasks = _tasks(prompts, num_generations)
         found: list[Response] = []
-        with self.engine.decoding(cuts=needed is not None) as (decoder, at_a_time):
-
-            def decode(*args: Any, **options: Any) -> Pending[Any]:
-                drawn = decoder(*args, sampling=sampling, **options)
-                return lambda: drawn
-
+        with self.engine.decoding(cuts=needed is not None) as (begin, at_a_time):
             if at_a_time is not None or self.player.in_batches:
                 at_a_time = self._batch_size // num_generations
             at_a_time = max(1, len(order) if at_a_time is None else at_a_time)
             for first in range(0, len(order[:: data_world_size()]), at_a_time):
                 numbers = mine[first : first + at_a_time]
-                draw = self._draw(decode, sampling, key, num_generations, keep_logprobs)
+                draw = self._draw(begin, sampling, key, num_generations, keep_logprobs)
                 draw.needed = _share_of(needed, numbers, mine)
                 own = [each for n in numbers for each in tasks[n]]
                 found += self.player.play(own, draw, key=draw.key)
@@ -102,12 +97,10 @@ class Generator:
 
         The engine goes on with the adapter as it is when this is called, while it is trained.
         """
-        assert isinstance(self.engine, EngineDecoder), "our own engine holds up training"
         assert not self.player.several_turns, "turns are asked for one after another"
         mine = _by_length(prompts)[data_rank() :: data_world_size()]
         tasks = _tasks(prompts, num_generations)
-        with self.engine.decoding():
-            begin = partial(self.engine.begin, sampling=sampling)
+        with self.engine.decoding(cuts=needed is not None) as (begin, _):
             draw = self._draw(begin, sampling, key, num_generations, keep_logprobs=True)
             draw.needed = _share_of(needed, mine, mine)
             wait = draw.begin([each for n in mine for each in tasks[n]])
@@ -115,14 +108,14 @@ class Generator:
 
     def _draw(
         self,
-        decode: Callable[..., Pending[Any]],
+        begin: Callable[..., Pending[Any]],
         sampling: Sampling,
         key: Key,
         num_generations: int,
         keep_logprobs: bool,
     ) -> Draw:
         return Draw(
-            decode,
+            partial(begin, sampling=sampling),
             ("rollout", *key),
             num_generations,
             sampling.max_new_tokens,

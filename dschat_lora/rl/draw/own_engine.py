@@ -1,7 +1,7 @@
 """The decode loop of this package as a rollout engine."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 from dschat_lora.engine.distributed import max_over_ranks, sum_over_ranks
 from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
+from dschat_lora.generation.sampling import Responses
 from dschat_lora.models.loading import PreTrainedModel
-from dschat_lora.rl.draw.engine import EngineSite
+from dschat_lora.rl.draw.engine import Begin, EngineSite, Pending
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.errors import FullWhileDecodingError
 
@@ -79,8 +80,8 @@ class OwnEngine:
         )
 
     @contextmanager
-    def decoding(self, *, cuts: bool = False) -> Iterator[tuple[Callable[..., Any], int | None]]:
-        """Within, a decoder, and the responses that it takes at a time; None: all of them.
+    def decoding(self, *, cuts: bool = False) -> Iterator[tuple[Begin, int | None]]:
+        """Within, what decodes, and how many responses at a time; None: all of them.
 
         A decoder that refills its rows takes all. Where some will be given up (``cuts``) that would
         be the last ones of the queue, however short their responses.
@@ -93,7 +94,12 @@ class OwnEngine:
                 decoder = self._decoders[id(model)]
                 self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
                 refills = decoder.refills and not (keep_going or cuts or self._has_turns)
-                yield partial(decoder, keep_going=keep_going), None if refills else self._batch_size
+
+                def begin(*args: Any, **options: Any) -> Pending[Responses]:
+                    found = decoder(*args, keep_going=keep_going, **options)
+                    return lambda: found
+
+                yield begin, None if refills else self._batch_size
                 self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
         except torch.OutOfMemoryError as error:
             raise FullWhileDecodingError(str(error)) from error

@@ -198,19 +198,18 @@ def find_algorithm(name: str) -> Algorithm:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if not (is_held(name) or is_in_module(name)):
-        close = difflib.get_close_matches(name, ALGORITHMS, 1)
+        close = " or ".join(difflib.get_close_matches(name, ALGORITHMS, 2))
         raise ValueError(
             f"--algorithm must be one of {', '.join(ALGORITHMS)}, or module:object of your own "
-            f"such as my_algorithms:mine, got {name!r}"
-            + (f"; did you mean {close[0]}?" if close else "")
+            f"such as my_algorithms:mine, got {name!r}" + (close and f"; did you mean {close}?")
         )
     found = load_object("algorithm", name)
     if isinstance(found, Algorithm):
         return found
     if not callable(found):
-        what = "nothing" if found is None else f"a {type(found).__name__}"
+        what = "does not exist" if found is None else f"is a {type(found).__name__}"
         raise ValueError(
-            f"--algorithm {name} is {what}; it must be a function that gives advantages, or a "
+            f"--algorithm {name} {what}; it must be a function that gives advantages, or a "
             "dschat_lora.Algorithm"
         )
     return Algorithm(found)
@@ -243,8 +242,7 @@ class PpoConfig:
     algorithm: str = option(
         "ppo",
         help="ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a "
-        "reward; the others compare the responses to a prompt; or module:object of your own, a "
-        "function that gives advantages or a dschat_lora.Algorithm",
+        "reward; the others compare the responses to a prompt",
         names=tuple(ALGORITHMS),
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")

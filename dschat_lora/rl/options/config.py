@@ -164,6 +164,7 @@ class RolloutConfig:
         None,
         help="module:function that answers the actor's turns with messages of a user or tool, or "
         "ends the episode; or module:Class of objects with reset, and step or tools, and rewards; "
+        "or module:Player with play(tasks, draw, *, key), which makes the responses; "
         "or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND "
         "and mcp:URL, whose tools are offered",
     )
