@@ -716,7 +716,7 @@ def rlhf(
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
-    environment: Callable[..., Any] | Mapping[str, Callable[[], Any]] | str | None = None,
+    environment: object = None,
     agent: Callable[..., Any] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
@@ -790,7 +790,7 @@ def rlhf(
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
-    rollout_engine: str = 'own',
+    rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -928,7 +928,8 @@ def rlhf(
             reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
             has a weight.
         environment: function that answers the actor's turns, or a class whose objects do, each
-            through an episode, or a dict of classes by the rows' column ``environment``.
+            through an episode, or a dict of classes by the rows' column ``environment``; or a
+            player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
         agent: function, ``async`` or not, that plays an episode: it gets ``row``, a ``client`` of
             the ``openai`` package for the policy, and the ``model``'s name, and returns the reward.
         critic: reward model from which the critic starts, and which scores too; by default the
@@ -1007,7 +1008,7 @@ def rlhf(
         num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1211,7 +1212,7 @@ def distill(
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
-    rollout_engine: str = 'own',
+    rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -1422,7 +1423,7 @@ def distill(
         num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1438,7 +1439,7 @@ def distill(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | None): module:function that answers the actor's turns with messages of a user or tool, or ends the episode; or module:Class of objects with reset, and step or tools, and rewards; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
+        environment (str | None): module:function that answers the actor's turns with messages of a user or tool, or ends the episode; or module:Class of objects with reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         agent (str | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers

@@ -204,7 +204,7 @@ def rlhf(
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
-    environment: Callable[..., Any] | Mapping[str, Callable[[], Any]] | str | None = None,
+    environment: object = None,
     agent: Callable[..., Any] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
@@ -226,7 +226,8 @@ def rlhf(
             reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
             has a weight.
         environment: function that answers the actor's turns, or a class whose objects do, each
-            through an episode, or a dict of classes by the rows' column ``environment``.
+            through an episode, or a dict of classes by the rows' column ``environment``; or a
+            player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
         agent: function, ``async`` or not, that plays an episode: it gets ``row``, a ``client`` of
             the ``openai`` package for the policy, and the ``model``'s name, and returns the reward.
         critic: reward model from which the critic starts, and which scores too; by default the

@@ -26,6 +26,12 @@ def brevity(responses):
     return [-float(len(each)) for each in responses]
 
 
+def rightness(responses, rows, ended):
+    """Whether the answer of the data is in a response that ended."""
+    pairs = zip(responses, rows, ended, strict=True)
+    return [float(row["completion"] in each) if end else None for each, row, end in pairs]
+
+
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

@@ -19,7 +19,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
-from api.programs import PAIRS, ROLLOUTS, ROWS, SHORT, brevity, compared, numbers, write_rows
+from api.own_scorer import Style
+from api.programs import (
+    PAIRS,
+    ROLLOUTS,
+    ROWS,
+    SHORT,
+    brevity,
+    compared,
+    numbers,
+    rightness,
+    write_rows,
+)
 from dschat_lora.api import command_lines
 from dschat_lora.api.command_lines import run_stage
 from dschat_lora.assets import BUNDLED_MODEL
@@ -90,6 +101,29 @@ def test_rlhf_has_the_numbers_of_the_command_bit_for_bit(sft, scorer, tmp_path, 
     }
     assert_same(run, by_command("rlhf", tmp_path, **options, **ROLLOUTS))
     assert any("reward/brevity" in line for line in run.metrics)
+
+
+def test_a_scorer_of_ones_own_gives_several_rewards_as_functions_do(sft, tmp_path, monkeypatch):
+    """By the command and in Python, each with a weight of its own."""
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    weights = [0.5, 2.0]
+    functions = dl.rlhf(
+        sft, data=ROWS, rewards=[brevity, rightness], reward_weights=weights, **ROLLOUTS
+    )
+    assert_same(
+        dl.rlhf(sft, data=ROWS, rewards=[Style()], reward_weights=weights, **ROLLOUTS), functions
+    )
+    options = {
+        "actor_model_name_or_path": sft.path,
+        "reward_function": ["api.own_scorer:Style"],
+        "reward_weights": weights,
+        "data_path": path,
+    }
+    assert_same(by_command("rlhf", tmp_path, **options, **ROLLOUTS), functions)
+    assert {"reward/brevity", "reward/rightness"} <= functions.metrics[-1].keys() | (
+        functions.metrics[-2].keys()
+    )
 
 
 def test_an_algorithm_of_ones_own_is_a_function_or_a_name_and_learns_as_the_one_it_repeats(

@@ -5,7 +5,7 @@ from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import parse_row
-from dschat_lora.rl.response.messages import prompt_of
+from dschat_lora.rl.response.response import prompt_of
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}

@@ -1,16 +1,16 @@
 """Episodes of scripted turns with an environment that has state."""
 
 import json
+from collections import Counter
 
 import numpy as np
 
 from data.chat_tokenizers import build_chat_tokenizer
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.play.environment import Episodes
+from dschat_lora.rl.play.environment import Episodes, TurnTokens
 from dschat_lora.rl.play.stateful_environment import StatefulEnvironment
-from dschat_lora.rl.play.turn_tokens import TurnTokens
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import DecodedTurn, unanswered
 
 TOKENIZER = build_chat_tokenizer("qwen3_instruct_2507")
 CHAT = Chat(TOKENIZER, TOKENIZER.eos_token)
@@ -34,27 +34,39 @@ def prompts_of(rows):
     return [PromptSample(np.array([7], dtype=np.int32), columns) for columns in samples]
 
 
-def play(environment, rows, turns, copies=1, max_tokens=4000):
-    """Episodes of scripted turns: ``turns[row]``, alike for all copies."""
-    prompts = environment.begin(prompts_of(rows), range(len(rows)), copies, ("seed", 3))
-    first = [
-        Response(tuple(p.input_ids.tolist()), tokens(turns[n][0]), True, n, p.columns)
-        for n, p in enumerate(prompts)
-        for _ in range(copies)
-    ]
+class Script:
+    """Stands for what draws turns: ``turns[row]`` are the tokens of each, alike for all copies."""
 
-    def next_turn(places, read, turn):
+    def __init__(self, turns, *, is_end, copies=1, max_tokens=4000):
+        self.turns, self.is_end, self.copies, self.max_tokens = turns, is_end, copies, max_tokens
+        self.told = []  # place, turn and tokens before it, of later turns
+        self.drawn = Counter()
+
+    def __call__(self, responses):
         found = []
-        for place, response in zip(places, read, strict=True):
-            said = tokens(turns[place // copies][turn - 1])
-            mask = (*response.actor_mask, *(True for _ in said))
-            grown = {"tokens": (*response.tokens, *said), "actor_mask": mask, "ended": True}
-            found.append(Response(**{**vars(response), **grown}))
+        for each in responses:
+            place = each.origin.place
+            said = self.turns[place // self.copies][self.drawn[place]]
+            self.drawn[place] += 1
+            if each.tokens:
+                self.told.append((place, self.drawn[place], each.tokens))
+            turn = DecodedTurn([*said], [], [], False).cut(self.is_end, lambda tokens: None)
+            found.append(each.with_turn(turn))
         return found
 
-    episodes = Episodes(environment, TurnTokens(CHAT, TOKENIZER), 4)
-    places = range(len(first))
-    return prompts, episodes.play(first, next_turn, max_tokens=max_tokens, places=places)
+
+def play(environment, rows, turns, copies=1, max_tokens=4000):
+    """Episodes of scripted turns: ``turns[row]``, alike for all copies."""
+    player = Episodes(environment, TurnTokens(CHAT, TOKENIZER), 4)
+    prompts = player.begin(prompts_of(rows), range(len(rows)), copies, ("seed", 3))
+    tasks = [
+        unanswered(n, prompt, n * copies + k)
+        for n, prompt in enumerate(prompts)
+        for k in range(copies)
+    ]
+    script = [[*map(tokens, own)] for own in turns]
+    draw = Script(script, is_end=lambda token: True, copies=copies, max_tokens=max_tokens)
+    return prompts, player.play(tasks, draw, key=())
 
 
 def call(name, **arguments):

@@ -22,6 +22,7 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.generation.stops import end_of_text
 from dschat_lora.models.loading import end_ids
+from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.play import agents as module
 from dschat_lora.rl.play.agent_programs import (
     AgentCommand,
@@ -32,8 +33,8 @@ from dschat_lora.rl.play.agent_programs import (
 from dschat_lora.rl.play.agent_server import AgentServer
 from dschat_lora.rl.play.agents import AgentFailedError, AgentLimits, Agents
 from dschat_lora.rl.play.conversations import Conversations, PromptTokens
-from dschat_lora.rl.play.turn_tokens import TurnTokens
-from dschat_lora.rl.response.response import DecodedTurn, Response
+from dschat_lora.rl.play.environment import TurnTokens
+from dschat_lora.rl.response.response import DecodedTurn, Origin, Response
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 QUESTION = [{"role": "user", "content": "What is 1?"}]
@@ -62,7 +63,7 @@ class Script:
     def __init__(self, tokenizer, answer):
         self.tokenizer, self.answer, self.rounds = tokenizer, answer, []
 
-    def __call__(self, prompts, *, seeds, limits, prefixes, keep_logprobs):
+    def __call__(self, prompts, *, seeds, limits=(), prefixes=None, keep_logprobs):
         assert keep_logprobs
         if prompts:  # else a round after the last call
             asked = SimpleNamespace(prompts=prompts, seeds=seeds, prefixes=prefixes)
@@ -75,7 +76,7 @@ class Script:
                     answer = self.tokenizer.encode(answer, add_special_tokens=False)
                     answer = [*answer, end_ids(self.tokenizer)[0]]
                 rows.append(answer[:limit])
-        return SimpleNamespace(
+        return lambda: SimpleNamespace(
             tokens=lambda: rows,
             logprobs=lambda: [[-0.5] * len(row) for row in rows],
             sampler_logprobs=lambda: [[-0.25] * len(row) for row in rows],
@@ -94,7 +95,7 @@ def play(tokenizer):
         agents = Agents(
             program,
             prompt_tokens(tokenizer, limit),
-            limits or AgentLimits(5.0, 0, 100),
+            limits or AgentLimits(5.0, 0, 100, 64),
             serve=AgentServer,
             max_new_tokens=100,
             end_of_text=lambda stop, tokens: end_of_text(tokens, stop, tokenizer.decode),
@@ -102,14 +103,21 @@ def play(tokenizer):
         opened.append(agents)
         script = Script(tokenizer, answer)
         blanks = [
-            (Response((7, 8), (), False, n, json.dumps(row).encode()), (n, k))
+            Response((7, 8), (), False, n, json.dumps(row).encode(), origin=Origin(n * copies + k))
             for n, row in enumerate(rows)
             for k in range(copies)
         ]
         ends = set(end_ids(tokenizer))
-        found = agents.play(
-            blanks, script, key=("k",), max_calls_at_a_time=64, is_end=ends.__contains__
+        draw = Draw(
+            script,
+            ("k",),
+            copies,
+            100,
+            keep_logprobs=False,
+            is_end=ends.__contains__,
+            find_end=lambda tokens: None,
         )
+        found = agents.play(blanks, draw, key=("k",))
         assert not agents.episodes
         return SimpleNamespace(responses=found, script=script, agents=agents)
 
@@ -143,7 +151,7 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
 
     found = play(agent, [{}], lambda prompt, seed: drawn)
     (response,) = found.responses
-    assert response.earlier_sequences == ()
+    assert response.episode.earlier_sequences == ()
     first, second = (each.prompts[0] for each in found.script.rounds)
     assert tuple(first) == response.prompt
     assert second[: len(first) + 4] == [*first, *drawn]
@@ -157,10 +165,10 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
     ]
     assert response.logprobs == (-0.5,) * 8
     assert response.sampler_logprobs == (-0.25,) * 8
-    assert (response.environment_reward, response.logged) == (0.5, {"turns_taken": 2.0})
-    assert (response.num_calls, response.ended, response.failure) == (2, True, "")
+    assert (response.episode.reward, response.episode.logged) == (0.5, {"turns_taken": 2.0})
+    assert (response.episode.num_calls, response.ended, response.episode.failure) == (2, True, "")
     assert found.script.rounds[1].prefixes == [(0, len(first) + 3)]
-    assert json.loads(response.earlier)[-2:] == [
+    assert json.loads(response.episode.earlier)[-2:] == [
         {"role": "assistant", "content": " The\n"},
         {"role": "user", "content": "And?"},
     ]
@@ -290,8 +298,8 @@ def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, fam
     answers = iter([call, "It is 3."])
     found = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer, limit=2000)
     (response,) = found.responses
-    assert (response.failure, response.environment_reward) == ("", 1.0)
-    assert response.earlier_sequences == ()
+    assert (response.episode.failure, response.episode.reward) == ("", 1.0)
+    assert response.episode.earlier_sequences == ()
     assert "Add." in tokenizer.decode(response.prompt)
     assert call in tokenizer.decode(response.tokens)
 
@@ -317,9 +325,9 @@ def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play,
     kinds = ["good", "crash", "hang", "greedy", "text", "none", "silent"]
     start = time.monotonic()
     rows = [{"kind": kind} for kind in kinds]
-    found = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(1.0, 0, 4))
+    found = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(1.0, 0, 4, 64))
     assert time.monotonic() - start < 5
-    failures = {kind: r.failure for kind, r in zip(kinds, found.responses, strict=True)}
+    failures = {kind: r.episode.failure for kind, r in zip(kinds, found.responses, strict=True)}
     assert failures["good"] == failures["none"] == ""
     assert failures["crash"] == "KeyError: 'not there'"
     assert failures["hang"] == "timed out after 1 seconds (--agent_timeout)"
@@ -327,9 +335,9 @@ def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play,
     assert "an agent gave 'good'; its reward is a finite number" in failures["text"]
     assert failures["silent"] == "it asked nothing"
     for response in found.responses:
-        assert response.is_left_out == bool(response.failure)
-        assert (response.tokens == ()) == bool(response.failure)
-    assert [r.environment_reward for r in found.responses] == [0.5, *[None] * 6]
+        assert response.is_left_out == bool(response.episode.failure)
+        assert (response.tokens == ()) == bool(response.episode.failure)
+    assert [r.episode.reward for r in found.responses] == [0.5, *[None] * 6]
 
 
 def test_an_episode_that_hangs_is_waited_for_once(play, monkeypatch):
@@ -346,7 +354,7 @@ def test_an_episode_that_hangs_is_waited_for_once(play, monkeypatch):
         return 0.5
 
     rows = [{"hangs": False}, {"hangs": True}]
-    play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(3.0, 0, 9))
+    play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(3.0, 0, 9, 64))
     assert 0.5 < took[0] < 2.0  # not five times
 
 
@@ -360,9 +368,10 @@ def test_a_failed_episode_is_begun_again_with_other_random_numbers(play):
             raise RuntimeError("once more")
         return 1.0
 
-    found = play(agent, [{"n": 5}], lambda p, seed: "one", limits=AgentLimits(5.0, 3, 9))
+    found = play(agent, [{"n": 5}], lambda p, seed: "one", limits=AgentLimits(5.0, 3, 9, 64))
     (response,) = found.responses
-    assert (response.failure, response.num_retries, response.num_calls) == ("", 2, 1)
+    episode = response.episode
+    assert (episode.failure, episode.num_retries, episode.num_calls) == ("", 2, 1)
     assert len({each.seeds[0][0] for each in found.script.rounds}) == 3
 
 
@@ -382,9 +391,9 @@ def test_whatever_a_program_raises_ends_its_episode_at_once(play):
     start = time.monotonic()
     reasons = []
     for program in (cancelled, exhausted, refused):
-        found = play(program, [{}], lambda prompt, seed: "one", limits=AgentLimits(9.0, 1, 9))
-        assert found.responses[0].num_retries == 1
-        reasons.append(found.responses[0].failure)
+        found = play(program, [{}], lambda prompt, seed: "one", limits=AgentLimits(9.0, 1, 9, 64))
+        assert found.responses[0].episode.num_retries == 1
+        reasons.append(found.responses[0].episode.failure)
     assert time.monotonic() - start < 6
     assert reasons[0].startswith("CancelledError")
     assert reasons[1].startswith("RuntimeError: StopIteration")
@@ -407,8 +416,8 @@ def test_an_answer_that_nobody_waited_for_is_not_learnt_from(play):
 
     found = play(agent, [{"waits": True}, {"waits": False}], answer)
     for response in found.responses:
-        assert response.environment_reward == 1.0
-        assert response.earlier_sequences == ()
+        assert response.episode.reward == 1.0
+        assert response.episode.earlier_sequences == ()
         assert "sub" not in found.script.tokenizer.decode(response.prompt)
 
 
@@ -474,9 +483,9 @@ def test_where_all_episodes_fail_the_error_is_the_first_ones(play):
 
     found = play(agent, [{}, {}], None)
     with pytest.raises(AgentFailedError) as caught:
-        found.agents.check(found.responses)
+        found.agents.checked(found.responses)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    found.agents.check([*found.responses, Response((1,), (2,), True, 0)])
+    found.agents.checked([*found.responses, Response((1,), (2,), True, 0)])
 
 
 def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
@@ -491,7 +500,7 @@ def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
     start = time.monotonic()
     found = play(agent, [{"wait": 0.5}] * 8, lambda prompt, seed: "one two")
     assert time.monotonic() - start < 3
-    assert [r.environment_reward for r in found.responses] == [1.0] * 8
+    assert [r.episode.reward for r in found.responses] == [1.0] * 8
     assert len(found.script.rounds) == 1
 
 
@@ -573,7 +582,7 @@ def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
 
     found = play(agent, [{}], lambda prompt, seed: "ab cd ef gh")
     (response,) = found.responses
-    assert response.environment_reward == 1.0
+    assert response.episode.reward == 1.0
     first, _, last = response.sequences
     assert len(first.tokens) == 2
     assert tokenizer.decode(last.tokens).rstrip().endswith("cd")
@@ -637,10 +646,10 @@ def test_a_command_plays_an_episode_and_nothing_of_it_stays(play, tmp_path, monk
     marker = str(tmp_path / "marker")
     rows = [{"kind": kind, "prompt": QUESTION, "file": marker} for kind in kinds]
     command = AgentCommand(f"{sys.executable} {tmp_path}/agent.py")
-    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(8.0, 0, 9))
-    rewards = {k: r.environment_reward for k, r in zip(kinds, found.responses, strict=True)}
+    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(8.0, 0, 9, 64))
+    rewards = {k: r.episode.reward for k, r in zip(kinds, found.responses, strict=True)}
     assert rewards == {"print": 0.75, "post": 0.25, "fail": None, "hang": None, "nothing": None}
-    failures = [r.failure for r in found.responses]
+    failures = [r.episode.failure for r in found.responses]
     assert failures[0] == failures[1] == ""
     assert failures[2] == "RuntimeError: it ended with exit code 1: it went wrong"
     assert failures[4].startswith("NoRewardError: its last line is no JSON: 'not the reward'; ")
@@ -686,8 +695,8 @@ def test_a_command_without_a_reward_is_refused_with_what_it_printed(shell, messa
 def test_a_failed_command_is_named_with_its_episode_and_no_line_of_ours(play, capfd):
     rows = [{}, {}]
     command = AgentCommand("""echo '{"score": 1}'""")
-    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(5.0, 1, 9))
-    assert [r.num_retries for r in found.responses] == [1, 1]
+    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(5.0, 1, 9, 64))
+    assert [r.episode.num_retries for r in found.responses] == [1, 1]
     (line,) = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"an episode of --agent_command failed \(prompt [01] of the batch, copy 0\): ValueError: "

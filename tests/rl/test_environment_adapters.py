@@ -18,7 +18,7 @@ from dschat_lora.rl.options.inputs import episode_prompt
 from dschat_lora.rl.options.names import ENVIRONMENT_LIBRARIES
 from dschat_lora.rl.play.environment import EnvironmentFailedError
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
-from dschat_lora.rl.play.stateful_environment import load_environment
+from dschat_lora.rl.play.players import load_environment
 from dschat_lora.runtime import checks
 from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, read
 
@@ -39,7 +39,7 @@ def questions(prompts):
 
 
 def rewards(found):
-    return [each.environment_reward for each in found]
+    return [each.episode.reward for each in found]
 
 
 def test_a_name_of_no_library_lists_those_there_are(monkeypatch):
@@ -212,7 +212,8 @@ def play_mcp(server):
     assert "The sum of two numbers." in shown
     assert '"required": ["a", "b"]' in shown
     told = [
-        [m["content"] for m in json.loads(each.earlier) if m["role"] == "tool"] for each in found
+        [m["content"] for m in json.loads(each.episode.earlier) if m["role"] == "tool"]
+        for each in found
     ]
     assert told[0][0] == "42"
     assert told[0][1].startswith("{'error': ")

@@ -15,12 +15,17 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
 from dschat_lora.rl.loop.train import _failures_saved
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.play.environment import Environment, EnvironmentFailedError, Episodes
-from dschat_lora.rl.play.stateful_environment import load_environment
-from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.play.environment import (
+    Environment,
+    EnvironmentFailedError,
+    Episodes,
+    TurnTokens,
+)
+from dschat_lora.rl.play.players import load_environment
 from dschat_lora.rl.response.batch import collate, response_mask
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import Episode, Origin, Response
 from dschat_lora.rl.score.user_functions import calls_of
+from helpers.episodes import Script
 from helpers.roles import Words
 
 CPU, T, F = torch.device("cpu"), True, False
@@ -174,32 +179,11 @@ def user(content):
 
 def play(function, turns, *, max_turns=4, max_tokens=20):
     """Episodes of one, whose turns are given as tokens; 2 ends one. What was asked, too."""
-    told = []
-
-    def next_turn(rows, read, turn):
-        for row, response in zip(rows, read, strict=True):
-            told.append((row, turn, response.tokens))
-        return [
-            turn_of(response, turns[row][turn - 1])
-            for row, response in zip(rows, read, strict=True)
-        ]
-
-    def turn_of(response, tokens):
-        mask = response.actor_mask and (*response.actor_mask, *(T,) * len(tokens))
-        return Response(
-            **{
-                **vars(response),
-                "tokens": (*response.tokens, *tokens),
-                "ended": tokens[-1] == 2,
-                "actor_mask": mask,
-            }
-        )
-
-    first = [turn_of(Response((9, n), (), F, n), each[0]) for n, each in enumerate(turns)]
+    draw = Script(turns, is_end=lambda token: token == 2, max_tokens=max_tokens)
+    tasks = [Response((9, n), (), F, n, origin=Origin(n)) for n in range(len(turns))]
     say = lambda response, reply: [int(c) for m in reply for c in m["content"]]  # noqa: E731
-    episodes = Episodes(environment(function), say, max_turns)
-    found = episodes.play(first, next_turn, max_tokens=max_tokens, places=range(len(first)))
-    return found, told
+    found = Episodes(environment(function), say, max_turns).play(tasks, draw, key=())
+    return found, draw.told
 
 
 def test_turns_follow_each_other_until_the_environment_ends_the_episode():
@@ -216,7 +200,10 @@ def test_turns_follow_each_other_until_the_environment_ends_the_episode():
     assert [each.actor_mask for each in found] == [(T, T, F, F, T, T), (), ()]
     assert told == [(0, 2, (5, 2, 7, 7))]
     assert found[0].last_turn == (6, 2)
-    assert json.loads(found[0].earlier) == [{"role": "assistant", "content": "5"}, user("77")]
+    assert json.loads(found[0].episode.earlier) == [
+        {"role": "assistant", "content": "5"},
+        user("77"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +224,8 @@ def test_an_episode_that_is_cut_off_ends_in_a_turn_and_counts_as_not_ended(optio
 def test_an_environment_that_ends_at_once_leaves_responses_as_they_are():
     turns = [[(5, 2)], [(6, 6)]]
     found, told = play(lambda responses: [None] * len(responses), turns)
-    assert found == [Response((9, 0), (5, 2), T, 0), Response((9, 1), (6, 6), F, 1)]
+    assert [(each.tokens, each.ended) for each in found] == [((5, 2), T), ((6, 6), F)]
+    assert [each.actor_mask for each in found] == [(), ()]
     assert not told
 
 
@@ -253,7 +241,8 @@ def test_an_environment_may_take_one_response_at_a_time_and_return_several_messa
 def test_reward_functions_see_all_messages_and_the_last_turn():
     row = json.dumps({"prompt": [user("q")], "answer": "x"}).encode()
     earlier = json.dumps([{"role": "assistant", "content": "5"}, user("7")]).encode()
-    episode = Response((9,), (5, 2, 7, 6, 2), T, 0, row, (), (T, T, F, T, T), earlier)
+    tokens, mask = (5, 2, 7, 6, 2), (T, T, F, T, T)
+    episode = Response((9,), tokens, T, 0, row, (), mask, episode=Episode(earlier))
     said = [{"role": "assistant", "content": "5"}, user("7"), {"role": "assistant", "content": "6"}]
     (own,) = calls_of(lambda responses, messages, answer: 0, [episode], Words())
     assert own == {"responses": ["6"], "messages": [[user("q"), *said]], "answer": ["x"]}
@@ -306,8 +295,8 @@ def test_a_failed_environment_saves_the_last_whole_iteration_and_shows_its_own_e
     saved = []
     checkpointer = SimpleNamespace(save_rest=lambda *each: saved.append(each))
     error = KeyError("the sandbox is gone")
-    progress, generator = SimpleNamespace(step=7), SimpleNamespace(released=False)
-    failures = _failures_saved(checkpointer, progress, generator)
+    progress, engine = SimpleNamespace(step=7), SimpleNamespace(released=False)
+    failures = _failures_saved(checkpointer, progress, engine)
     with pytest.raises(KeyError) as caught, failures:
         raise EnvironmentFailedError from error
     assert caught.value is error

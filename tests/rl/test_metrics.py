@@ -11,8 +11,8 @@ from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.options.algorithms import ALGORITHMS, RolloutCorrection
 from dschat_lora.rl.options.config import RewardsConfig
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.shaping import clipped_rewards
+from dschat_lora.rl.response.response import Origin, Response
+from dschat_lora.rl.score.scores import clipped_rewards
 from dschat_lora.rl.watch.metrics import importance_metrics, response_metrics, sampler_errors
 from dschat_lora.rl.watch.rows import rollout_rows
 
@@ -44,7 +44,7 @@ def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
 def test_answers_of_the_data_have_no_error_of_a_sampler():
     rows = [
         Response((1,), (2,), True, 0, logprobs=(-2.0,)),
-        Response((1,), (2,), True, 1, is_drawn=False),
+        Response((1,), (2,), True, 1, origin=Origin(is_drawn=False)),
     ]
     mask, policy = torch.tensor([[True], [True]]), torch.full((2, 1), -1.5)
     experience = Experience(rows, mask, policy, torch.zeros(2), policy, None)
@@ -54,7 +54,7 @@ def test_answers_of_the_data_have_no_error_of_a_sampler():
 def test_answers_of_the_data_have_weight_1():
     rows = [
         Response((1,), (2,), True, 0, sampler_logprobs=(-2.0,)),
-        Response((1,), (2,), True, 1, is_drawn=False),
+        Response((1,), (2,), True, 1, origin=Origin(is_drawn=False)),
     ]
     mask, policy = torch.tensor([[True], [True]]), torch.full((2, 1), -1.0)
     experience = Experience(rows, mask, policy, torch.zeros(2), policy, None)
@@ -210,7 +210,7 @@ def test_text_is_counted_once_since_the_last_look(ranks):
 
 def counted():
     """On a rank: targets' tokens of windows, and what was counted."""
-    texts = Pretraining(Texts(), coefficient=1.0)
+    texts = Pretraining(Texts().steps, None, coefficient=1.0)
     first, second = texts.window(), texts.window()
     texts.window()
     tokens = [sum(b.num_tokens for b in first.batches)]

@@ -5,18 +5,19 @@ from types import SimpleNamespace
 import torch
 
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.draw.turn_decoder import TurnDecoder
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.draw.player import Draw
+from dschat_lora.rl.response.response import Origin, Response, unanswered
 
 T, F = True, False
 PROMPTS = [(n, PromptSample(torch.tensor([3 + n, 4]), b"")) for n in range(3)]
 
 
-def decoder(decode, *key):
-    """One of responses of 8 tokens, which token 2 ends."""
-    return TurnDecoder(
+def draw_of(decode, *key, copies=4):
+    """A draw of responses of 8 tokens, which token 2 ends."""
+    return Draw(
         decode,
         ("rollout", *key),
+        copies,
         8,
         keep_logprobs=True,
         is_end=lambda token: token == 2,
@@ -24,8 +25,31 @@ def decoder(decode, *key):
     )
 
 
+class Decoder:
+    """Draws the tokens of a turn for every seed, and keeps what it was asked for."""
+
+    def __init__(self, *turns):
+        self.turns, self.asked = iter(turns), []
+
+    def __call__(self, ids, *, seeds, **options):
+        self.asked.append(SimpleNamespace(ids=ids, seeds=seeds, **options))
+        turn, count = next(self.turns), sum(map(len, seeds))
+        return lambda: SimpleNamespace(
+            tokens=lambda: [[*turn] for _ in range(count)],
+            logprobs=lambda: [[-0.5 * (n + 1) for n in range(len(turn))]] * count,
+            sampler_logprobs=lambda: [[-0.25] * len(turn)] * count,
+            undrawn=lambda: [False] * count,
+        )
+
+
+def tasks_of(prompts, copies=4):
+    return [unanswered(n, p, n * copies + k) for n, p in prompts for k in range(copies)]
+
+
 def seeds_of(prompts, *key):
-    return decoder(lambda ids, **options: options["seeds"], *key).ask(prompts, 4)
+    decoder = Decoder((2,))
+    draw_of(decoder, *key)(tasks_of(prompts))
+    return decoder.asked[0].seeds
 
 
 def test_each_response_has_a_seed_that_depends_on_run_prompt_and_copy_alone():
@@ -35,36 +59,48 @@ def test_each_response_has_a_seed_that_depends_on_run_prompt_and_copy_alone():
     assert not {*seeds[0]} & {*seeds_of(PROMPTS, 1, 1)[0]}
 
 
+def test_a_prompt_is_read_once_for_all_of_its_first_turns():
+    decoder = Decoder((2,))
+    draw_of(decoder)(tasks_of(PROMPTS))
+    assert decoder.asked[0].ids == [[3, 4], [4, 4], [5, 4]]
+
+
 def test_the_tokens_of_a_further_turn_are_the_actors():
-    asked = {}
-
-    def decode(ids, **options):
-        asked.update(options, ids=ids)
-        return SimpleNamespace(
-            tokens=lambda: [[6, 2]],
-            logprobs=lambda: [[-0.5, -1.0]],
-            sampler_logprobs=lambda: [[-0.25, -0.75]],
-            undrawn=lambda: [False],
-        )
-
-    read = Response(
-        (9, 4),
-        (5, 2, 7, 7),
-        F,
-        1,
-        actor_mask=(T, T, F, F),
-        logprobs=(-2.0, -3.0),
-        sampler_logprobs=(-2.5, -3.5),
-    )
-    rows = [0, 1]  # of the turn before
-    (found,) = decoder(decode, 1, 0).next([(0, 0), (0, 1)], rows, [1], [read], 2)
+    decoder = Decoder((5, 2), (6, 2))
+    draw = draw_of(decoder, copies=2)
+    first = draw([Response((9, 4), (), F, 1, origin=Origin(place)) for place in (2, 3)])
+    assert first[0].tokens == (5, 2)
+    assert first[0].ended
+    (found,) = draw([first[1].read([7, 7])])
     assert found.tokens == (5, 2, 7, 7, 6, 2)
     assert found.actor_mask == (T, T, F, F, T, T)
-    assert found.logprobs == (-2.0, -3.0, -0.5, -1.0)
-    assert found.sampler_logprobs == (-2.5, -3.5, -0.25, -0.75)
+    assert found.logprobs == (-0.5, -1.0, -0.5, -1.0)
+    assert found.sampler_logprobs == (-0.25,) * 4
     assert found.ended
-    assert asked["ids"] == [[9, 4, 5, 2, 7, 7]]
-    assert asked["limits"] == [8 - 4]
+    asked = decoder.asked[1]
+    assert asked.ids == [[9, 4, 5, 2, 7, 7]]
+    assert asked.limits == [8 - 4]
     # Keys and values are there of all tokens before the actor's last one, in row 1.
-    assert asked["prefixes"] == [(1, 3)]
-    assert rows == [1]
+    assert asked.prefixes == [(1, 3)]
+    assert not {*asked.seeds[0]} & {seed for own in decoder.asked[0].seeds for seed in own}
+
+
+def test_a_second_turn_of_the_same_prompt_is_another_and_reuses_nothing_of_the_first():
+    decoder = Decoder((5, 5), (6, 2), (7, 2))
+    draw, tasks = draw_of(decoder), tasks_of(PROMPTS[:1])
+    first, second = draw(tasks), draw(tasks)
+    assert {each.tokens for each in (*first, *second)} == {(5, 5), (6, 2)}
+    assert not {*decoder.asked[0].seeds[0]} & {*decoder.asked[1].seeds[0]}
+    # What is in the cache is the second turn, with which the first one does not go on.
+    draw([first[0].read([8])])
+    assert not hasattr(decoder.asked[2], "prefixes")
+
+
+def test_a_response_without_room_for_a_token_stays_as_it_is():
+    decoder = Decoder((6, 2))
+    full = Response((9,), (5,) * 8, F, 0)
+    short = Response((9,), (5,) * 6, F, 0, origin=Origin(1))
+    found = draw_of(decoder)([full, short])
+    assert found[0] == full
+    assert found[1].tokens == (*(5,) * 6, 6, 2)
+    assert decoder.asked[0].limits == [2]

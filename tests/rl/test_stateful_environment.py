@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.encoder import make_encoder
@@ -17,8 +16,11 @@ from dschat_lora.rl.loop.validation import with_environment_prompts
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import episode_prompt
 from dschat_lora.rl.play.environment import EnvironmentFailedError
-from dschat_lora.rl.play.stateful_environment import is_stateful, load_environment
+from dschat_lora.rl.play.players import load_environment
+from dschat_lora.rl.play.stateful_environment import is_stateful
 from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions
+from dschat_lora.rl.score.scores import EpisodeScorer, RewardSum
+from dschat_lora.rl.score.user_functions import TrainerState
 from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -94,8 +96,10 @@ def test_methods_are_tools_and_the_object_scores_its_episode():
     turns[0].append("done" + END)
     rows = [{"target": 3}, {"target": 3, "hint": "x"}, {"target": 0}]
     prompts, found = play(environment, rows, turns)
-    assert [each.environment_reward for each in found] == [1.0, 0.0, 1.0]
-    told = [[m for m in json.loads(r.earlier or b"[]") if m["role"] == "tool"] for r in found]
+    assert [each.episode.reward for each in found] == [1.0, 0.0, 1.0]
+    told = [
+        [m for m in json.loads(r.episode.earlier or b"[]") if m["role"] == "tool"] for r in found
+    ]
     assert [[(m["name"], m["content"]) for m in each] for each in told] == [
         [("increment", "2"), ("decrement", "1"), ("increment", "3")],
         [("increment", "9")],
@@ -148,7 +152,7 @@ def test_a_step_answers_each_turn_and_gives_rewards():
     rows = [{"question": "Is it?"}, {"question": "Was it?"}]
     turns = [["yes" + END, "yes, yes" + END], ["no" + END, "yes" + END]]
     prompts, found = play(environment, rows, turns)
-    assert [each.environment_reward for each in found] == [2.0, 1.0]
+    assert [each.episode.reward for each in found] == [2.0, 1.0]
     assert [m["content"] for m in json.loads(prompts[0].columns)["prompt"]] == ["", "Is it?"]
     assert all("And now?" in read(each) for each in found)
     assert environment.label() == "Quiz"
@@ -160,7 +164,7 @@ def test_an_unknown_tool_and_a_failed_one_are_told_to_the_actor():
     _, (found,) = play(environment, [{"target": 0}], turns)
     assert "there is no tool fly; there are decrement, increment" in read(found)
     assert "unexpected keyword argument" in read(found)
-    assert found.environment_reward == 1.0
+    assert found.episode.reward == 1.0
 
 
 def test_rows_choose_among_several_environments():
@@ -168,7 +172,7 @@ def test_rows_choose_among_several_environments():
     rows = [{"environment": "quiz", "question": "?"}, {"environment": "count", "target": 4}]
     turns = [["yes" + END, "no" + END], [call("increment", step=4) + END, "done" + END]]
     prompts, found = play(environment, rows, turns)
-    assert [each.environment_reward for each in found] == [1.0, 1.0]
+    assert [each.episode.reward for each in found] == [1.0, 1.0]
     assert ["increment" in TOKENIZER.decode(p.input_ids) for p in prompts] == [False, True]
     with pytest.raises(EnvironmentFailedError) as caught:
         environment.begin(prompts_of([{"environment": "x"}]), [0], 1, (1,))
@@ -184,13 +188,12 @@ def test_reward_functions_see_the_objects_and_rewards_are_added():
         return [float(each.counter) for each in environments]
 
     function = RewardFunction("reward_function", "mine:counters", counters, TOKENIZER)
-    scorer = RewardFunctions(
-        (function,), (0.5,), environment=environment.label(), objects=environment.objects
-    )
-    function.check_columns({"target", "environments"})
-    rewards = scorer(found, torch.device("cpu"))
-    rewards["Given"] = torch.tensor([each.environment_reward for each in found])
-    assert scorer.total(rewards, None).tolist() == [1.0 + 0.5 * 3, 0.0]
+    functions = RewardFunctions((function,), objects=environment.objects)
+    weights = {"counters": 0.5, "Given": 1.0}
+    scorer = RewardSum((functions, EpisodeScorer(environment.label())), weights, (), str)
+    scorer.check_columns({"target"})
+    assert scorer.names == ("counters", "Given")
+    assert scorer(found, TrainerState()).total.tolist() == [1.0 + 0.5 * 3, 0.0]
 
 
 def test_a_text_without_an_addition_keeps_its_tokens():
@@ -356,7 +359,7 @@ def test_what_a_coroutine_opens_serves_its_later_calls():
 
     rows, turns = [{"question": "?"}] * 3, [["no" + END]] * 3
     _, found = play(made(Connected), rows, turns)
-    assert [each.environment_reward for each in found] == [1.0] * 3
+    assert [each.episode.reward for each in found] == [1.0] * 3
 
 
 def test_an_object_without_coroutines_may_run_a_loop_of_its_own():
@@ -368,7 +371,7 @@ def test_an_object_without_coroutines_may_run_a_loop_of_its_own():
             return 2.0
 
     _, (found,) = play(made(Own), [{"question": "?"}], [["no" + END]])
-    assert found.environment_reward == 2.0
+    assert found.episode.reward == 2.0
 
 
 def test_draws_of_a_step_are_those_of_its_episode_and_turn():

@@ -154,7 +154,7 @@ def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     found = answer_of(sample, group=3)
     assert (found.prompt, found.tokens) == ((4, 5), (6, 7, 8))
     assert found.actor_mask == (True, False, True)
-    assert not found.is_drawn
+    assert not found.origin.is_drawn
     whole = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor([ignored, *ids[1:]]).numpy())
     assert answer_of(whole, group=0).tokens == (5, 6, 7, 8, 9)
     assert answer_of(whole, group=0).actor_mask == ()
@@ -169,13 +169,14 @@ def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student()
         mask,
         ref_logprobs=teacher,
         scores=torch.tensor([5.0, -5.0]),  # of which nothing is learnt
+        by_divergence=True,
         logprobs=student,
         values=None,
     )
     config = PpoConfig(algorithm="distill")
     found = advantages_and_returns(experience, experience.scores, config, kl_coef=0.3)
     assert found.advantages.tolist() == [[0.75, -2.0], [0.0, 0.0]]
-    assert experience.scored_by_reference().scores.tolist() == [-1.25, 0.0]
+    assert experience.scored().scores.tolist() == [-1.25, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
 """DAPO's dynamic sampling: prompts whose responses teach nothing are replaced."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from dschat_lora.rl.learn.experience import Scores
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.rl.options.algorithms import Algorithm, called
 from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ def resample(
     responses: list[Response],
     *,
     algorithm: Algorithm,
-    further: Sequence[int],
+    further: Iterator[PromptSample],
     tries: int,
-    generate: Callable[[Sequence[int], int], list[Response]],
+    generate: Callable[[Sequence[PromptSample], int], list[Response]],
     score: Callable[[Sequence[Response]], Scores],
 ) -> Resampled:
     """Replace groups that teach the algorithm nothing by those of further prompts that do.
@@ -78,22 +80,21 @@ def resample(
     Args:
         responses: those to the prompts of the iteration, group after group, all of one size.
         algorithm: what says which groups teach something.
-        further: numbers of the prompts to ask, in order.
+        further: the prompts to ask, in order.
         tries: most rounds.
-        generate: responses to prompts of these numbers, at a round counted from 1.
+        generate: responses to prompts, at a round counted from 1.
         score: the scores of responses.
     """
     size = sum(each.group == 0 for each in responses)
-    scores, waiting = score(responses), list(further)
+    scores = score(responses)
 
     def idle(found: Sequence[Response], scores: Scores) -> list[int]:
         groups = [each.group for each in found]
         return idle_groups(algorithm, groups, scores.total, scores.by_name, scores.weights)
 
     missing, round_, replaced, generated = idle(responses, scores), 0, 0, 0
-    while missing and waiting and round_ < tries:
+    while round_ < tries and (asked := list(islice(further, len(missing)))):
         round_ += 1
-        asked, waiting = waiting[: len(missing)], waiting[len(missing) :]
         found = generate(asked, round_)
         found_scores = score(found)
         generated += len(found)
@@ -122,10 +123,9 @@ def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:
     for name in {**scores.columns, **found.columns}:
         columns[name] = list(scores.columns.get(name, [None] * size))
         columns[name][to] = found.columns.get(name, [None] * len(found.total))[of]
-    return Scores(
-        put(scores.total, found.total),
-        {name: put(names[name], found.by_name[name]) for name in names},
-        scores.metrics,
-        columns,
-        scores.weights,
+    return replace(
+        scores,
+        total=put(scores.total, found.total),
+        by_name={name: put(names[name], found.by_name[name]) for name in names},
+        columns=columns,
     )

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, Literal
 
 from dschat_lora.config.groups import require, require_numbers
-from dschat_lora.config.held import is_held
+from dschat_lora.config.held import is_held, is_in_module
 from dschat_lora.config.options import option
 from dschat_lora.config.when import no_effect
-from dschat_lora.rl.options.names import is_function_name, load_object
+from dschat_lora.rl.options.names import load_object
 
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
@@ -197,7 +197,7 @@ def find_algorithm(name: str) -> Algorithm:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    if not (is_held(name) or is_function_name(name)):
+    if not (is_held(name) or is_in_module(name)):
         close = " or ".join(difflib.get_close_matches(name, ALGORITHMS, 2))
         raise ValueError(
             f"--algorithm must be one of {', '.join(ALGORITHMS)}, or module:object of your own "

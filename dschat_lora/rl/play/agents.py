@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.messages import Message
@@ -28,12 +28,12 @@ from dschat_lora.endpoint.text import TextStream
 from dschat_lora.endpoint.turns import Piece, Turn
 from dschat_lora.engine.distributed import (
     data_world_size,
-    first_of_model,
     max_over_ranks,
     tensor_rank,
 )
-from dschat_lora.generation.sampling import Responses, undrawn_reason
+from dschat_lora.generation.sampling import undrawn_reason
 from dschat_lora.report.terminal import note
+from dschat_lora.rl.draw.player import AskedTurn, Draw, Key, Player
 from dschat_lora.rl.play import agent_programs
 from dschat_lora.rl.play.agent_programs import (
     MODEL_NAME,
@@ -44,8 +44,13 @@ from dschat_lora.rl.play.agent_programs import (
 from dschat_lora.rl.play.conversations import Conversation, Conversations, PromptTokens
 from dschat_lora.rl.response.coroutines import start
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.messages import as_messages, prompt_of
-from dschat_lora.rl.response.response import TIMED_OUT, DecodedTurn, Response, decoded_turns
+from dschat_lora.rl.response.response import (
+    TIMED_OUT,
+    DecodedTurn,
+    Response,
+    as_messages,
+    prompt_of,
+)
 
 # Seconds that a round waits for episodes that neither ask nor end, once another one has asked.
 PATIENCE = 5.0
@@ -80,6 +85,7 @@ class AgentLimits:
     seconds: float  # in which no answer is waited for
     retries: int  # further attempts at an episode that failed
     calls: int  # most answers
+    calls_at_a_time: int  # answered, of all episodes
 
 
 class Episode:
@@ -92,7 +98,7 @@ class Episode:
             a short ``max_tokens`` of a request beside others cuts off no episode.
     """
 
-    def __init__(self, blank: Response, key: tuple[int | str, ...], attempt: int) -> None:
+    def __init__(self, blank: Response, key: Key, attempt: int) -> None:
         self.blank, self.key, self.attempt = blank, key, attempt
         self.secret = secrets.token_hex(16)
         self.conversations = Conversations(blank.prompt)
@@ -151,16 +157,15 @@ class Episode:
 
     def response(self) -> Response:
         """The episode as a response; one that failed has no tokens."""
-        changed: dict[str, Any] = {
-            "num_retries": self.attempt,
-            "num_calls": self.num_calls,
-            "failure": self.failure,
-            "undrawn": self.undrawn,
-        }
+        episode = replace(
+            self.blank.episode,
+            num_calls=self.num_calls,
+            num_retries=self.attempt,
+            failure=self.failure,
+        )
         if self.failure:
-            return replace(self.blank, **changed)
-        found = self.answered
-        *earlier, last = found
+            return replace(self.blank, undrawn=self.undrawn, episode=episode)
+        *earlier, last = self.answered
         before = self._before(last)
         return replace(
             self.blank,
@@ -168,19 +173,22 @@ class Episode:
             tokens=tuple(last.tokens),
             actor_mask=tuple(last.actor_mask),
             ended=self.ended,
-            logprobs=tuple(x for each in found for x in each.logprobs),
-            sampler_logprobs=tuple(x for each in found for x in each.sampler_logprobs),
-            earlier=json.dumps(before, ensure_ascii=False).encode() if before else b"",
-            environment_reward=self.reward,
-            earlier_sequences=tuple(each.sequence for each in earlier),
-            logged=self.logged,
-            **changed,
+            logprobs=tuple(x for each in (*earlier, last) for x in each.logprobs),
+            sampler_logprobs=tuple(x for each in (*earlier, last) for x in each.sampler_logprobs),
+            undrawn=self.undrawn,
+            episode=replace(
+                episode,
+                earlier=json.dumps(before, ensure_ascii=False).encode() if before else b"",
+                reward=self.reward,
+                earlier_sequences=tuple(each.sequence for each in earlier),
+                logged=self.logged,
+            ),
         )
 
     def _before(self, last: Conversation) -> list[Message]:
         """Messages before the last answer, without the prompt of the row."""
         asked = [{n: v for n, v in m.items() if v is not None} for m in last.messages]
-        own = as_messages(prompt_of(json.loads(self.blank.columns or b"{}"), None) or [])
+        own = as_messages(prompt_of(self.blank.row, None) or [])
         return asked[len(own) :] if asked[: len(own)] == own else asked
 
 
@@ -240,16 +248,7 @@ class AgentModel:
         return self.episode.conversations.prompt_ids(messages, columns, self.to)
 
 
-class _Turn(NamedTuple):
-    """What the decoder gets for a call."""
-
-    prompt: tuple[int, ...]
-    seed: int
-    limit: int
-    prefix: tuple[int, int] | None  # row of the last round, and how many tokens of it
-
-
-class Agents:
+class Agents(Player):
     """Plays episodes of programs that ask the actor by OpenAI's interface.
 
     Calls are answered in rounds, those of all episodes at once: a round begins when every episode
@@ -258,6 +257,8 @@ class Agents:
     Attributes:
         changed: held by whoever uses episodes or the tokenizer.
     """
+
+    in_batches = True
 
     def __init__(
         self,
@@ -290,34 +291,36 @@ class Agents:
             self._server.close()
             self._server = None
 
-    def play(
-        self,
-        copies: Sequence[tuple[Response, tuple[int, int]]],
-        decode: Callable[..., Responses],
-        *,
-        key: tuple[int | str, ...],
-        max_calls_at_a_time: int,
-        is_end: Callable[[int], bool],
-    ) -> list[Response]:
-        """Episodes of this process's rows, each a response without tokens and its number and copy.
+    @property
+    def reward_name(self) -> str:
+        """The program's."""
+        return self.program.label
 
-        Call on every rank; processes that hold one model between them play once, and the others
-        return nothing. ``decode`` is called equally often on every rank.
+    @property
+    def asks(self) -> Sequence[Program]:
+        """The program."""
+        return (self.program,)
+
+    def play(self, tasks: Sequence[Response], draw: Draw, *, key: Key) -> list[Response]:
+        """Episodes of this process's rows; call on every rank.
+
+        Processes that hold one model between them play once, and the others return nothing.
         """
-        own = copies if tensor_rank() == 0 else ()
+        own = tasks if tensor_rank() == 0 else ()
+        draw = replace(draw, asks_once=True, keep_logprobs=True)  # programs may ask for them
         self._first_failed = None
         with self.changed:
-            current = [self._begin(blank, (*key, *copy), attempt=0) for blank, copy in own]
-        decoded: list[Conversation] = []
+            current = [
+                self._begin(task, (*key, *divmod(task.origin.place, draw.num_generations)))
+                for task in own
+            ]
         try:
             while max_over_ranks(float(self._goes_on(current))):
-                calls = self._round(current, max_calls_at_a_time)
-                conversations, turns = self._turns(calls, decoded)
-                shared = first_of_model(turns)
-                turns = [_Turn(tuple(p), seed, limit, prefix) for p, seed, limit, prefix in shared]
-                found, order = _decoded(decode, turns)
-                self._answer(calls, conversations, found, is_end)
-                decoded = [conversations[n] for n in order if conversations]
+                calls = self._round(current)
+                with self.changed:
+                    conversations = [c.episode.conversations.continued_by(c.prompt) for c in calls]
+                turns, _ = draw.ask([*map(self._asked, calls, conversations)])()
+                self._answer(calls, conversations, turns, draw.is_end)
         finally:
             with self.changed:
                 for each in current:
@@ -325,16 +328,17 @@ class Agents:
                     self.episodes.pop(each.secret, None)
         return [each.response() for each in current]
 
-    def check(self, responses: Sequence[Response]) -> None:
-        """Refuse to go on where not one episode was played to its end.
+    def checked(self, responses: list[Response]) -> list[Response]:
+        """The responses, of which one episode at least was played to its end.
 
         Raises:
             AgentFailedError: whose cause is the first error.
         """
-        if all(each.failure for each in responses):
-            reason = f"{self.program.option}: {responses[0].failure}"
+        if all(each.episode.failure for each in responses):
+            reason = f"{self.program.option}: {responses[0].episode.failure}"
             first = self._first_failed
             raise AgentFailedError from (first and first.error) or RuntimeError(reason)
+        return responses
 
     # Called by the server's threads.
 
@@ -385,15 +389,14 @@ class Agents:
 
     # Called by the thread that trains.
 
-    def _begin(self, blank: Response, key: tuple[int | str, ...], *, attempt: int) -> Episode:
+    def _begin(self, blank: Response, key: Key, attempt: int = 0) -> Episode:
         if self._server is None:
             self._server = self._serve(self)
         own_key = (*key, "attempt", attempt) if attempt else key
         episode = Episode(blank, own_key, attempt)
         self.episodes[episode.secret] = episode
-        row = json.loads(blank.columns or b"{}")
         address = f"{self._server.address}/{episode.secret}/v1"
-        episode.task = start(self._run(episode, row, address))
+        episode.task = start(self._run(episode, blank.row, address))
         return episode
 
     async def _run(self, episode: Episode, row: dict[str, Any], address: str) -> None:
@@ -425,8 +428,8 @@ class Agents:
             self._retry(current)
             return any(not each.is_over for each in current)
 
-    def _round(self, current: list[Episode], most: int) -> list[Call]:
-        """The calls to answer next, at most so many; waits for the programs.
+    def _round(self, current: list[Episode]) -> list[Call]:
+        """The calls to answer next; waits for the programs.
 
         Episodes that failed are begun again in ``current`` as long as they may. Other ranks are
         not kept waiting by one on which nobody asks.
@@ -458,7 +461,7 @@ class Agents:
             calls = [
                 call for each in asking for call in sorted(each.calls, key=attrgetter("order"))
             ]
-            return calls[:most]
+            return calls[: self.limits.calls_at_a_time]
 
     def _expire(self, current: Sequence[Episode]) -> float:
         """End episodes whose time is over; seconds until the next one's is."""
@@ -488,23 +491,15 @@ class Agents:
                 self._has_noted = True
             if each.attempt < self.limits.retries:
                 key = each.key[:-2] if each.attempt else each.key
-                current[number] = self._begin(each.blank, key, attempt=each.attempt + 1)
+                current[number] = self._begin(each.blank, key, each.attempt + 1)
 
-    def _turns(
-        self, calls: Sequence[Call], decoded: Sequence[Conversation]
-    ) -> tuple[list[Conversation], list[_Turn]]:
-        conversations, turns = [], []
-        with self.changed:
-            for call in calls:
-                each = call.episode.conversations.continued_by(call.prompt)
-                number = each.num_answers + 1
-                key = (*call.episode.key, *each.key, *(("turn", number) if number > 1 else ()))
-                # All but the last token that the actor chose.
-                prefix = (decoded.index(each), len(each) - 1) if each in decoded else None
-                limit = call.options.max_new_tokens
-                turns.append(_Turn(call.prompt, stream_seed(*key), limit, prefix))
-                conversations.append(each)
-        return conversations, turns
+    def _asked(self, call: Call, conversation: Conversation) -> AskedTurn:
+        number = conversation.num_answers + 1
+        key = (*call.episode.key, *conversation.key)
+        seed = stream_seed(*key, *(("turn", number) if number > 1 else ()))
+        # All but the last token that the actor chose were computed.
+        known, limit = len(conversation) - 1, call.options.max_new_tokens
+        return AskedTurn(call.prompt, seed, limit, repr(key), known)
 
     def _answer(
         self,
@@ -549,33 +544,6 @@ class Agents:
         )
         said = Turn(tokenizer, "chat", reads_calls=bool(columns.get("tools")), stop=stop).add(piece)
         return piece, {"role": "assistant", "content": said.text, "tool_calls": said.calls}
-
-
-def _decoded(
-    decode: Callable[..., Responses], turns: Sequence[_Turn]
-) -> tuple[list[DecodedTurn], list[int]]:
-    """What was decoded for each turn.
-
-    Prompts that are equal are read once, where each comes as often: the second list has the turns
-    in the order in which they were decoded.
-    """
-    places: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for number, turn in enumerate(turns):
-        places.setdefault((turn.prompt, turn.limit), []).append(number)
-    if len({len(own) for own in places.values()}) > 1 or any(each.prefix for each in turns):
-        places = {(turn.prompt, n): [n] for n, turn in enumerate(turns)}
-    first = [turns[own[0]] for own in places.values()]
-    prefixes = [turn.prefix for turn in first if turn.prefix is not None]
-    found = decode(
-        [list(turn.prompt) for turn in first],
-        seeds=[[turns[n].seed for n in own] for own in places.values()],
-        limits=[turn.limit for turn in first],
-        prefixes=prefixes if first and len(prefixes) == len(first) else None,
-        keep_logprobs=True,
-    )
-    order = [n for own in places.values() for n in own]
-    by_place = dict(zip(order, decoded_turns(found, keep_logprobs=True), strict=True))
-    return [by_place[n] for n in range(len(turns))], order
 
 
 def _where(episode: Episode) -> str:

@@ -19,7 +19,7 @@ from dschat_lora.data.messages import (
 )
 from dschat_lora.endpoint.text import TURN_FIELDS, chat_ids, continues
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.rl.play.environment import TurnTokens
 from dschat_lora.rl.response.response import DecodedTurn, TokenSequence
 
 # Programs that read thoughts from an answer put them back with white space of their own.

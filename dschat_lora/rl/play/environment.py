@@ -1,24 +1,26 @@
 """Episodes of several turns: the actor and an environment answer each other."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from dschat_lora.data.chat import Chat
+from dschat_lora.data.encoder import call
 from dschat_lora.data.messages import Message, check_message
 from dschat_lora.data.samples import PromptSample
+from dschat_lora.data.templates import PROBE
 from dschat_lora.engine.distributed import (
     first_of_model,
     max_over_ranks,
     raise_together,
     tensor_rank,
 )
-from dschat_lora.rl.draw.generator import NextTurn
-from dschat_lora.rl.play.turn_tokens import TurnTokens
+from dschat_lora.models.loading import Tokenizer
+from dschat_lora.rl.draw.player import Draw, Key, Player
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.messages import messages_after_prompt
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import Response, messages_after_prompt, prompt_messages
 from dschat_lora.rl.score.user_functions import UserFunction
 
 
@@ -64,10 +66,18 @@ class Environment(UserFunction):
         prompts: Sequence[PromptSample],
         mine: Iterable[int],
         num_generations: int,
-        key: tuple[int | str, ...],
+        key: Key,
     ) -> list[PromptSample]:
         """The prompts of episodes that are to begin; a function changes none."""
         return list(prompts)
+
+    def label(self) -> str | None:
+        """The name of the reward that it gives; a function gives none."""
+        return None
+
+    def made(self) -> Mapping[int, Any] | None:
+        """What reward functions see beside each response, by its place; of a function nothing."""
+        return None
 
     def rewards(self, places: Sequence[int]) -> list[float | None]:
         """Rewards of episodes that are over; a function gives none."""
@@ -93,7 +103,7 @@ class Environment(UserFunction):
 
 
 @dataclass(frozen=True)
-class Episodes:
+class Episodes(Player):
     """Plays episodes: turns of the actor, with an environment's messages between them.
 
     An episode ends when the environment returns None. It is cut off, and does not count as ended,
@@ -102,71 +112,150 @@ class Episodes:
     """
 
     environment: Environment
-    turn_tokens: TurnTokens
+    turn_tokens: "TurnTokens"
     max_turns: int
 
+    @property
+    def reward_name(self) -> str | None:
+        """The environment's."""
+        return self.environment.label()
+
+    @property
+    def objects(self) -> Mapping[int, Any] | None:
+        """Those of an environment with state."""
+        return self.environment.made()
+
+    @property
+    def asks(self) -> Sequence[Environment]:
+        """The environment."""
+        return (self.environment,)
+
     def begin(
-        self,
-        prompts: Sequence[PromptSample],
-        mine: Iterable[int],
-        num_generations: int,
-        key: tuple[int | str, ...],
+        self, prompts: Sequence[PromptSample], mine: Iterable[int], num_generations: int, key: Key
     ) -> list[PromptSample]:
         """The prompts of episodes that are to begin."""
         return self.environment.begin(prompts, mine, num_generations, key)
 
-    def play(
-        self,
-        responses: Sequence[Response],
-        next_turn: NextTurn,
-        *,
-        max_tokens: int,
-        places: Sequence[int],
-    ) -> list[Response]:
-        """The episodes that begin with this rank's first turns; call on every rank.
-
-        ``next_turn`` returns responses with the actor's next turn; it is called equally often on
-        every rank. An episode has at most ``max_tokens`` after its prompt. ``places`` are the
-        numbers of the responses among all of the rollout.
-        """
-        episodes = list(responses)
+    def play(self, tasks: Sequence[Response], draw: Draw, *, key: Key) -> list[Response]:
+        """The episodes of this rank; call on every rank, on which turns are drawn equally often."""
+        episodes, places = draw(tasks), [each.origin.place for each in tasks]
         asking = [n for n, response in enumerate(episodes) if response.ended]
         for turn in range(1, self.max_turns + 1):
             replies = self.environment.replies(
                 [episodes[n] for n in asking], [places[n] for n in asking]
             )
             answered = {n: reply for n, reply in zip(asking, replies, strict=True) if reply}
-            pairs = [(episodes[n], reply) for n, reply in answered.items()]
-            longer = raise_together(partial(self._with_replies, pairs))
+            longer = raise_together(
+                partial(self._with_replies, {n: (episodes[n], r) for n, r in answered.items()})
+            )
             for number in answered:
                 episodes[number] = replace(episodes[number], ended=False)
             if turn == self.max_turns:
                 break
-            found = zip(answered, longer, strict=True)
-            read = {n: each for n, each in found if len(each.tokens) < max_tokens}
+            read = {n: each for n, each in longer.items() if len(each.tokens) < draw.max_tokens}
             if not max_over_ranks(float(len(read))):
                 break
-            next_turns = next_turn(list(read), list(read.values()), turn + 1)
-            for number, response in zip(read, next_turns, strict=True):
+            for number, response in zip(read, draw([*read.values()]), strict=True):
                 episodes[number] = response
             asking = [number for number in read if episodes[number].ended]
         rewards = self.environment.rewards(places)
-        return [
-            replace(each, environment_reward=reward)
-            for each, reward in zip(episodes, rewards, strict=True)
-        ]
+        return [each.rewarded(reward) for each, reward in zip(episodes, rewards, strict=True)]
 
-    def _with_replies(self, pairs: Sequence[tuple[Response, Sequence[Message]]]) -> list[Response]:
-        return [self._with_reply(*pair) for pair in pairs]
+    def _with_replies(
+        self, pairs: Mapping[int, tuple[Response, Sequence[Message]]]
+    ) -> dict[int, Response]:
+        return {n: self._with_reply(*pair) for n, pair in pairs.items()}
 
     def _with_reply(self, response: Response, reply: Sequence[Message]) -> Response:
         """The response with messages of the environment behind it."""
-        tokens = self.turn_tokens(response, reply)
         said = messages_after_prompt(response, self.environment.tokenizer.decode)
-        mask = response.actor_mask or (True,) * len(response.tokens)
-        return replace(
-            response,
-            tokens=(*response.tokens, *tokens),
-            actor_mask=(*mask, *(False for _ in tokens)),
-            earlier=json.dumps([*said, *reply], ensure_ascii=False).encode(),
-        )
+        earlier = json.dumps([*said, *reply], ensure_ascii=False).encode()
+        longer = response.read(self.turn_tokens(response, reply))
+        return replace(longer, episode=replace(response.episode, earlier=earlier))
+
+
+_QUESTION: Message = {"role": "user", "content": "?"}
+
+
+_THOUGHT = f"<think>\n{PROBE}\n</think>\n\n{PROBE}"
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """Renders what follows a turn of the actor, as tokens that go on from the actor's own.
+
+    The actor's tokens are never made anew from text: later turns, and the update, read those that
+    were sampled.
+    """
+
+    chat: Chat
+    tokenizer: Tokenizer
+    _checked: set[tuple[str, ...]] = field(default_factory=set, compare=False, repr=False)
+
+    def __call__(self, response: Response, reply: Sequence[Message]) -> list[int]:
+        """Tokens of the messages that answer a response, up to where the actor speaks again.
+
+        Raises:
+            ValueError: if the chat template refuses the messages, or does not append them to what
+                it made of earlier ones.
+        """
+        before = [
+            *prompt_messages(response, self.tokenizer),
+            *json.loads(response.episode.earlier or b"[]"),
+        ]
+        return self.following(before, reply, response.last_turn[-1:], response.row)
+
+    def following(
+        self,
+        before: Sequence[Message],
+        reply: Sequence[Message],
+        last_token: Sequence[int],
+        columns: Mapping[str, Any],
+    ) -> list[int]:
+        """Tokens of messages after an answer to those ``before``, which ended in ``last_token``.
+
+        ``columns`` may have ``tools`` and ``chat_template_kwargs``.
+
+        Raises:
+            ValueError: as above.
+        """
+        self._check_appends(reply)
+        messages, tokenizer = [*before, _turn(PROBE), *reply], self.tokenizer
+        text = self.chat.with_columns(columns).render(messages, add_generation_prompt=True)
+        following = text.rpartition(PROBE)[2]
+        last = tokenizer.decode(list(last_token))
+        # The end that the template writes was sampled already.
+        if last.strip():
+            following = following.removeprefix(last)
+        alone, whole = call(tokenizer, [last, last + following], add_special_tokens=False)
+        if whole[: len(alone)] == alone:
+            return whole[len(alone) :]
+        return call(tokenizer, [following], add_special_tokens=False)[0]
+
+    def _check_appends(self, reply: Sequence[Message]) -> None:
+        """Refuse a template that renders earlier turns otherwise once messages of a role follow."""
+        roles = tuple(message["role"] for message in reply)
+        if roles in self._checked:
+            return
+        opening = self.chat.render([_QUESTION], add_generation_prompt=True)
+        for answer in (PROBE, *([] if "</think>" in opening else [_THOUGHT])):
+            exchange = [_turn(answer), *reply]
+            once = self.chat.render([_QUESTION, *exchange], add_generation_prompt=True)
+            twice = self.chat.render([_QUESTION, *exchange, *exchange], add_generation_prompt=True)
+            if not (_begins(once, opening + answer) and _begins(twice, once + answer)):
+                raise ValueError(
+                    "the chat template renders an earlier answer differently once a message of "
+                    f"role {' and '.join(map(repr, roles))} follows, so turns do not go on from "
+                    "the tokens before: let --environment return another role, or give another "
+                    "--chat_template"
+                )
+        self._checked.add(roles)
+
+
+def _turn(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _begins(text: str, start: str) -> bool:
+    """Whether a text begins so, white space aside: templates trim what they are given."""
+    return "".join(text.split()).startswith("".join(start.split()))

@@ -19,20 +19,11 @@ from dschat_lora.data.messages import Message
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tool_calls import ToolCall, parse_tool_calls, tool_schema
 from dschat_lora.engine.distributed import gather_texts, raise_together, tensor_rank
-from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.options.inputs import episode_prompt
 from dschat_lora.rl.play.environment import Environment, EnvironmentFailedError
-from dschat_lora.rl.play.environment_adapters import find_adapter
 from dschat_lora.rl.response.coroutines import run_together, run_without_loop
-from dschat_lora.rl.response.messages import as_messages, prompt_of
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.user_functions import (
-    check_takes_responses,
-    find_object,
-    named_parameters,
-    same_gradients,
-    takes_all,
-)
+from dschat_lora.rl.response.response import Response, as_messages, prompt_of
+from dschat_lora.rl.score.user_functions import named_parameters, same_gradients, takes_all
 
 # Methods that are no tools.
 RESERVED = ("reset", "step", "get_reward", "close")
@@ -100,6 +91,10 @@ class StatefulEnvironment(Environment):
                     f"{where} has neither a method step(message), which answers the actor, nor "
                     "other public methods, which would be its tools"
                 )
+
+    def made(self) -> Mapping[int, Any]:
+        """The objects."""
+        return self.objects
 
     def label(self) -> str | None:
         """The name of the reward that objects give; None if they give none."""
@@ -368,35 +363,6 @@ class StatefulEnvironment(Environment):
             return raise_together(found)
         except Exception as error:
             raise EnvironmentFailedError from error
-
-
-def load_environment(
-    name: str,
-    tokenizer: Tokenizer,
-    *,
-    chat: Chat,
-    max_prompt_tokens: int,
-    retries: int = 0,
-    timeout: float = 0.0,
-) -> Environment:
-    """The environment behind ``module:function``, ``module:Class`` or ``LIBRARY:NAME``.
-
-    Raises:
-        ValueError: if there is none, a function takes no responses, or a class lacks methods.
-    """
-    option = "environment"
-    found: Callable[..., Any] = find_adapter(name) or find_object(option, name)
-    if not is_stateful(found):
-        check_takes_responses(option, name, found)
-        return Environment(option, name, found, tokenizer, retries=retries, timeout=timeout)
-    environment = StatefulEnvironment(
-        *(option, name, found, tokenizer),
-        timeout=timeout,
-        chat=chat,
-        max_prompt_tokens=max_prompt_tokens,
-    )
-    environment.make_first()
-    return environment
 
 
 def _is_async(made: Any) -> bool:

@@ -1,13 +1,19 @@
-"""Responses of the actor, and what a decoder drew of them."""
+"""Responses of the actor: from the decoder's tokens, between processes, and as messages."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from dschat_lora.generation.sampling import Responses
+from dschat_lora.data.samples import PromptSample
+from dschat_lora.data.tool_calls import parse_answer
+from dschat_lora.engine.distributed import gather_over_ranks, gather_texts
+from dschat_lora.models.loading import Tokenizer
 
 TIMED_OUT = "timed out"  # what a failure for lack of time begins with
 
@@ -30,8 +36,32 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
+class Episode:
+    """What environments and agents know of a response beside its tokens."""
+
+    earlier: bytes = b""  # messages before the last turn, as JSON; empty: there is but one turn
+    reward: float | None = None  # that an environment, agent or player gave
+    earlier_sequences: tuple[TokenSequence, ...] = ()  # of an agent's episode, beside the last
+    num_calls: int = 0  # of an agent's episode
+    num_retries: int = 0  # attempts of an agent before this one
+    failure: str = ""  # why an agent's episode does not count; empty: it does
+    logged: Mapping[str, float] = field(default_factory=dict)  # by an agent, beside its reward
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a response comes from."""
+
+    place: int = 0  # among the responses of its rollout
+    source: int = 0  # of the row, of several that metrics tell apart
+    is_drawn: bool = True  # by the actor; else it is an answer of the data
+    # iterations that the adapter which drew it had learnt from, where it may be an older one
+    policy_version: int | None = None
+
+
+@dataclass(frozen=True)
 class Response:
-    """A prompt and the actor's response to it.
+    """A prompt and the actor's response to it, without any tokens until it is drawn.
 
     With an environment, its messages stand between turns of the actor: they are read, and nothing
     is learnt from them. An agent's episode may have several sequences of tokens, such as those of
@@ -46,21 +76,50 @@ class Response:
     columns: bytes = b""  # the row of data, as JSON
     logprobs: tuple[float, ...] = ()  # of the actor's tokens in the decode loop, in nats, if kept
     actor_mask: tuple[bool, ...] = ()  # which of the tokens are the actor's; empty: all
-    earlier: bytes = b""  # messages before the last turn, as JSON; empty: there is but one turn
     sampler_logprobs: tuple[float, ...] = ()  # in the distribution they were drawn from
     undrawn: bool = False  # the last token could not be drawn; the response does not count
-    environment_reward: float | None = None  # that an environment or agent gave the episode
-    earlier_sequences: tuple[TokenSequence, ...] = ()  # of an agent's episode, beside the last
-    num_calls: int = 0  # of an agent's episode
-    num_retries: int = 0  # attempts of an agent before this one
-    failure: str = ""  # why an agent's episode does not count; empty: it does
-    logged: Mapping[str, float] = field(default_factory=dict)  # by an agent, beside its reward
-    is_drawn: bool = True  # by the actor; else it is an answer of the data
-    # iterations that the adapter which drew it had learnt from, where it may be an older one
-    policy_version: int | None = None
     # what the reference reads in the place of the prompt; None: the same
     reference_prompt: tuple[int, ...] | None = None
-    source: int = 0  # of the row, of several that metrics tell apart
+    episode: Episode = Episode()
+    origin: Origin = Origin()
+
+    def read(self, tokens: Sequence[int]) -> "Response":
+        """The response with tokens behind it that the actor is to read, and does not learn."""
+        mask = self.actor_mask or (True,) * len(self.tokens)
+        return replace(
+            self,
+            tokens=(*self.tokens, *tokens),
+            actor_mask=(*mask, *(False for _ in tokens)),
+            ended=False,
+        )
+
+    def with_turn(self, turn: "DecodedTurn") -> "Response":
+        """The response with a turn of the actor behind it."""
+        mask = self.actor_mask and (*self.actor_mask, *(True for _ in turn.tokens))
+        return replace(
+            self,
+            tokens=(*self.tokens, *turn.tokens),
+            ended=turn.ended,
+            logprobs=(*self.logprobs, *turn.logprobs),
+            actor_mask=mask,
+            sampler_logprobs=(*self.sampler_logprobs, *turn.sampler_logprobs),
+            undrawn=turn.undrawn,
+        )
+
+    def rewarded(self, reward: float | None) -> "Response":
+        """The response with a reward of its own; None for one that is not to count."""
+        found = None if reward is None else float(reward)
+        return replace(self, episode=replace(self.episode, reward=found))
+
+    def drawn_by(self, policy_version: int) -> "Response":
+        """The response of an adapter that had learnt from so many iterations."""
+        return replace(self, origin=replace(self.origin, policy_version=policy_version))
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of data."""
+        found: dict[str, Any] = json.loads(self.columns or b"{}")
+        return found
 
     def __len__(self) -> int:
         return sum(len(each.prompt) + len(each.tokens) for each in self.sequences)
@@ -68,12 +127,13 @@ class Response:
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
         """All of the response's sequences of tokens; one but for agents."""
-        return *self.earlier_sequences, TokenSequence(self.prompt, self.tokens, self.actor_mask)
+        last = TokenSequence(self.prompt, self.tokens, self.actor_mask)
+        return (*self.episode.earlier_sequences, last)
 
     @property
     def is_left_out(self) -> bool:
         """Whether the response does not count, whatever scores it."""
-        return self.undrawn or bool(self.failure)
+        return self.undrawn or bool(self.episode.failure)
 
     @property
     def num_actor_tokens(self) -> int:
@@ -89,8 +149,9 @@ class Response:
 
     @property
     def last_chosen(self) -> int:
-        """Place of the last token that the actor chose, where an environment's may follow it."""
-        return len(self.tokens) - 1 - self.actor_mask[::-1].index(True)
+        """Place of the last token that the actor chose; -1 if it chose none."""
+        own = self.actor_mask or (True,) * len(self.tokens)
+        return len(own) - 1 - own[::-1].index(True) if True in own else -1
 
     @property
     def last_turn(self) -> tuple[int, ...]:
@@ -121,10 +182,128 @@ class DecodedTurn(NamedTuple):
         return DecodedTurn(self.tokens[:end], own, drawn, undrawn=False, ended=True)
 
 
-def decoded_turns(found: Responses, *, keep_logprobs: bool) -> list[DecodedTurn]:
-    """What was decoded, one turn for each sequence."""
-    tokens = found.tokens()
-    own = drawn = [list[float]() for _ in tokens]
-    if keep_logprobs:
-        own, drawn = found.logprobs(), found.sampler_logprobs()
-    return [DecodedTurn(*each) for each in zip(tokens, own, drawn, found.undrawn(), strict=True)]
+def unanswered(group: int, prompt: PromptSample, place: int = 0) -> Response:
+    """The response to a prompt before any of it is drawn."""
+    ids, origin = tuple(prompt.input_ids.tolist()), Origin(place, prompt.source)
+    return Response(ids, (), False, group, prompt.columns, origin=origin)
+
+
+def share_responses(
+    own: Mapping[int, Response],
+    blank: Sequence[Response],
+    *,
+    width: int,
+    device: torch.device,
+    as_json: bool,
+) -> list[Response]:
+    """All ranks' responses by place, from those of this rank; call on every rank.
+
+    A table of numbers is quick, for single turns of at most ``width`` tokens; JSON holds episodes.
+    ``blank`` are all of them before they were drawn, of which some may not have been.
+    """
+    if as_json:
+        shares = map(json.loads, gather_texts(responses_as_json(own)))
+        found = {int(n): fields for share in shares for n, fields in share.items()}
+        return [response_from_json(found[n], blank[n].columns, n) for n in sorted(found)]
+    # (n, 4 + 3 width) fp64: numbers, tokens and fp32 values, which are exact in it.
+    table = torch.full((len(own), 4 + 3 * width), -1, dtype=torch.float64)
+    for row, (number, each) in zip(table, own.items(), strict=True):
+        drawn = torch.tensor([each.logprobs, each.sampler_logprobs])
+        sizes = [number, len(each.tokens), drawn.shape[1], each.ended - each.undrawn]
+        row[:4] = torch.tensor(sizes, dtype=torch.float64)
+        row[4 : 4 + len(each.tokens)] = torch.tensor(each.tokens)
+        row[4 + width :].view(2, width)[:, : drawn.shape[1]] = drawn
+    whole = gather_over_ranks(table.to(device)).cpu()
+    return [_of_row(row, blank[int(row[0])], width) for row in whole[whole[:, 0].argsort()]]
+
+
+def _of_row(row: Tensor, blank: Response, width: int) -> Response:
+    return replace(
+        blank,
+        tokens=tuple(row[4 : 4 + int(row[1])].long().tolist()),
+        ended=bool(row[3] > 0),
+        undrawn=bool(row[3] < 0),
+        logprobs=tuple(row[4 + width :][: int(row[2])].tolist()),
+        sampler_logprobs=tuple(row[4 + 2 * width :][: int(row[2])].tolist()),
+    )
+
+
+# In the order that checkpoints have.
+_NAMES = (
+    *("prompt", "tokens", "ended", "group", "columns", "logprobs", "actor_mask", "earlier"),
+    *("sampler_logprobs", "undrawn", "environment_reward", "earlier_sequences", "num_calls"),
+    *("num_retries", "failure", "logged", "is_drawn", "policy_version", "reference_prompt"),
+    "source",
+)
+
+
+def responses_as_json(responses: Mapping[int, Response]) -> str:
+    """Responses by number, without their prompts' columns."""
+    found = {}
+    for number, each in responses.items():
+        fields = {**vars(each), "columns": b"", **vars(each.episode), **vars(each.origin)}
+        fields["environment_reward"] = each.episode.reward
+        fields["earlier_sequences"] = [*map(asdict, each.episode.earlier_sequences)]
+        found[number] = {name: fields[name] for name in _NAMES}
+    return json.dumps(found, default=bytes.decode)
+
+
+def response_from_json(fields: Mapping[str, Any], columns: bytes, place: int = 0) -> Response:
+    """A response of :func:`responses_as_json`."""
+    more: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
+    earlier = more.pop("earlier").encode()
+    sequences = (
+        TokenSequence(*map(tuple, each.values())) for each in more.pop("earlier_sequences")
+    )
+    names = ("num_calls", "num_retries", "failure", "logged")
+    episode = Episode(
+        earlier, more.pop("environment_reward"), tuple(sequences), *(more.pop(n) for n in names)
+    )
+    origin = Origin(place, *(more.pop(n) for n in ("source", "is_drawn", "policy_version")))
+    return Response(**{**more, "columns": columns, "episode": episode, "origin": origin})
+
+
+def messages_after_prompt(response: Response, decode: Callable[..., str]) -> list[dict[str, Any]]:
+    """The actor's turns, and what its environment said between them.
+
+    A turn with tool calls, and any where the row has ``tools``, is parsed as by TRL; others are
+    text as it was drawn. A bare JSON object is no call where the row has no tools.
+    """
+    turn = response.last_turn
+    text, end = decode(list(turn), skip_special_tokens=True), len(turn)
+    while end and not decode(list(turn[end - 1 : end]), skip_special_tokens=True):
+        end -= 1  # special tokens that end it
+    before = (*response.prompt, *response.tokens[: len(response.tokens) - len(turn)])
+    in_thought = decode(list(before[-16:])).rstrip().endswith("<think>")
+    said = parse_answer(decode(list(turn[:end])), in_thought=in_thought)
+    has_tools = response.row.get("tools")
+    if not has_tools and ("tool_calls" not in said or text.lstrip().startswith("{")):
+        said = {"role": "assistant", "content": text}
+    return [*json.loads(response.episode.earlier or b"[]"), said]
+
+
+def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The prompt as messages; a text is one of a user's."""
+    return as_messages(prompt_of(response.row, tokenizer.decode(response.prompt)))
+
+
+def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The prompt as messages; a text is one of a user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def prompt_of(row: dict[str, Any], text: str | None) -> Any:
+    """The prompt as the row has it, text or messages; ``text`` where it has another shape.
+
+    Of messages with answers it is what the model reads: all before the last answer.
+    """
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    given = prompt if isinstance(prompt, list) else []
+    more = row.get("completion" if given else "messages")
+    if not (given or isinstance(more, list)):
+        return text
+    messages = [*given, *(more if isinstance(more, list) else [])]
+    answers = [n for n, each in enumerate(messages) if each.get("role") == "assistant"]
+    return messages[: max(len(given), *answers[-1:])] if answers else messages

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,10 +14,35 @@ from dschat_lora.algos.preference import correlation
 from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.learn.dynamic_sampling import idle_groups
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
-from dschat_lora.rl.learn.update import StepResult
+from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import Algorithm, RolloutCorrection
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import TIMED_OUT, Response
+from dschat_lora.rl.score.scores import REWARD_MODEL, Shaped
 from dschat_lora.runtime.loop import rate_metrics
+
+
+def iteration_metrics(
+    results: Sequence[StepResult],
+    updater: Updater,
+    experience: Experience,
+    shaped: Shaped,
+    config: RlhfConfig,
+) -> dict[str, float | int | None]:
+    """Metrics of an iteration's steps, its responses with their shaped rewards, and the sampler."""
+    batch, correction = config.batch, config.ppo.correction
+    rewards = experience.scores if experience.by_divergence else shaped.rewards
+    found = {
+        **update_metrics(results),
+        **sampler_errors(updater.looked, bounds=batch.only_filters),
+        **response_metrics(experience, rewards, updater.targets, config.ppo.rules),
+        "score_clip_fraction": shaped.clip_fraction,
+        "updates": len(results),
+    }
+    # Sampler and policy may differ by more than rounding.
+    if batch.do_sample and (batch.rollout_engine != "own" or correction is not None):
+        found |= importance_metrics(updater.importance, updater.experience, correction)
+    return found
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
@@ -106,14 +132,14 @@ def source_metrics(responses: Sequence[Response], names: Sequence[str]) -> dict[
     """Responses to the rows of each source, and their tokens."""
     found: dict[str, int] = {}
     for number, name in enumerate(names):
-        own = [len(each) for each in responses if each.source == number]
+        own = [len(each) for each in responses if each.origin.source == number]
         found |= {f"samples/{name}": len(own), f"tokens/{name}": sum(own)}
     return found
 
 
 def turn_metrics(responses: Sequence[Response]) -> dict[str, float]:
     """Mean number of the actor's turns and of tokens read from an environment, if any has some."""
-    if not any(each.actor_mask or each.num_calls for each in responses):
+    if not any(each.actor_mask or each.episode.num_calls for each in responses):
         return {}
     turns = sum(_num_turns(each) for each in responses)
     read = sum(each.num_read_tokens for each in responses)
@@ -122,28 +148,31 @@ def turn_metrics(responses: Sequence[Response]) -> dict[str, float]:
 
 def agent_metrics(responses: Sequence[Response]) -> dict[str, float | int]:
     """Sequences of an agent's episodes, and how many failed; nothing without agents."""
-    if not any(each.num_calls or each.failure for each in responses):
+    if not any(each.episode.num_calls or each.episode.failure for each in responses):
         return {}
-    played = [len(each.sequences) for each in responses if not each.failure]
+    played = [len(each.sequences) for each in responses if not each.episode.failure]
     return {
         "sequences": sum(played) / max(1, len(played)),
-        "failed_episodes": sum(bool(each.failure) for each in responses),
-        "timed_out_episodes": sum(each.failure.startswith(TIMED_OUT) for each in responses),
-        "retried_episodes": sum(each.num_retries > 0 for each in responses),
+        "failed_episodes": sum(bool(each.episode.failure) for each in responses),
+        "timed_out_episodes": sum(each.episode.failure.startswith(TIMED_OUT) for each in responses),
+        "retried_episodes": sum(each.episode.num_retries > 0 for each in responses),
     }
 
 
 def _num_turns(response: Response) -> int:
-    if response.num_calls:
-        return response.num_calls
-    earlier = json.loads(response.earlier or b"[]")
+    episode, mask = response.episode, response.actor_mask
+    if episode.num_calls:
+        return episode.num_calls
+    if mask and response.origin.is_drawn and not episode.earlier:  # of a player without messages
+        return sum(own and not before for before, own in pairwise((False, *mask)))
+    earlier = json.loads(episode.earlier or b"[]")
     return 1 + sum(message["role"] == "assistant" for message in earlier)
 
 
 def rewards_by_name(experience: Experience) -> dict[str, float]:
-    """Mean and deviation of what each function scored, and the metrics that functions logged."""
-    found = {}
-    for name, scores in experience.rewards.items():
+    """Mean and deviation of each of several rewards, and the metrics that functions logged."""
+    found, alone = {}, set(experience.rewards) == {REWARD_MODEL}
+    for name, scores in experience.rewards.items() if not alone else ():
         counted = scores[experience.counts & ~scores.isnan()].double()
         if len(counted):
             found[f"reward/{name}"] = float(counted.mean())
@@ -182,7 +211,7 @@ def importance_metrics(
 
 def version_metrics(responses: Sequence[Response], iteration: int) -> dict[str, float]:
     """By how many iterations the adapters that drew responses are behind, where they may be."""
-    lags = [iteration - r.policy_version for r in responses if r.policy_version is not None]
+    lags = [iteration - v for r in responses if (v := r.origin.policy_version) is not None]
     return {"rollout_version_lag": sum(lags) / len(lags)} if lags else {}
 
 
@@ -194,7 +223,7 @@ def sampler_errors(experience: Experience, *, bounds: bool = False) -> dict[str,
     """
     assert experience.logprobs is not None
     table = experience.table(response.logprobs for response in experience.responses)
-    drawn = to_device(torch.tensor([r.is_drawn for r in experience.responses]), table.device)
+    drawn = to_device(torch.tensor([r.origin.is_drawn for r in experience.responses]), table.device)
     chosen = experience.mask & drawn[:, None]
     if not chosen.any():
         return {}
@@ -204,4 +233,6 @@ def sampler_errors(experience: Experience, *, bounds: bool = False) -> dict[str,
             return {}
         filtered = experience.table(response.sampler_logprobs for response in experience.responses)
         errors = (experience.logprobs - filtered).clamp(min=0)[chosen]
+        if errors.isnan().any():  # an engine that knows none
+            return {}
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
