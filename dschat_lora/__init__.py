@@ -24,6 +24,7 @@ _HOMES = {
     ),
     "Trainer": "api.trainer",
     "Sample": "api.trainer_sampling",
+    "Algorithm": "rl.options.algorithms",
     # DeepSpeed-Chat's
     **dict.fromkeys(
         (

@@ -15,6 +15,7 @@ from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.api.verbs import Plan as Plan
 from dschat_lora.api.verbs import Tuned as Tuned
 from dschat_lora.api.trainer_sampling import Sample as Sample
+from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
 from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
 from dschat_lora.lora.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
@@ -789,7 +790,7 @@ def rlhf(
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
-    rollout_engine: str = 'own',
+    rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -819,7 +820,7 @@ def rlhf(
     reward_scaling: Literal['none', 'running', 'initial'] = 'initial',
     missing_eos_penalty: float = 0.0,
     soft_overlong_tokens: int = 0,
-    algorithm: Literal['ppo', 'rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'reinforce_pp', 'reinforce_pp_baseline', 'cispo', 'distill'] = 'ppo',
+    algorithm: str | Callable[..., Any] | Algorithm = 'ppo',
     ppo_epochs: int = 1,
     kl_coef: float | None = None,
     kl_estimator: Literal['k1', 'k2', 'k3'] | None = None,
@@ -832,6 +833,8 @@ def rlhf(
     cliprange_low: float | None = None,
     cliprange_high: float | None = None,
     dual_clip: float = 0.0,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
     loss_normalization: Literal['token', 'sequence', 'constant'] | None = None,
     mask_truncated_completions: bool | None = None,
     dynamic_sampling: int | None = None,
@@ -1005,7 +1008,7 @@ def rlhf(
         num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1035,7 +1038,7 @@ def rlhf(
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
         soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        algorithm (Literal['ppo', 'rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo', 'reinforce_pp', 'reinforce_pp_baseline', 'cispo', 'distill']): ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
+        algorithm (str | Callable[..., Any] | Algorithm): ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
         ppo_epochs (int): passes over the responses of an iteration
         kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
         kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
@@ -1048,6 +1051,8 @@ def rlhf(
         cliprange_low (float | None): bound on the fall of the ratio, if not --cliprange; default: by --algorithm
         cliprange_high (float | None): bound on the rise of the ratio, if not --cliprange; default: by --algorithm
         dual_clip (float): bound on the loss of a token with negative advantage A, -A times this; 0: none
+        sapo_temperature_pos (float): SAPO: how fast the weight of a token with positive advantage falls with its ratio
+        sapo_temperature_neg (float): SAPO: the same of other tokens; above --sapo_temperature_pos, to hold them closer
         loss_normalization (Literal['token', 'sequence', 'constant'] | None): token: every token weighs alike; sequence: every response does; constant: divide by --max_answer_seq_len; default: by --algorithm
         mask_truncated_completions (bool | None): leave responses that were cut off out of the loss (DAPO's overlong filter); default: by --algorithm
         dynamic_sampling (int | None): replace prompts whose responses all got one reward by further prompts, at most so many times an iteration; 0: never; default: by --algorithm
@@ -1207,7 +1212,7 @@ def distill(
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
-    rollout_engine: str = 'own',
+    rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -1251,6 +1256,8 @@ def distill(
     cliprange_low: float | None = None,
     cliprange_high: float | None = None,
     dual_clip: float = 0.0,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
     loss_normalization: Literal['token', 'sequence', 'constant'] | None = None,
     mask_truncated_completions: bool | None = None,
     dynamic_sampling: int | None = None,
@@ -1416,7 +1423,7 @@ def distill(
         num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (str): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000
+        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1460,6 +1467,8 @@ def distill(
         cliprange_low (float | None): bound on the fall of the ratio, if not --cliprange; default: by --algorithm
         cliprange_high (float | None): bound on the rise of the ratio, if not --cliprange; default: by --algorithm
         dual_clip (float): bound on the loss of a token with negative advantage A, -A times this; 0: none
+        sapo_temperature_pos (float): SAPO: how fast the weight of a token with positive advantage falls with its ratio
+        sapo_temperature_neg (float): SAPO: the same of other tokens; above --sapo_temperature_pos, to hold them closer
         loss_normalization (Literal['token', 'sequence', 'constant'] | None): token: every token weighs alike; sequence: every response does; constant: divide by --max_answer_seq_len; default: by --algorithm
         mask_truncated_completions (bool | None): leave responses that were cut off out of the loss (DAPO's overlong filter); default: by --algorithm
         dynamic_sampling (int | None): replace prompts whose responses all got one reward by further prompts, at most so many times an iteration; 0: never; default: by --algorithm

@@ -9,8 +9,9 @@ configuration says ``equal`` or shows the first difference; the exit status is 1
 and 2 where a run failed, whose last lines are shown.
 
 ``--keep DIR`` keeps what the base wrote, by commit, so that the next comparison runs this tree
-alone; ``--work DIR`` keeps what this tree wrote. ``--jobs N`` runs N configurations at a time, each
-process with one thread.
+alone; several comparisons may share it at a time, and each run of the base is made once. ``--work
+DIR`` keeps what this tree wrote. ``--jobs N`` runs N configurations at a time, each process with
+one thread.
 
 To see that a difference is found, change one sign, such as that of ``-advantages * ratios`` in
 ``dschat_lora/algos/ppo.py``, and compare ``--only ppo grpo --processes 1``: the first line of
@@ -20,6 +21,7 @@ Uncommitted changes of this tree take part. Runs of one commit are alike on one 
 installation of torch alone: a base that was kept on another machine may differ in rounding.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -42,8 +44,8 @@ from run_inputs import rollout_server, write_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
-HALF = 2  # the step whose checkpoint is resumed
 RESUME = "--resume_from_checkpoint latest"
+DONE = "done.json"  # of a kept run: names of its paths
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,22 @@ class Configuration:
 
     Attributes:
         stage: directory of its script under ``training/``.
-        options: of the script; ``{inputs}`` and ``{server}`` stand for their path and address.
+        options: of the script; ``{inputs}`` stands for their path, ``{server}`` and
+            ``{teacher_server}`` for addresses of servers of the actor's base and of the teacher.
         two: further options in two processes.
+        processes: numbers of processes in which it runs.
+        half: the step whose checkpoint is resumed.
     """
 
     stage: str
     options: str
     two: str = ""
+    processes: tuple[int, ...] = (1, 2)
+    half: int = 2
+
+    def options_in(self, processes: int) -> str:
+        """All options in so many processes."""
+        return self.options + (f" {self.two}" if processes == 2 else "")
 
 
 SAVES = "--max_steps 4 --save_interval 2 --save_minutes 0 --save_total_limit 0"
@@ -84,6 +95,8 @@ PPO = (
 )
 SERVER = f"{GRPO} --rollout_engine {{server}}"
 SLOWLY = "--actor_lora_learning_rate 1e-3"  # the server's policy is the base's all along
+# What an address stands for, and the model in the inputs that its server has.
+SERVERS = {"{server}": "model", "{teacher_server}": "teacher"}
 CONFIGURATIONS = {
     # The bundled model and data of either tree.
     "sft": Configuration("step1_sft", f"{SUPERVISED} --packing --eval_iters 2", "--zero_stage 3"),
@@ -128,6 +141,51 @@ CONFIGURATIONS = {
         "step3_rlhf",
         f"{GROUPS} {SCORED} --algorithm grpo --streaming --shuffle_buffer_size 10 "
         "--data_path {inputs}/shards --eval_data_path {inputs}/eval_prompts.jsonl",
+    ),
+    "rewards": Configuration(
+        "step3_rlhf",
+        f"{GROUPS} {PROMPTS} --algorithm grpo --reward_function user_functions:score "
+        "user_functions:by_thirds --reward_weights 1 0.3 --reward_gate user_functions:is_even "
+        "--soft_overlong_tokens 6 --missing_eos_penalty 0.2",
+        processes=(2,),
+    ),
+    "stateful": Configuration(
+        "step3_rlhf",
+        f"{GROUPS} {PROMPTS} --algorithm grpo --environment user_functions:Counting "
+        "--max_turns 3 --max_answer_seq_len 48",
+        processes=(1,),
+    ),
+    "steered": Configuration(
+        "step3_rlhf",
+        f"{PPO} --ppo_epochs 4 --max_steps 8 --save_interval 4 --critic_warmup_iterations 1 "
+        "--target_entropy 9 --target_kl 0.004 --kl_budget 0.001",
+        processes=(1,),
+        half=4,
+    ),
+    "correction": Configuration(
+        "step3_rlhf",
+        f"{GRPO} --top_p 0.8 --rollout_temperature 1.4 --rollout_correction mis --rollout_is "
+        "sequence --rollout_is_threshold 1.5 --rollout_is_threshold_lower 0.3",
+        processes=(1,),
+    ),
+    "rollout_logprobs": Configuration(
+        "step3_rlhf", f"{GRPO} --use_rollout_logprobs --ppo_epochs 2", processes=(1,)
+    ),
+    "four_bit": Configuration("step3_rlhf", f"{GRPO} --base_bits 4", processes=(1,)),
+    "tensor_parallel": Configuration(
+        "step3_rlhf", f"{GRPO} --tensor_parallel_size 2", processes=(2,)
+    ),
+    "off_policy": Configuration(
+        "step3_rlhf",
+        f"{RL} {PAIRS} --algorithm distill --teacher_model_name_or_path {{inputs}}/teacher "
+        "--distill_loss jsd --on_policy_share 0.5",
+        processes=(2,),
+    ),
+    "served_teacher": Configuration(
+        "step3_rlhf",
+        f"{RL} {PROMPTS} --algorithm distill --distill_loss sampled_reverse_kl "
+        "--teacher_model_name_or_path {teacher_server}",
+        processes=(1,),
     ),
     "nlg": Configuration(
         "nlg_gpt2",
@@ -200,10 +258,10 @@ class Tree:
         home.mkdir(parents=True, exist_ok=True)
         script = str(self.path / "training" / stage / "main.py")
         with ExitStack() as stack:
-            if "{server}" in options:
-                options = options.replace(
-                    "{server}", stack.enter_context(rollout_server(self.inputs / "model"))
-                )
+            for place, served in SERVERS.items():
+                if place in options:
+                    address = stack.enter_context(rollout_server(self.inputs / served))
+                    options = options.replace(place, address)
             options = options.replace("{inputs}", str(self.inputs))
             command = [script, *options.split(), "--output_dir", "out"]
             ranks = _ranks(processes) if processes > 1 else [{}]
@@ -264,19 +322,50 @@ def _normaliser(names: dict[str, str]) -> Callable[[str], str]:
     return change
 
 
-def _copy_halfway(whole: Path, copy: Path) -> None:
-    """Copy of a finished run what it had when it wrote its checkpoint of halfway."""
+def _copy_halfway(whole: Path, copy: Path, half: int) -> None:
+    """Copy of a finished run what it had when it wrote its checkpoint of the step ``half``."""
 
     def later(directory: str, names: list[str]) -> set[str]:
         left = {"adapter", "model", "actor", "critic", "actor_ema", "report.html"} & set(names)
         for name in names:
             step = re.fullmatch(r"(?:step|checkpoint)-(\d+)(?:\.\w+)?", name)
-            if step and int(step[1]) > HALF:
+            if step and int(step[1]) > half:
                 left.add(name)
         return left
 
     copy.parent.mkdir(parents=True)
     shutil.copytree(whole, copy, ignore=later, symlinks=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process or thread is in such a block of this path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def kept_run(base: Tree, kept: Path, name: str, processes: int) -> Path:
+    """The directory below ``kept`` of the base's run, which is made if it is not there.
+
+    Raises:
+        RunError: if the run fails.
+    """
+    configuration = CONFIGURATIONS[name]
+    options = configuration.options_in(processes)
+    # Trees whose configurations of a name differ may share what is kept.
+    home = kept / f"{name}-{processes}-{_digest(options.encode())}"
+    with _locked(home):
+        if not (home / DONE).exists():
+            shutil.rmtree(home, ignore_errors=True)
+            base.run(configuration.stage, options, home, processes)
+            (home / DONE).write_text(json.dumps(base.paths(home)))
+    return home
+
+
+def _digest(data: bytes) -> str:
+    return sha256(data).hexdigest()[:8]
 
 
 def compare(base: Tree, tree: Tree, kept: Path, work: Path, name: str, processes: int) -> str:
@@ -286,19 +375,15 @@ def compare(base: Tree, tree: Tree, kept: Path, work: Path, name: str, processes
         RunError: if a run fails.
     """
     configuration = CONFIGURATIONS[name]
-    options = configuration.options + (f" {configuration.two}" if processes == 2 else "")
-    home, mine = (each / f"{name}-{processes}" for each in (kept, work))
-    done = home / "done.json"
-    if not (done.exists() and json.loads(done.read_text())["options"] == options):
-        shutil.rmtree(home, ignore_errors=True)
-        base.run(configuration.stage, options, home, processes)
-        done.write_text(json.dumps({"options": options, "paths": base.paths(home)}))
+    options = configuration.options_in(processes)
+    home = kept_run(base, kept, name, processes)
+    mine = work / f"{name}-{processes}"
     shutil.rmtree(mine, ignore_errors=True)
-    paths = json.loads(done.read_text())["paths"]
+    paths = json.loads((home / DONE).read_text())
     runs = {"": mine, "resumed from the base's checkpoint: ": mine / "resumed"}
     for title, place in runs.items():
         if title:
-            _copy_halfway(home / "out", place / "out")
+            _copy_halfway(home / "out", place / "out", configuration.half)
         tree.run(configuration.stage, f"{options} {RESUME if title else ''}", place, processes)
         if difference := first_difference(
             home / "out",
@@ -320,7 +405,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="configurations at a time")
     parser.add_argument("--list", action="store_true", help="list configurations, run nothing")
     options = parser.parse_args()
-    chosen = [(name, number) for name in options.only for number in options.processes]
+    chosen = [
+        (name, number)
+        for name in options.only
+        for number in options.processes
+        if number in CONFIGURATIONS[name].processes
+    ]
+    if not chosen:
+        parser.error(f"{' '.join(options.only)}: in another number of processes alone")
     if options.list or options.base is None:
         print("\n".join(f"{name} in {number}" for name, number in chosen))
         return 0 if options.list else parser.error("which commit is the base?")
@@ -331,7 +423,7 @@ def _compare_all(
     commit: str, chosen: list[tuple[str, int]], keep: Path | None, work: Path | None, jobs: int
 ) -> int:
     commit = _git("rev-parse", f"{commit}^{{commit}}")
-    digest = sha256(Path(__file__).with_name("run_inputs.py").read_bytes()).hexdigest()[:8]
+    digest = _digest(Path(__file__).with_name("run_inputs.py").read_bytes())
     worst = 0
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
@@ -342,14 +434,15 @@ def _compare_all(
         tree = Tree(ROOT, inputs)
         for each, name in ((base, "base"), (tree, "tree")):
             each.check(temporary / f"check-{name}")
-        if not (kept / "inputs.done").exists():
-            shutil.rmtree(inputs, ignore_errors=True)
-            write_inputs(
-                inputs,
-                base.path,
-                lambda stage, options: base.run(stage, options, temporary / stage),
-            )
-            (kept / "inputs.done").touch()
+        with _locked(inputs):
+            if not (kept / "inputs.done").exists():
+                shutil.rmtree(inputs, ignore_errors=True)
+                write_inputs(
+                    inputs,
+                    base.path,
+                    lambda stage, options: base.run(stage, options, temporary / stage),
+                )
+                (kept / "inputs.done").touch()
         pool = ThreadPoolExecutor(jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
         futures = [pool.submit(compare, base, tree, kept, work, *each) for each in chosen]

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, logging
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    logging,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from helpers.glue_toys import save_encoder, write_task
@@ -22,7 +28,7 @@ from helpers.restaurants import save_base, write_data
 logging.disable_progress_bar()
 
 FUNCTIONS = '''
-"""What a user would write: a reward function, an environment and an agent."""
+"""What a user would write: reward functions, environments and an agent."""
 
 
 def score(responses):
@@ -35,10 +41,31 @@ def by_thirds(responses):
     return [float(len(text) % 3 == 0) for text in responses]
 
 
+def is_even(responses):
+    """A gate: 0 for half of the texts."""
+    return [1 - len(text) % 2 for text in responses]
+
+
 def reply(responses, rows):
     """A further turn, or none, by the length of the last one."""
     words = [{"role": "user", "content": f"Why {len(text) % 7}?"} for text in responses]
     return [word if len(text) % 3 else None for word, text in zip(words, responses)]
+
+
+class Counting:
+    """Up to three turns, which earn by their letters and the whole episode by its prompt."""
+
+    def reset(self, prompt, **row):
+        self.left, self.total = 1 + len(prompt) % 3, 0
+        return f"{self.left} left."
+
+    def step(self, message):
+        self.left -= 1
+        word = {"role": "user", "content": f"{self.left} left."}
+        return word if self.left else None, len(set(message["content"])) / 20
+
+    def get_reward(self):
+        return self.left / 4
 
 
 async def play(row, client, model):
@@ -111,7 +138,7 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 @torch.no_grad()
 def answer_to(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
-    """A reply of vLLM's ``/v1/completions``: what the base draws by the request's seed."""
+    """A reply of vLLM's ``/v1/completions``: what the model draws by the request's seed."""
     generator = torch.Generator().manual_seed(body["seed"] % 2**63)
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -131,9 +158,21 @@ def answer_to(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
     return {"model": body["model"], "choices": [choice]}
 
 
+@torch.no_grad()
+def score_of(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, Any]:
+    """A reply of vLLM's ``/v1/completions`` with the log-probabilities of a prompt's tokens."""
+    found = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    entries = [
+        {str(token): {"logprob": float(found[place, token])}}
+        for place, token in enumerate(tokens[1:])
+    ]
+    return {"choices": [{"prompt_logprobs": [None, *entries]}]}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -150,14 +189,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._reply(answer_to(self.model, body) if self.path == "/v1/completions" else {})
+        if "prompt_logprobs" in body:
+            asked = body["prompt"]
+            ids = self.tokenizer(asked).input_ids if isinstance(asked, str) else asked
+            self._reply(score_of(self.model, ids))
+        else:
+            self._reply(answer_to(self.model, body) if self.path == "/v1/completions" else {})
 
 
 @contextmanager
 def rollout_server(path: Path) -> Iterator[str]:
-    """The address of a server that takes adapters and draws from the model at ``path`` alone."""
+    """The address of a server of the model or adapter at ``path``.
+
+    It takes further adapters, and answers and scores prompts by its own model alone.
+    """
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    handler = type("Handler", (_Handler,), {"model": model})
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    handler = type("Handler", (_Handler,), {"model": model, "tokenizer": tokenizer})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

@@ -14,8 +14,9 @@ of modules on the longest chain in which each imports the next, all of the room;
 circle all count. Siblings are the other modules of the room that a module imports.
 
 Fields are those in a dataclass's own body; arguments are without ``self``. A file mentions a
-feature if any of its text does, comments and docstrings included. A plain ``Any`` is a whole
-annotation; a message of no effect is a string, other than a docstring, that contains "no effect".
+feature, or names an engine, if any of its text does, comments and docstrings included. A plain
+``Any`` is a whole annotation; a message of no effect is a string, other than a docstring, that
+contains "no effect".
 """
 
 import ast
@@ -52,7 +53,9 @@ FEATURES = {
     "rollout servers": (r"vllm|sglang|rollout.?server|[._]servers\b", r"rollout_servers|vllm"),
 }
 FOLDERS = ("training", "tests", "benchmarks", "scripts")
-COUNTED = ("RlhfSetup", "Generator.__init__", "Response")
+COUNTED = ("RlhfSetup", "Generator", "Generator.__init__", "Response", "iterate")
+# What names engines that draw responses beside the run, and the room in which it may.
+ENGINES = (r"vllm|sglang|rollout_?server|by_servers", "rl.draw")
 LOOP = {"RlhfTrainer", "set_up"}  # their modules' siblings are counted by default
 SILENT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
@@ -328,6 +331,12 @@ def measure(
     fields, arguments = fields_and_arguments(modules)
     folders = {m.name for m in modules if m.path.endswith("__init__.py")}
     ends = tuple(f".{each}" for each in count)
+    naming = [
+        module
+        for module in modules
+        if re.search(ENGINES[0], module.source, re.IGNORECASE)
+        and not belongs(module.name, ENGINES[1])
+    ]
     return {
         "sizes": {each: size(its) for each, its in sizes.items()},
         "rooms": {"rooms": len(divided), **between},
@@ -338,6 +347,16 @@ def measure(
         },
         "most fields": most(fields, 5),
         "most arguments": most(arguments, 5),
+        "lines of functions": {
+            name: length(node)
+            for module in modules
+            for name, node in module.definitions()
+            if isinstance(node, Function) and name.endswith(ends)
+        },
+        f"files outside {ENGINES[1]} that name its engines": {
+            f"in {room}": [each.path for each in naming if each in looked_at],
+            "elsewhere": [each.path for each in naming if each not in looked_at],
+        },
         "files that mention a feature outside its room / all": mentions(modules),
         "style": style(modules),
     }

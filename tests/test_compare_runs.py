@@ -1,7 +1,9 @@
-"""What the comparison of two runs finds, and what it leaves out."""
+"""What the comparison of two runs finds and leaves out, and which runs of a base it makes."""
 
 import importlib
 import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -73,3 +75,32 @@ def test_directories_of_the_runs_are_no_difference(tmp_path, differences):
     assert "path" in differences.first_difference(base, tree)
     changes = [lambda text, home=str(home): text.replace(home, "HOME") for home in (base, tree)]
     assert differences.first_difference(base, tree, normalise=changes) == ""
+
+
+def test_a_kept_run_is_made_once_and_anew_after_one_that_failed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    compare_runs = importlib.import_module("compare_runs")
+    made, together = [], Barrier(2)
+
+    class Base:
+        def run(self, stage, options, home, processes):
+            home.mkdir()  # not there, whatever the run before left
+            made.append((stage, processes))
+            (home / "half").touch()
+            if len(made) == 1:
+                raise compare_runs.RunError("the disk is full")
+
+        def paths(self, home):
+            return {str(home): "HOME"}
+
+    def kept(_):
+        together.wait(60)
+        return compare_runs.kept_run(Base(), tmp_path, "grpo", 1)
+
+    with pytest.raises(compare_runs.RunError):
+        compare_runs.kept_run(Base(), tmp_path, "grpo", 1)
+    with ThreadPoolExecutor() as pool:
+        (home, again) = pool.map(kept, range(2))
+    assert home == again
+    assert made == [("step3_rlhf", 1)] * 2
+    assert json.loads((home / "done.json").read_text()) == {str(home): "HOME"}

@@ -88,15 +88,15 @@ FLOORS = [
         ),
         "rl.options": Room(
             "algos config data models report runtime",
-            light="algorithms config inputs names role_config",
+            light="algorithms config engines inputs names role_config",
         ),
     },
     {
         "rl.draw": Room(
             "algos checkpoint config data engine generation lora models rl.options rl.response"
             " runtime",
-            "torch",
-            light="rollout_servers",
+            "torch transformers",
+            light="completions engine_checks",
         ),
         "rl.score": Room(
             "algos config engine models report rl.options rl.response runtime",
@@ -189,7 +189,9 @@ OWNERS = {
     "bitsandbytes": {"lora"},
     "datasets": {"data", "experiments.glue"},
     "deepspeed": {"engine"},
-    "transformers": {"checkpoint", "data", "experiments.glue", "generation", "models", "runtime"},
+    "transformers": {
+        *("checkpoint", "data", "experiments.glue", "generation", "models", "rl.draw", "runtime")
+    },
 }
 # What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")

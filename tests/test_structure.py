@@ -15,7 +15,7 @@ FILES = {
         "from dschat_lora import __version__\n\ndef whiten(x):\n    import dschat_lora.rl.options\n"
     ),
     "dschat_lora/addons/__init__.py": "",
-    "dschat_lora/addons/serving.py": "from dschat_lora.rl import options\n",
+    "dschat_lora/addons/serving.py": "from dschat_lora.rl import options  # of SGLang\n",
     "dschat_lora/rl/__init__.py": "",
     "dschat_lora/rl/options.py": (
         "from dataclasses import dataclass\n"
@@ -29,6 +29,7 @@ FILES = {
         "    names: ClassVar[int] = 0\n"
         "    seed: int\n"
         "    extra: Any\n"
+        "# vllm\n"
     ),
     # a chain of four: trainer, draw.prompts and draw.rows (a circle), options
     "dschat_lora/rl/trainer.py": (
@@ -51,7 +52,7 @@ FILES = {
     "dschat_lora/rl/draw/__init__.py": "",
     "dschat_lora/rl/draw/prompts.py": "from dschat_lora.rl.draw import rows\nclass Prompts: ...\n",
     "dschat_lora/rl/draw/rows.py": (
-        "import dschat_lora.rl.draw.prompts\n"
+        "import dschat_lora.rl.draw.prompts  # of a RolloutServer\n"
         "from dschat_lora.ground.tensors import whiten\n"
         "from dschat_lora.rl.options import Options\n"
         "class Prompts: ...\n"
@@ -73,10 +74,10 @@ def test_code_lines_leave_out_blanks_comments_and_docstrings(figures):
     sizes = figures["sizes"]
     # trainer.py: two imports, the class, its method with two lines, and the last line
     assert sizes["dschat_lora/rl"] == {
-        "files": 6, "lines": 32, "code lines": 9 + 7 + 2 + 4, "functions": 1, "median": 5
+        "files": 6, "lines": 33, "code lines": 9 + 7 + 2 + 4, "functions": 1, "median": 5
     }  # fmt: skip
     assert sizes["dschat_lora"]["code lines"] == 22 + 1 + 3 + 1
-    assert (sizes["- trunk"]["lines"], sizes["- add-ons"]["lines"]) == (32 + 3 + 4, 1)
+    assert (sizes["- trunk"]["lines"], sizes["- add-ons"]["lines"]) == (33 + 3 + 4, 1)
     assert sizes["- rl"] == sizes["dschat_lora/rl"]
     assert sizes["training"]["files"] == 0
 
@@ -106,6 +107,14 @@ def test_a_room_from_inside(figures):
         "longest chain": ["trainer > draw.prompts > draw.rows > options"],
     }
     assert figures["siblings"] == {"rl.trainer": 2}
+
+
+def test_lines_of_functions_and_what_names_engines_outside_their_room(figures):
+    assert figures["lines of functions"] == {"rl.trainer.RlhfTrainer.__init__": 5}
+    assert figures["files outside rl.draw that name its engines"] == {
+        "in rl": ["rl/options.py"],
+        "elsewhere": ["addons/serving.py"],
+    }
 
 
 def test_fields_arguments_mentions_and_style(figures):

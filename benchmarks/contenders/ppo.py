@@ -36,7 +36,7 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.generation import sampling
-from dschat_lora.rl.draw.order import PromptOrder
+from dschat_lora.rl.draw.source import PromptOrder
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.loop import trainer
@@ -266,10 +266,11 @@ def _make_iterations(
 ) -> RlhfTrainer:
     """Iterations on the prompts of these numbers, or on all in turn."""
     made = RlhfTrainer(setup, engines)
-    made.progress = progress
+    made.progress = made.sampler.progress = progress
     if numbers is not None:
-        count = len(numbers)
-        made.schedule = replace(made.schedule, order=SamePrompts(count, count, SEED, numbers))
+        count, samples = len(numbers), setup.prompts.train
+        source = SamePrompts(count, count, SEED, samples, numbers=numbers)
+        made.schedule, made.sampler.source = replace(made.schedule, source=source), source
     return made
 
 

@@ -5,8 +5,6 @@ response up to and including the end of sequence. Padding may hold anything, NaN
 Tensors whose shapes do not fit are a ValueError.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,20 +148,6 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
     without gradient, 0 where the mask is False.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)[0]
-
-
-def equal_groups(rewards: Sequence[float], groups: Sequence[int]) -> list[int]:
-    """Groups of which no two responses have different rewards, in ascending order.
-
-    They have no advantage, and DAPO's dynamic sampling replaces them (section 3.2 of
-    arXiv:2503.14476). NaN is the reward of a response that does not count. ``groups`` say which
-    prompt each of the rewards belongs to.
-    """
-    found: dict[int, set[float]] = {group: set() for group in groups}
-    for reward, group in zip(rewards, groups, strict=True):
-        if not math.isnan(reward):
-            found[group].add(reward)
-    return sorted(group for group, values in found.items() if len(values) < 2)
 
 
 def soft_overlong_punishment(lengths: Tensor, *, max_length: int, cache: int) -> Tensor:

@@ -60,10 +60,10 @@ def policy_loss(
         cliprange_high: h >= 0, largest rise that is rewarded; None: c.
         dual_clip: d > 1; 0: none.
     """
-    logprobs, old_logprobs, advantages = _masked(logprobs, old_logprobs, advantages, mask)
+    logprobs, old_logprobs, advantages = masked(logprobs, old_logprobs, advantages, mask)
     ratios = torch.exp(logprobs - old_logprobs)
     losses, clipped = _clipped_losses(ratios, advantages, cliprange, cliprange_high, dual_clip)
-    return _summed(losses, clipped, logprobs, old_logprobs)
+    return summed(losses, clipped, logprobs, old_logprobs)
 
 
 def gspo_loss(
@@ -84,7 +84,7 @@ def gspo_loss(
     ``sequence`` in :func:`token_weights`. With ``by_token`` the gradient of a token's loss is that
     of its own log-probability alone (eq. 14 there), which differs where advantages do.
     """
-    logprobs, old_logprobs, advantages = _masked(logprobs, old_logprobs, advantages, mask)
+    logprobs, old_logprobs, advantages = masked(logprobs, old_logprobs, advantages, mask)
     lengths = mask.sum(1).clamp(min=1)
     log_ratios = (logprobs - old_logprobs).sum(1) / lengths
     ratio = torch.exp(log_ratios)[:, None]
@@ -92,7 +92,7 @@ def gspo_loss(
         ratio = ratio.detach() * torch.exp(logprobs - logprobs.detach())
     ratios = torch.where(mask, ratio, 1)
     losses, clipped = _clipped_losses(ratios, advantages, cliprange, cliprange_high, dual_clip)
-    return _summed(losses, clipped, logprobs, old_logprobs)
+    return summed(losses, clipped, logprobs, old_logprobs)
 
 
 def cispo_loss(
@@ -109,10 +109,10 @@ def cispo_loss(
     Eq. 4 and 5 of arXiv:2506.13585: no token loses its gradient. Arguments are as for
     :func:`policy_loss`.
     """
-    logprobs, old_logprobs, advantages = _masked(logprobs, old_logprobs, advantages, mask)
+    logprobs, old_logprobs, advantages = masked(logprobs, old_logprobs, advantages, mask)
     ratios = torch.exp(logprobs.detach() - old_logprobs)
     bounded = ratios.clamp(1 - cliprange, 1 + _or(cliprange_high, cliprange))
-    return _summed(-advantages * bounded * logprobs, bounded != ratios, logprobs, old_logprobs)
+    return summed(-advantages * bounded * logprobs, bounded != ratios, logprobs, old_logprobs)
 
 
 def dro_loss(
@@ -123,9 +123,9 @@ def dro_loss(
     Direct reward optimisation: a squared penalty in place of a ratio (arXiv:2405.19107, eq. 4, of
     tokens). Arguments are as for :func:`policy_loss`; ``beta`` >= 0 is the penalty's weight.
     """
-    logprobs, old_logprobs, advantages = _masked(logprobs, old_logprobs, advantages, mask)
+    logprobs, old_logprobs, advantages = masked(logprobs, old_logprobs, advantages, mask)
     losses = -advantages * logprobs + 0.5 * beta * (logprobs - old_logprobs) ** 2
-    return _summed(losses, torch.zeros_like(mask), logprobs, old_logprobs)
+    return summed(losses, torch.zeros_like(mask), logprobs, old_logprobs)
 
 
 def token_weights(
@@ -182,7 +182,7 @@ def _or(value: float | None, other: float) -> float:
     return other if value is None else value
 
 
-def _masked(
+def masked(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three with 0 in the padding; the last two without gradient."""
@@ -207,7 +207,7 @@ def _clipped_losses(
     return losses, held
 
 
-def _summed(losses: Tensor, clipped: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> PolicyLoss:
+def summed(losses: Tensor, clipped: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> PolicyLoss:
     errors = (torch.exp(logprobs.detach() - old_logprobs) - 1).abs()
     return PolicyLoss(
         total=losses.sum(),

@@ -7,7 +7,7 @@ sequences by name. The formulas are those of :mod:`dschat_lora.algos`.
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,35 +17,26 @@ from torch import Tensor
 from dschat_lora.algos.dpo import dpo_loss
 from dschat_lora.algos.importance import importance_weights
 from dschat_lora.algos.kl import KL_ESTIMATORS
-from dschat_lora.algos.ppo import (
-    PolicyLoss,
-    cispo_loss,
-    gspo_loss,
-    policy_loss,
-)
+from dschat_lora.algos.ppo import policy_loss
+from dschat_lora.config.held import held
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import DpoConfig
-from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.options.algorithms import ALGORITHMS, Algorithm, PpoConfig, find_algorithm
 
 Tables = Mapping[str, Tensor]
 # (T,) losses of a sequence, given as it came, from its log-probabilities.
 TokenLoss = Callable[[Tensor, Mapping[str, Any]], Tensor]
 
-_CLIPS = ("cliprange", "cliprange_low", "cliprange_high")
 _KL = ("kl_coef", "kl_estimator")
 _CORRECTION = (
     *("importance_cap", "rollout_correction", "rollout_is"),
     *("rollout_is_threshold", "rollout_is_threshold_lower"),
 )
-_POLICY = (*_CORRECTION, *_KL)
-# Options of each loss, with the command line's names.
+# Options of the losses that are no algorithm's, with the command line's names.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
     "importance_sampling": _KL,
-    "ppo": (*_CLIPS, "dual_clip", *_POLICY),
-    "gspo": (*_CLIPS, "dual_clip", *_POLICY),
-    "cispo": (*_CLIPS, *_POLICY),
     "dpo": ("beta", "loss_type", "label_smoothing", "length_normalization"),
 }
 
@@ -103,24 +94,45 @@ def make_loss(loss: object, options: Mapping[str, Any]) -> Loss:
                 "function, as by functools.partial"
             )
         return Loss(getattr(loss, "__name__", "loss"), ("weights",), None, loss)
-    if not isinstance(loss, str) or loss not in OPTIONS:
-        close = difflib.get_close_matches(str(loss), OPTIONS, 1)
+    if isinstance(loss, Algorithm):
+        with held(loss, "algorithm") as name:
+            return _of_algorithm(name, options)
+    if not isinstance(loss, str) or not (loss in {**OPTIONS, **ALGORITHMS} or ":" in loss):
+        names = [*OPTIONS, *ALGORITHMS]
+        close = difflib.get_close_matches(str(loss), names, 1)
         hint = f"did you mean {close[0]}?" if close else "see the documentation of each"
         raise ValueError(
-            f"loss must be a function or one of {', '.join(OPTIONS)}, got {loss!r}; {hint}"
+            f"loss must be a function or one of {', '.join(names)}, got {loss!r}; {hint}"
         )
-    for name in options:
-        if name not in OPTIONS[loss]:
-            raise TypeError(f"loss {loss!r}: {unknown_option(f'--{name}', OPTIONS[loss])}")
+    if loss not in OPTIONS:
+        # PPO's is that of GRPO, whose penalty is in the loss, as it is here.
+        return replace(_of_algorithm("grpo" if loss == "ppo" else loss, options), name=loss)
+    _check_names(loss, options, OPTIONS[loss])
     if loss == "cross_entropy":
         return Loss(loss, ("weights",), _cross_entropy)
     if loss == "dpo":
         return _dpo(_config(DpoConfig, options))
-    # The algorithm with PPO's ratio whose penalty is in the loss, as it is here.
-    algorithm = loss if loss in ("gspo", "cispo") else "grpo"
-    # Where there is no penalty unless it is asked for, no reference is needed.
-    config = _config(PpoConfig, {"kl_coef": 0.0, **options}, algorithm=algorithm)
-    return _policy(loss, config)
+    config = _config(PpoConfig, {"kl_coef": 0.0, **options}, algorithm="grpo")
+    return _policy(loss, config, partial(policy_loss, cliprange=math.inf))
+
+
+def _of_algorithm(name: str, options: Mapping[str, Any]) -> Loss:
+    """The policy's loss of an algorithm.
+
+    It has no penalty, for which it would need a reference, unless one is asked for.
+    """
+    own = find_algorithm(name).loss_options.values()
+    also = ("cliprange",) if "cliprange_low" in own else ()
+    _check_names(name, options, (*also, *own, *_CORRECTION, *_KL))
+    defaults = {"kl_coef": 0.0, "kl_in": "loss"}
+    config = _config(PpoConfig, {**defaults, **options}, algorithm=name)
+    return _policy(name, config, config.surrogate)
+
+
+def _check_names(loss: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise TypeError(f"loss {loss!r}: {unknown_option(f'--{name}', known)}")
 
 
 def _config(config_class: type[Any], options: Mapping[str, Any], **more: Any) -> Any:
@@ -139,21 +151,11 @@ def _cross_entropy(logprobs: Tensor, tables: Tables) -> Tensor:
     return -(tables["weights"] * torch.where(counted(tables), logprobs, 0)).sum()
 
 
-def _policy(name: str, config: PpoConfig) -> Loss:
+def _policy(name: str, config: PpoConfig, surrogate: Callable[..., Any]) -> Loss:
     reads = ["weights", "logprobs", "advantages"]
     correction = config.correction
     reads += ["old_logprobs"] * (correction is not None)
     reads += ["ref_logprobs"] * bool(config.kl_coef)
-    clips: dict[str, float] = {
-        "cliprange": config.cliprange_low,
-        "cliprange_high": config.cliprange_high,
-    }
-    if name == "importance_sampling":
-        clips = {"cliprange": math.inf}
-    if name in ("ppo", "gspo"):
-        clips["dual_clip"] = config.dual_clip
-    functions: dict[str, Callable[..., PolicyLoss]] = {"gspo": gspo_loss, "cispo": cispo_loss}
-    surrogate = partial(functions.get(name, policy_loss), **clips)
 
     def total(logprobs: Tensor, tables: Tables) -> Tensor:
         mask, weights = counted(tables), tables["weights"]
@@ -162,7 +164,7 @@ def _policy(name: str, config: PpoConfig) -> Loss:
         if correction is not None:
             drawn, old = old, tables["old_logprobs"]
             advantages = advantages * importance_weights(old, drawn, mask, **vars(correction))
-        loss = surrogate(logprobs, old, advantages, mask).total
+        loss: Tensor = surrogate(logprobs, old, advantages, mask).total
         if config.kl_coef:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, tables["ref_logprobs"])
             loss = loss + config.kl_coef * (weights * torch.where(mask, kl, 0)).sum()

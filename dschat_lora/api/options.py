@@ -16,6 +16,7 @@ from dschat_lora.config.held import held
 from dschat_lora.config.options import option_fields
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
+from dschat_lora.rl.options.engines import ENGINES
 from dschat_lora.rl.options.names import is_builtin
 from dschat_lora.runtime.stage_main import late
 
@@ -36,11 +37,15 @@ Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
-_FUNCTIONS = ("reward_function", "judge_function", "environment", "agent", "reward_gate")
+_FUNCTIONS = (
+    *("reward_function", "judge_function", "environment", "agent", "reward_gate", "algorithm"),
+    *("parts", "rollout_engine"),
+)
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
+    "algorithm": "str | Callable[..., Any] | Algorithm",
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",
@@ -48,6 +53,8 @@ _TYPES = {
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
+    "parts": "Any | Sequence[Any]",
+    "rollout_engine": f"Literal{[*ENGINES]} | str | object",
 }
 
 
@@ -199,11 +206,11 @@ def _way_to_rows(data: object) -> str:
 def _functions(value: Any, stack: ExitStack) -> Any:
     if isinstance(value, list | tuple):
         return [_functions(each, stack) for each in value]
-    if callable(value) or hasattr(value, "play"):
-        return stack.enter_context(held(value, function_name(value)))
     if isinstance(value, Mapping):  # environments by name
         return stack.enter_context(held(value, "environments"))
-    return value
+    if value is None or isinstance(value, str):
+        return value
+    return stack.enter_context(held(value, function_name(value)))
 
 
 def function_name(function: object) -> str:
@@ -228,30 +235,31 @@ def reward_options(
     if len(given) == 2 and all(hasattr(each, "save_pretrained") for each in given):
         given = [rewards]  # (model, tokenizer) is one reward model
     weights = None if weights is None else _numbers(weights)
-    if weights is not None and len(weights) not in (len(given), len(given) + (critic is not None)):
+    # A scorer gives several rewards, by its names.
+    counts = [len(getattr(each, "names", ())) or 1 for each in given]
+    count = sum(counts)
+    if weights is not None and len(weights) not in (count, count + (critic is not None)):
         raise ValueError(
-            f"--reward_weights has {len(weights)} weights for {len(given)} rewards; give one for "
-            "each"
+            f"--reward_weights has {len(weights)} weights for {count} rewards; give one for each"
         )
-    scales = dict(enumerate(weights or ()))
-    path, own_place = model_value(critic, "critic"), len(given)
-    functions, function_scales = list[str](), list[float]()
-    for place, each in enumerate(given):
+    left, path = [*(weights or ())], model_value(critic, "critic")
+    functions, scales, own = list[str](), list[float](), list[float]()
+    for each, own_count in zip(given, counts, strict=True):
+        scale, left = left[:own_count], left[own_count:]
         name = _reward_function(each, stack)
         if name is None:
             other = model_value(each, "rewards")
             if path in (None, other):
-                path, own_place = other, place
+                path, own = other, scale
                 continue
             name = stack.enter_context(held(ModelReward(str(other)), Path(str(other)).name))
         functions.append(name)
-        function_scales.append(scales.get(place, 1.0))
+        scales += scale
     found: dict[str, Any] = {"reward_function": functions or None}
     if path is not None:
         found["critic_model_name_or_path"] = path
     if weights is not None:
-        own = [scales.get(own_place, 1.0)] if path is not None else []
-        found["reward_weights"] = [*function_scales, *own]
+        found["reward_weights"] = [*scales, *((own or left or [1.0]) if path is not None else [])]
     return found
 
 

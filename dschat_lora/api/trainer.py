@@ -143,8 +143,9 @@ class Trainer:
         Args:
             sequences: dicts with ``tokens``, ``weights`` and what the loss reads, each as long.
                 Entry t belongs to token t; the first token never counts.
-            loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``cispo``, ``gspo``, ``dpo``,
-                or a function of (T,) log-probabilities and the sequence that returns (T,) losses.
+            loss: ``cross_entropy``, ``importance_sampling``, ``dpo``, that of an ``--algorithm``
+                such as ``ppo``, ``cispo``, ``gspo`` or ``sapo``, or a function of (T,)
+                log-probabilities and the sequence that returns (T,) losses.
             **options: of the loss, with the command line's names and defaults.
 
         An error in a function of the caller's drops all gradients since the last step.

@@ -61,7 +61,7 @@ from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_tokenizer, share_parameters
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.rl.draw.generator import whole_weights_fit
+from dschat_lora.rl.draw.own_engine import whole_weights_fit
 from dschat_lora.runtime.checks import check_adapter_files, check_task
 from dschat_lora.runtime.setup import (
     check_same_models,

@@ -1,10 +1,12 @@
 """Objects of a Python program that options name: rows of data, functions of the user's."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # An option's value that begins so is the name of an object, and of no file.
 PREFIX = "python:"
+_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _objects: dict[str, object] = {}
 
 
@@ -24,6 +26,11 @@ def held(value: object, name: str) -> Iterator[str]:
 def is_held(name: str) -> bool:
     """Whether an option's value is the name of an object."""
     return name.startswith(PREFIX)
+
+
+def is_in_module(name: str) -> bool:
+    """Whether an option's value is ``module:object``."""
+    return bool(_IN_MODULE.fullmatch(name))
 
 
 def held_object(name: str, option: str) -> object:

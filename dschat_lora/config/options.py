@@ -59,6 +59,7 @@ def option(
     hint: str = "",
     settled: str = "",
     when: When = "",
+    names: Sequence[str] = (),
 ) -> ValueT: ...
 
 
@@ -70,12 +71,14 @@ def option(
     hint: str = "",
     settled: str = "",
     when: When = "",
+    names: Sequence[str] = (),
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
     The help shows it in ``section``, or in that of its class. ``hint`` follows the message about
     a value that is not allowed. ``settled`` says in words what other things make of the
     default, which the help then shows in its place, unless a stage has a default of its own.
+    ``names`` are values that the help of a command lists, where others are allowed too.
 
     ``when`` is the condition under which the option has an effect; where it does not hold a run
     says so (:func:`dschat_lora.config.when.without_effect`). It is one term, or several with
@@ -86,8 +89,8 @@ def option(
     that no stage uses, ``ELSEWHERE`` of those that other stages use. The class variable ``when`` of
     a stage holds conditions by name, which take the place of these.
     """
-    metadata = {"help": help, "section": section, "hint": hint, "settled": settled, "when": when}
-    return dataclasses.field(default=default, metadata=metadata)
+    about = {"help": help, "section": section, "hint": hint, "settled": settled, "when": when}
+    return dataclasses.field(default=default, metadata={**about, "names": tuple(names)})
 
 
 def classic(default: ValueT, *, help: str, hint: str = "", when: When = "") -> ValueT:

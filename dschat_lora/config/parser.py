@@ -213,7 +213,9 @@ class Parser(argparse.ArgumentParser):
         # Longer lists of choices stand in the text, not beside each spelling of the option.
         if not choices or len(flags) * len(shared["metavar"]) > 40:
             shared["metavar"] = {int: "N", float: "X"}.get(kind, "NAME" if choices else "TEXT")
-            shared["help"] = option_help(field, choices)
+            names = field.metadata.get("names", ())
+            own = ("or module:object of your own",) if names else ()
+            shared["help"] = option_help(field, (*choices, *names, *own))
         if many:
             shared["nargs"] = "*"
         hint = field.metadata.get("hint", "")

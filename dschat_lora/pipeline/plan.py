@@ -31,10 +31,9 @@ from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops
 from dschat_lora.pipeline.stages import as_planned
-from dschat_lora.rl.learn.roles import Roles, build_roles
-from dschat_lora.rl.learn.update import count_deferred
+from dschat_lora.rl.learn.experience import count_deferred
+from dschat_lora.rl.learn.roles import Roles, build_roles, role_settings
 from dschat_lora.rl.loop.memory import memory_plan, trained_models
-from dschat_lora.rl.loop.setup import role_settings
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources, find_sources
 from dschat_lora.rl.response.batch import Minibatch

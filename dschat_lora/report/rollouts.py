@@ -2,15 +2,14 @@
 
 import gzip
 import json as json_text
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.files import named, parse_json, read_bytes
-from dschat_lora.config.staging import open_in_place
+from dschat_lora.config.files import parse_json, read_bytes
+from dschat_lora.report.appended_file import AppendedFile
 from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.terminal import log_once
 
@@ -20,65 +19,30 @@ MOST_UNPACKED = 2**30  # bytes of all responses, which are in memory at once
 _BLOCK = 2**16  # bytes that are unpacked at a time: to 64 MiB at most
 
 
-class RolloutLog:
-    """Appends an iteration's responses to ``rollouts.jsonl.gz``; the first rank alone.
+def open_rollouts(
+    directory: Path, log: RunLog, *, active: bool, source: Path | None
+) -> AppendedFile:
+    """The file of a run's responses, to be appended to by :func:`as_member`.
 
     Each iteration is a gzip member of JSON lines. It is written at once, and a file of whole
-    members is a gzip file: it can be read at any time, however the run ends. A failure of the disk
-    is ``log``'s, and ends the run as its own. Part of the run's checkpoints: what was written after
-    one is cut off when it is restored.
+    members is a gzip file: it can be read at any time, however the run ends. ``source`` is the
+    directory of an earlier run that a checkpoint is of.
     """
+    return AppendedFile(
+        directory / FILE,
+        log,
+        active=active,
+        source=None if source is None else source / FILE,
+        whole=lambda content: max((end for _, end in _members(content)), default=0),
+    )
 
-    def __init__(self, directory: Path, log: RunLog, *, active: bool, source: Path | None) -> None:
-        """Begin anew; ``source`` is the directory of an earlier run that a checkpoint is of."""
-        self._path, self._log, self._active = directory / FILE, log, active
-        self._source = self._path if source is None else source / FILE
-        self._size = 0
 
-    def write(self, rows: Sequence[Rollout]) -> None:
-        """Append the responses of an iteration."""
-        if not self._active or not rows or self._log.failure is not None:
-            return
-        lines = (json_text.dumps(jsonable(row), ensure_ascii=False) + "\n" for row in rows)
-        member = gzip.compress("".join(lines).encode(), mtime=0)
-        try:
-            with open_in_place(self._path, "r+b" if self._size else "wb", buffering=0) as file:
-                file.seek(self._size)
-                file.write(member)
-                file.truncate()
-        except OSError as error:
-            self._log.failure = named(error, self._path)
-            return
-        self._size += len(member)
-
-    def sync(self, _: int) -> None:
-        """Sync the file to disk, before a checkpoint of a step refers to it."""
-        if not self._active or not self._size or self._log.failure is not None:
-            return
-        try:
-            with self._path.open("rb") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            self._log.failure = named(error, self._path)
-
-    def state(self) -> dict[str, Any]:
-        return {"bytes": self._size}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        if not self._active:
-            return
-        wanted = int(state["bytes"])
-        content = b""
-        if self._source.is_file():
-            with self._source.open("rb") as file:
-                content = file.read(wanted)
-        if len(content) < wanted:
-            content = content[: max((end for _, end in _members(content)), default=0)]
-            self._log.say(f"  note         {FILE} had lost responses: those that are left stay")
-        self._size = len(content)
-        if content or self._path.is_file():
-            with open_in_place(self._path, "wb") as file:
-                file.write(content)
+def as_member(rows: Sequence[Rollout]) -> bytes:
+    """The responses of an iteration as a gzip member of JSON lines; empty for none."""
+    if not rows:
+        return b""
+    lines = (json_text.dumps(jsonable(row), ensure_ascii=False) + "\n" for row in rows)
+    return gzip.compress("".join(lines).encode(), mtime=0)
 
 
 def read_rollouts(directory: Path) -> list[dict[str, Any]]:

@@ -70,9 +70,8 @@ def what_was_trained(run: RunData) -> str:
     how = f"LoRA of rank {rank:.0f}" if rank > 0 else "All weights" if rank == 0 else "Weights"
     trained, total = (number(run.part("parameters").get(k)) for k in ("trainable", "total"))
     share = f" ({trained:,.0f} of {total:,.0f} parameters)" if total > 0 and trained >= 0 else ""
-    algorithm = (
-        f", by {config['algorithm'].upper()}" if isinstance(config.get("algorithm"), str) else ""
-    )
+    name = config.get("algorithm")
+    algorithm = f", by {name if ':' in name else name.upper()}" if isinstance(name, str) else ""
     words = f"{how} on {value_text(base or 'the bundled tiny model')}{share}{algorithm}"
     if samples := amount(audit.get("train_samples")):
         words += f"; {samples:,.0f} {audit.get('kind', 'samples')} to train on"

@@ -32,10 +32,10 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.resume import (
-    RUNS_CODE,
     check_identity,
     goes_on_in_place,
     options_to_keep,
+    options_with_code,
     run_of,
 )
 from dschat_lora.runtime.run import OpenRun
@@ -305,8 +305,7 @@ def how_to_go_on(run: "OpenRun[Resumable]") -> str:
     """The options, or arguments in Python, that go on with a run whose state is saved."""
     if run.caller.in_python:
         return f'go on with: output_dir={str(run.directory)!r}, resume="latest"'
-    flat = flatten(run.config)
-    code = command_line({name: flat[name] for name in RUNS_CODE if flat.get(name)})
+    code = command_line(options_with_code(flatten(run.config)))
     resumed = ("--output_dir", str(run.directory), "--resume_from_checkpoint", "latest")
     return f"go on with: {shlex.join([*resumed, *code])}"
 

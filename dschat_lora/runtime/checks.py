@@ -5,9 +5,11 @@ ValueError that names option, value and remedy; returns the config with somethin
 returns None.
 """
 
+import importlib
 import importlib.util
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -409,6 +411,34 @@ def check_function(option: str, name: str) -> None:
             f"--{option} {name}: there is no module {module} in the working directory or among "
             "the installed packages"
         )
+
+
+def imported(option: str, name: str, kind: str) -> Any:
+    """The object ``module:object`` of a user's; the module is imported, nothing is evaluated.
+
+    Raises:
+        ValueError: if there is none, naming the ``option`` and the ``kind`` of object.
+    """
+    module_name, _, attribute = name.partition(":")
+    with working_directory():
+        try:
+            module = importlib.import_module(module_name)
+        except (ImportError, SyntaxError) as error:
+            raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"--{option} {name}: {module_name} has no {kind} {attribute}")
+    return getattr(module, attribute)
+
+
+def check_command(option: str, command: str, remedy: str = "") -> None:
+    """Refuse a command whose program is not there."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"--{option} {command!r}: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        found = words[0] if words else "nothing"
+        raise ValueError(f"--{option} begins with {found}, which is no program on the PATH{remedy}")
 
 
 @contextmanager

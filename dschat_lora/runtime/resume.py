@@ -23,6 +23,7 @@ from dschat_lora.checkpoint.manifest import (
     verify,
 )
 from dschat_lora.config.groups import ParallelConfig
+from dschat_lora.config.held import is_held, is_in_module
 from dschat_lora.config.options import (
     build_config,
     command_line,
@@ -84,8 +85,9 @@ _OF_THE_PROCESS = (
 # somebody else's, decides neither.
 RUNS_CODE = (
     *("trust_remote_code", "reward_function", "reward_gate", "judge_function"),
-    *("environment", "agent", "agent_command", "vllm_command"),
+    *("environment", "agent", "agent_command", "vllm_command", "parts"),
 )
+_MAY_RUN_CODE = ("rollout_engine", "algorithm")  # where they name no part of the package
 _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
 # Of these, one that is typed does away with the others.
 _RIVALS = (
@@ -361,6 +363,13 @@ def _check_groups(config: "Resumable", path: Path, now: Mapping[str, Any]) -> No
         ) from error
 
 
+def options_with_code(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that run code of the user's choice."""
+    code = {name: options[name] for name in RUNS_CODE if options.get(name)}
+    found = {name: str(options.get(name)) for name in _MAY_RUN_CODE}
+    return code | {n: value for n, value in found.items() if is_in_module(value) or is_held(value)}
+
+
 def _inherited(
     config_class: type[ConfigT], state: Mapping[str, Any], now: Mapping[str, Any], path: Path
 ) -> dict[str, Any]:
@@ -370,7 +379,7 @@ def _inherited(
         ValueError: if one runs code, which has to be typed again.
     """
     then: dict[str, Any] = state["options"]
-    again = [name for name in RUNS_CODE if then.get(name) and name not in now]
+    again = [name for name in options_with_code(then) if name not in now]
     if again:
         raise ValueError(
             f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "

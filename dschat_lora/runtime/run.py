@@ -35,7 +35,7 @@ from dschat_lora.report.terminal import error_message
 from dschat_lora.report.trackers import Tracker, make_trackers
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import RUNS_CODE, goes_on_in_place
+from dschat_lora.runtime.resume import goes_on_in_place, options_with_code
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
 from dschat_lora.runtime.streaming import with_large_hub_data_streamed
 
@@ -288,8 +288,7 @@ def _recovery_message(run: "OpenRun[DataclassInstance]", words: str | None) -> s
     if not saved:
         return "no checkpoint was saved"
     options = {"output_dir": run.directory, "resume_from_checkpoint": "latest"}
-    options |= {name: value for name, value in flatten(run.config).items() if name in RUNS_CODE}
-    typed = command_line({name: value for name, value in options.items() if value})
+    typed = command_line(options | options_with_code(flatten(run.config)))
     return f"last checkpoint {saved[0].name}; resume with {shlex.join(typed)}"
 
 

@@ -17,7 +17,6 @@ from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.stream_loader import StreamedRows
 from dschat_lora.engine.adamw import Update
 from dschat_lora.engine.build import EngineSettings, resolve_dtype
 from dschat_lora.engine.distributed import (
@@ -139,11 +138,12 @@ def read_training_data(
     return prepared
 
 
-def record_stream(run: OpenRun[StageConfig], rows: StreamedRows, *, step: int) -> None:
-    """Record what was read, and say where the data ended before the run."""
-    state = rows.state()
+def record_stream(
+    run: OpenRun[StageConfig], state: Mapping[str, Any], *, has_ended: bool, step: int
+) -> None:
+    """Record what was read, by a stream's state, and say where the data ended before the run."""
     run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
-    if rows.has_ended and step < run.config.optim.max_steps:
+    if has_ended and step < run.config.optim.max_steps:
         run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")
 
 

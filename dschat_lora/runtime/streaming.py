@@ -1,6 +1,7 @@
 """Rows that are read while training: when, and by one process for all."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from dschat_lora.config.data import DataConfig
@@ -72,21 +73,24 @@ class SharedStream:
         ``closing`` ends the reading.
         """
         self._own: Stream | None = None
-        if rank() == 0:
-            self._own = Stream(
-                data,
-                tokenizer,
-                phase=phase,
-                seed=seed,
-                eos_id=int(tokenizer.eos_token_id),
-                kind=kind,
-                left_out=head.left_out,
-            )
-            closing.callback(self._own.close)
+        self._closing = closing
+        self._open = partial(
+            Stream,
+            data,
+            tokenizer,
+            phase=phase,
+            seed=seed,
+            eos_id=int(tokenizer.eos_token_id),
+            kind=kind,
+            left_out=head.left_out,
+        )
 
     def begin(self, start: dict[str, Any] | None) -> None:
         """Read ahead from the block that begins there, or from the first."""
-        if self._own is not None:
+        if rank() == 0:
+            if self._own is None:
+                self._own = self._open()
+                self._closing.callback(self._own.close)
             self._own.begin(start)
 
     def next(self) -> bytes:

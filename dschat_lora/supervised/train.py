@@ -141,7 +141,7 @@ def train(
             ends_early=partial(ends_early, run, evaluator.results),
         )
     if isinstance(loader, StreamLoader):
-        record_stream(run, loader, step=progress.step)
+        record_stream(run, loader.state(), has_ended=loader.has_ended, step=progress.step)
     if schedule.num_steps and answers is not None:
         answers.show("after")
     # Without a step there is nothing to save, unless base and adapter are to become one model.

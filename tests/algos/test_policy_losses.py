@@ -8,7 +8,6 @@ import torch
 from dschat_lora.algos.advantages import (
     discounted_returns,
     dr_grpo_advantages,
-    equal_groups,
     soft_overlong_punishment,
 )
 from dschat_lora.algos.kl import KL_ESTIMATORS
@@ -193,13 +192,6 @@ def test_returns_are_the_discounted_sums_of_what_follows():
         for t in range(WIDTH):
             own = [0.9 ** (k - t) * rewards[n, k].item() for k in range(t, length)]
             assert found[n, t].item() == pytest.approx(sum(own), abs=1e-10)
-
-
-def test_a_group_is_equal_where_no_two_responses_that_count_differ():
-    rewards = [1.0, 1.0, 0.0, 1.0, NAN, NAN, NAN, 2.0, 3.0, 3.0, NAN, 4.0]
-    groups = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6]
-    assert equal_groups(rewards, groups) == [0, 2, 3, 4, 5, 6]
-    assert equal_groups([0.0, NAN, 1.0], [4, 4, 4]) == []
 
 
 def test_overlong_punishment_falls_over_the_last_tokens_alone():

@@ -2,6 +2,8 @@
 
 import json
 
+import torch
+
 SUMS = [(a, b) for a in range(6) for b in range(6)]
 ROWS = [{"prompt": f"What is {a} plus {b}?", "completion": f" {a + b}."} for a, b in SUMS]
 PAIRS = [
@@ -24,6 +26,12 @@ def brevity(responses):
     return [-float(len(each)) for each in responses]
 
 
+def rightness(responses, rows, ended):
+    """Whether the answer of the data is in a response that ended."""
+    pairs = zip(responses, rows, ended, strict=True)
+    return [float(row["completion"] in each) if end else None for each, row, end in pairs]
+
+
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -39,3 +47,13 @@ def numbers(run):
         {k: v for k, v in line.items() if not any(word in k for word in TIMED)}
         for line in run.metrics
     ]
+
+
+def compared(outcome):
+    """GRPO's advantages as an algorithm of one's own, slowly."""
+    found = torch.zeros(len(outcome.total), dtype=torch.float64)
+    for group in outcome.groups.unique():
+        own = outcome.groups == group
+        rewards = outcome.total[own].double()
+        found[own] = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    return found.nan_to_num(0.0).float()

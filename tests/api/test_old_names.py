@@ -10,6 +10,7 @@ from dschat_lora.config.old_names import OLD_NAMES
 
 # What users could import, by the module that had it.
 FORMER = {
+    "generation.transformers_engine": "DrawnResponses",
     "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
@@ -20,7 +21,7 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError Server AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.algorithms": (
-        "AlgorithmName KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
+        "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
         "ALGORITHMS RolloutCorrection PpoConfig PretrainingConfig"
     ),
     "rl.batch": (
@@ -37,6 +38,8 @@ FORMER = {
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
     "rl.coroutines": "start in_thread run_together run_without_loop",
+    "rl.draw.order": "PromptOrder",
+    "rl.draw.prompt_stream": "Pool PromptStream",
     "rl.dynamic_sampling": "Resampled resample",
     "rl.ema": "MovingAverage",
     "rl.engines": "Retry Engines build_engines policies_of resolve_architecture",
@@ -44,8 +47,8 @@ FORMER = {
     "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer ADAPTERS find_adapter",
     "rl.evaluation": "RlhfEvaluator",
     "rl.experience": (
-        "Experience padded AdvantagesAndReturns Scores score_responses ScoreError check_scores "
-        "scores_alone add_old_outputs advantages_and_returns"
+        "Experience padded AdvantagesAndReturns Scores ScoreError add_old_outputs "
+        "advantages_and_returns"
     ),
     "rl.external_rewards": (
         "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
@@ -76,7 +79,7 @@ FORMER = {
         "find_object check_takes_responses OWN TRL SINGULAR VERL OPENRLHF named_parameters "
         "takes_all takes_responses is_singular one_at_a_time required_columns calls_of "
         "messages_after_prompt prompt_messages as_messages prompt_of RewardError RewardFunction "
-        "shortened RewardFunctions load_functions load_function INITIAL_SCORES shaped_rewards "
+        "shortened RewardFunctions load_function INITIAL_SCORES shaped_rewards "
         "rescale_values clipped_rewards punish_overlong"
     ),
     "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
@@ -85,7 +88,7 @@ FORMER = {
         "GATHER_SHARE whole_weights_fit free_bytes BrokenWeightsError PromptOrder "
         "responses_as_json response_from_json Generator stop_ids end_of_text"
     ),
-    "rl.rollout_engines": "RolloutError raise_on_every_rank Drawn ServerEngine",
+    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.rollout_servers": (
         "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
         "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
@@ -100,9 +103,7 @@ FORMER = {
     "rl.teacher": "TeacherPrompts answer_of",
     "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter counts_over_ranks throughput_metrics",
     "rl.train": "NOTE run_rlhf train show_plan finish",
-    "rl.trainer": (
-        "RlhfTrainer make_generator RlhfSchedule StreamedSchedule RlhfProgress make_rlhf_schedule"
-    ),
+    "rl.trainer": ("RlhfTrainer make_generator RlhfSchedule RlhfProgress make_rlhf_schedule"),
     "rl.update": "StepResult count_deferred Updater",
     "rl.validation": (
         "BUNDLED_LENGTHS BUNDLED_REWARD DEFAULT_RESPONSES check_rlhf with_environment_prompts "
@@ -144,15 +145,15 @@ def test_a_former_name_imports_nothing_until_it_is_used():
 
 
 def test_all_names_come_by_a_star_and_what_is_set_is_set_where_it_is_used(monkeypatch):
-    from dschat_lora.rl.score import reward_functions
+    from dschat_lora.rl.score import user_functions
 
     found = {}
     # Other tests have asked for its names.
     monkeypatch.delitem(sys.modules, "dschat_lora.rl.rewards", raising=False)
     exec("from dschat_lora.rl.rewards import *", found)
-    assert found["shortened"] is reward_functions.shortened
-    assert "load_functions" in dir(importlib.import_module("dschat_lora.rl.rewards"))
+    assert found["shortened"] is user_functions.shortened
+    assert "load_function" in dir(importlib.import_module("dschat_lora.rl.rewards"))
     with monkeypatch.context() as patches:
         patches.setattr("dschat_lora.rl.rewards.shortened", len)
-        assert reward_functions.shortened is len
-    assert reward_functions.shortened is found["shortened"]
+        assert user_functions.shortened is len
+    assert user_functions.shortened is found["shortened"]

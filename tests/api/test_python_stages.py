@@ -19,7 +19,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
-from api.programs import PAIRS, ROLLOUTS, ROWS, SHORT, brevity, numbers, write_rows
+from api.own_scorer import Style
+from api.programs import (
+    PAIRS,
+    ROLLOUTS,
+    ROWS,
+    SHORT,
+    brevity,
+    compared,
+    numbers,
+    rightness,
+    write_rows,
+)
 from dschat_lora.api import command_lines
 from dschat_lora.api.command_lines import run_stage
 from dschat_lora.assets import BUNDLED_MODEL
@@ -102,6 +113,61 @@ def test_a_player_that_is_handed_over_has_the_numbers_of_the_command_bit_for_bit
     }
     assert_same(run, by_command("rlhf", tmp_path, **options, **ROLLOUTS))
     assert all("reward/BetterOfTwo" in line for line in run.metrics if line["kind"] == "train")
+
+
+def test_a_scorer_of_ones_own_gives_several_rewards_as_functions_do(sft, tmp_path, monkeypatch):
+    """By the command and in Python, each with a weight of its own."""
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    weights = [0.5, 2.0]
+    functions = dl.rlhf(
+        sft, data=ROWS, rewards=[brevity, rightness], reward_weights=weights, **ROLLOUTS
+    )
+    assert_same(
+        dl.rlhf(sft, data=ROWS, rewards=[Style()], reward_weights=weights, **ROLLOUTS), functions
+    )
+    options = {
+        "actor_model_name_or_path": sft.path,
+        "reward_function": ["api.own_scorer:Style"],
+        "reward_weights": weights,
+        "data_path": path,
+    }
+    assert_same(by_command("rlhf", tmp_path, **options, **ROLLOUTS), functions)
+    assert {"reward/brevity", "reward/rightness"} <= functions.metrics[-1].keys() | (
+        functions.metrics[-2].keys()
+    )
+
+
+def test_an_algorithm_of_ones_own_is_a_function_or_a_name_and_learns_as_the_one_it_repeats(
+    sft, tmp_path, monkeypatch
+):
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    expected = dl.rlhf(sft, data=ROWS, rewards=brevity, **ROLLOUTS)
+    run = dl.rlhf(sft, data=ROWS, rewards=brevity, **{**ROLLOUTS, "algorithm": compared})
+    options = {
+        "actor_model_name_or_path": sft.path,
+        "reward_function": ["api.programs:brevity"],
+        "data_path": path,
+        **ROLLOUTS,
+        "algorithm": "api.programs:compared",
+    }
+    assert_same(run, by_command("rlhf", tmp_path, **options))
+    assert json.loads((run.path / "run.json").read_text())["config"]["algorithm"] == (
+        "python:compared"
+    )
+    losses, others = ([x["loss"] for x in numbers(r) if "loss" in x] for r in (run, expected))
+    assert losses == pytest.approx(others, abs=1e-6)
+    assert max(map(abs, losses)) > 1e-3
+    own = dl.Algorithm(
+        lambda outcome: outcome.rewards["brevity"] * outcome.weights["brevity"] - outcome.kl,
+        needs={"old_logprobs"},
+        learns_from=lambda total, rewards: max(rewards["brevity"]) > 99,
+        cliprange_high=0.5,
+    )
+    found = dl.rlhf(sft, data=ROWS, rewards=brevity, **{**ROLLOUTS, "algorithm": own})
+    assert json.loads((found.path / "run.json").read_text())["config"]["cliprange_high"] == 0.5
+    assert {line["equal_prompts"] for line in found.metrics if "equal_prompts" in line} == {2}
 
 
 def test_rows_of_every_kind_give_the_same_run(sft, tmp_path):
@@ -355,7 +421,11 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=[1, 2, 3]), ValueError, "3 weights"),
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=2), ValueError, "a list of numbers"),
         (lambda: dl.rlhf(rewards=lambda text: 1.0), ValueError, "--reward_function python:lambda"),
-        (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm: must be one of ppo"),
+        (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm must be one of ppo"),
+        (lambda: dl.rlhf(algorithm=4), ValueError, "--algorithm must be one of ppo"),
+        (lambda: dl.rlhf(algorithm="json:nosuch"), ValueError, "--algorithm json:nosuch does not"),
+        (lambda: dl.rlhf(algorithm="nosuch:x"), ValueError, "--algorithm nosuch:x cannot be imp"),
+        (lambda: dl.Algorithm(brevity, needs={"luck"}), ValueError, "needs of an algorithm are"),
         (lambda: dl.plan("sfft"), ValueError, "stage must be one of sft, reward"),
         (lambda: dl.generate(None, ["a"], max_tokens=3), TypeError, "unknown option --max_tokens"),
         (lambda: dl.generate("a", ["b"], model_name_or_path="c"), TypeError, "of its own, too"),

@@ -9,6 +9,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import dschat_lora as dl
+from dschat_lora.algos.ppo import cispo_loss
 from dschat_lora.api.trainer import Trainer
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.trainer_runs import PROMPTS, options, random_sequences
@@ -90,12 +92,22 @@ def cispo(logprob, s, t, ratio):
     return -s["advantages"][t] * clip(ratio, 0.0, 5.0).detach() * logprob
 
 
+def sapo(logprob, s, t, ratio):
+    a = s["advantages"][t]
+    tau = 2.0 if a > 0 else 1.05
+    return -a * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+
+
 def ppo_capped(logprob, s, t, ratio):
     old = s["old_logprobs"][t]
     weight = min(math.exp(old - s["logprobs"][t]), 1.5)
     a = s["advantages"][t]
     own = torch.exp(logprob - old)
     return -weight * torch.minimum(own * a, clip(own, 0.8, 1.2) * a)
+
+
+def own_loss(logprobs, old, advantages, mask):
+    return cispo_loss(logprobs, old, advantages, mask, cliprange=1.0, cliprange_high=4.0)
 
 
 LOSSES = {
@@ -110,6 +122,9 @@ LOSSES = {
     "ppo with k3": ("ppo", {"kl_coef": 0.2}, ppo_with_kl),
     "ppo, importance capped": ("ppo", {"importance_cap": 1.5}, ppo_capped),
     "cispo": ("cispo", {}, cispo),
+    "sapo": ("sapo", {"sapo_temperature_pos": 2.0}, sapo),
+    "an algorithm's": ("dr_grpo", {}, ppo),
+    "an algorithm of one's own": (dl.Algorithm(len, loss=own_loss, loss_options={}), {}, cispo),
 }
 
 

@@ -20,7 +20,7 @@ from dschat_lora.config.verbs import PushConfig
 from dschat_lora.report.html import write_report
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
-from dschat_lora.report.rollouts import RolloutLog
+from dschat_lora.report.rollouts import as_member, open_rollouts
 from dschat_lora.runtime.directory import RunDirectory, check_links
 from dschat_lora.runtime.sharing import push_directory
 from dschat_lora.serving.config import ServeConfig
@@ -39,7 +39,7 @@ VOTE = {
 
 def rollouts(out):
     with RunLog(None, active=False) as log:
-        RolloutLog(out, log, active=True, source=None).write([{"prompt": "a"}])
+        open_rollouts(out, log, active=True, source=None).append(as_member([{"prompt": "a"}]))
         if log.failure is not None:
             raise log.failure
 

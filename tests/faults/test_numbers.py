@@ -9,11 +9,10 @@ import math
 import shutil
 import sys
 from collections import namedtuple
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed
@@ -29,11 +28,12 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.engine.process_group import shutdown
 from dschat_lora.generation.search import BeamSearch, TextRules
-from dschat_lora.rl.learn.experience import check_scores
 from dschat_lora.rl.play.environment import Environment
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.reward_functions import RewardFunction
+from dschat_lora.rl.score.scores import RewardSum, ScoreError, Scores
+from dschat_lora.rl.score.user_functions import TrainerState
 from helpers.glue_toys import save_encoder, write_task
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
 from helpers.roles import Words
@@ -590,26 +590,36 @@ def test_sum_of_rewards_that_overflows_within_an_iteration_is_named(run):
     assert "error: the weighted sum of rewards gives inf for" in ended.err
 
 
+@dataclass(frozen=True)
+class Given:
+    """Scores that are given by name."""
+
+    scores: dict
+
+    def __call__(self, responses, state):
+        by_name = {name: torch.tensor(values) for name, values in self.scores.items()}
+        return Scores(torch.zeros(len(responses)), by_name)
+
+
 @pytest.mark.parametrize(
-    ("total", "rewards", "words"),
+    ("rewards", "words"),
     [
-        ([1.0, NAN, 2.0], {}, "the reward model gives nan for"),
-        ([NAN, 1.0, 2.0], {"mine": [NAN, 1.0, 2.0]}, None),
-        ([NAN, 1.0, 2.0], {"mine": [NAN, 0.0, 1.0], "reward_model": [1.0] * 3}, None),
-        ([NAN] * 3, {"mine": [NAN] * 3, "reward_model": [0.0, INF, 0.0]}, "the reward model gives"),
-        ([0.0, -INF, 0.0], {"mine": [3e38] * 3}, "the weighted sum of rewards gives -inf for"),
+        ({"reward_model": [1.0, NAN, 2.0]}, "the reward model gives nan for"),
+        ({"mine": [NAN, 1.0, 2.0]}, None),
+        ({"mine": [NAN, 0.0, 1.0], "reward_model": [1.0] * 3}, None),
+        ({"mine": [NAN] * 3, "reward_model": [0.0, INF, 0.0]}, "the reward model gives inf for"),
+        ({"mine": [0.0, -3e38, 0.0]}, "the weighted sum of rewards gives -inf for"),
     ],
 )
-def test_score_is_no_number_by_the_model_and_left_out_by_a_function(total, rewards, words):
-    tensors = {name: torch.tensor(values) for name, values in rewards.items()}
-    experience = SimpleNamespace(scores=torch.tensor(total), rewards=tensors, responses=RESPONSES)
+def test_score_is_no_number_by_the_model_and_left_out_by_a_function(rewards, words):
+    scorer = RewardSum((Given(rewards),), dict.fromkeys(rewards, 2.0), (), Words().decode)
     if words is None:
-        check_scores(experience, Words().decode)
+        scorer(RESPONSES, TrainerState())
         return
-    undrawn = SimpleNamespace(**{**vars(experience), "responses": [UNDRAWN] * 3})
-    check_scores(undrawn, Words().decode)  # left out, whatever its score is
-    with pytest.raises(UserFunctionError) as caught:
-        check_scores(experience, Words().decode)
+    # Left out, whatever its score is.
+    assert scorer([UNDRAWN] * 3, TrainerState()).total.isnan().all()
+    with pytest.raises(ScoreError) as caught:
+        scorer(RESPONSES, TrainerState())
     assert str(caught.value.__cause__).startswith(words)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import rank
-from dschat_lora.rl.loop import setup
+from dschat_lora.rl.loop import memory
 from dschat_lora.runtime.stage_main import exits
 from helpers.rlhf_course import train_rlhf
 from helpers.runs import release
@@ -71,7 +71,7 @@ def train_full(argv, *, failing=(), on_rank=0, keeps=True):
             plain = getattr(TrainEngine, name)
             stack.enter_context(mock.patch.object(TrainEngine, name, around(plain)))
         if keeps:
-            stack.enter_context(mock.patch.object(setup, "keeping_cache", keeping))
+            stack.enter_context(mock.patch.object(memory, "keeping_cache", keeping))
         said = stack.enter_context(redirect_stderr(StringIO()))
         try:
             return {**exits(train_rlhf)(argv), "passes": passes.counts}

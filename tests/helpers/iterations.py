@@ -16,14 +16,21 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.rl.learn.ema import MovingAverage
-from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.learn.experience import advantages_and_returns, score_responses
+from dschat_lora.rl.learn.engines import Engines, RewardModelScorer
+from dschat_lora.rl.learn.experience import (
+    Steps,
+    advantages_and_returns,
+    count_deferred,
+    make_experience,
+)
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.learn.update import Updater, count_deferred
+from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, make_minibatches
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.reward_functions import RewardFunction
+from dschat_lora.rl.score.scores import Scores
+from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.setup import shard_model
 from helpers.plain_ppo import LONGEST
 from helpers.roles import Words, config_of, networks_of, roles_of
@@ -176,7 +183,7 @@ def iterate(
         loader = text_loader(
             texts, micro=micro, accumulation=accumulation, rank=rank(), world_size=world_size()
         )
-        pretraining = Pretraining(loader, coefficient=ptx)
+        pretraining = Pretraining(loader.steps, None, coefficient=ptx)
     reports = [
         _iteration(
             engines,
@@ -253,14 +260,16 @@ def _iteration(
     batches = [make(rows) for step in first for rows in step.micro_batches]
     deferred = count_deferred(ppo, steps) if defers else 0
     bonus = torch.tensor([math.nan if b is None else b for b in bonus])
-    experience = score_responses(
-        engines, responses, batches, scorer=Bonus(bonus), deferred=deferred
-    )
+    if engines.reward is not None:
+        model = RewardModelScorer(engines, lambda _: batches)
+        bonus = bonus + model(responses, TrainerState()).total
+    experience = make_experience(engines, responses, batches, Scores(bonus), deferred=deferred)
     scores = experience.scores
     updater = Updater(
         engines,
         ppo,
         experience,
+        Steps(steps, make, batches, deferred),
         estimate_advantages=partial(
             advantages_and_returns,
             rewards=torch.where(scores.isnan(), 0, scores),
@@ -268,12 +277,12 @@ def _iteration(
             kl_coef=ppo.kl_coef,
         ),
         kl_coef=ppo.kl_coef,
+        entropy_coef=ppo.entropy_coef,
         pretraining=pretraining,
         max_length=LONGEST,
-        deferred=deferred > 0,
     )
     results = []
-    for result in updater.steps(steps, make, factor_of, first_batches=batches):
+    for result in updater.steps(factor_of):
         results.append(asdict(result))
         if average is not None:
             average.update()
@@ -292,19 +301,6 @@ def _iteration(
     }
 
 
-class Bonus:
-    """Stands for reward functions: given numbers are added to the reward model's scores."""
-
-    def __init__(self, bonus):
-        self.bonus, self.logs, self.environment = bonus, False, None
-
-    def __call__(self, responses, device, state=None):
-        return {"bonus": self.bonus}
-
-    def total(self, rewards, model):
-        return rewards["bonus"] if model is None else model + rewards["bonus"]
-
-
 def score_by_length(count):
     """Scores of a function that counts words, and the responses this rank asked it about."""
     asked = []
@@ -318,5 +314,5 @@ def score_by_length(count):
 
     responses = [Response((5,), (4,) * (n + 1), True, n) for n in range(count)]
     function = RewardFunction("reward_function", "mine:score", score, Words())
-    scores = function(responses, torch.device("cpu")).tolist()
+    scores = function(responses)[:, 0].tolist()
     return {"scores": scores, "own": asked, "logged": function.log.take(responses)}

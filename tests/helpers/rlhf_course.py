@@ -18,6 +18,7 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.generation import sampling
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.rl.draw.own_engine import OwnEngine
 from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.loop import setup, trainer
@@ -215,7 +216,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
 
         return call
 
-    too_large = mock.patch.object(Generator, "_fits", return_value=False)
+    too_large = mock.patch.object(OwnEngine, "_fits", return_value=False)
     config = check_rlhf(parse_config(RlhfConfig, [str(each) for each in argv]))
     with (
         # The process group is the tests'.
@@ -234,7 +235,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
 
 
 def _course(ready, engines):
-    roles = ready.roles
+    roles = ready.models.roles
     frozen = {
         f"{role}.{name}": p
         for role, adapted in roles.models.items()
@@ -292,7 +293,7 @@ def rlhf_refusal(argv, *, spoil):
     train, started = course.train, []
 
     def spoilt(ready, engines):
-        for name, parameter in ready.roles.rollout.named_parameters():
+        for name, parameter in ready.models.roles.rollout.named_parameters():
             if name.endswith(spoil):
                 getattr(parameter, "ds_tensor", parameter).data.view(-1)[0] = torch.nan
         started.append(engines)

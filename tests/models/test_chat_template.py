@@ -61,8 +61,12 @@ def test_end_tokens_are_added_to_those_that_a_model_stops_at(known, ids, expecte
 
 def test_rollouts_stop_at_every_end_token(template):
     tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig(chat_template=template))
-    with mock.patch("dschat_lora.rl.loop.build.Generator") as generator:
+    with (
+        mock.patch("dschat_lora.rl.loop.build.Generator") as generator,
+        mock.patch("dschat_lora.rl.loop.build.make_engine") as make_engine,
+    ):
         setup = mock.MagicMock(tokenizer=tokenizer)
-        setup.roles.actor.model.generation_config.eos_token_id = None
+        setup.models.roles.actor.model.generation_config.eos_token_id = None
         make_generator(setup, mock.MagicMock())
-    assert generator.call_args.kwargs["eos_ids"] == [EOS, UNK]
+    assert generator.call_args.kwargs["eos_ids"] == {EOS, UNK}
+    assert make_engine.call_args.args[0].ends == {EOS, UNK}

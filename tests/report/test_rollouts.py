@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dschat_lora.__main__ import main
-from dschat_lora.report.rollouts import FILE, RolloutLog, read_rollouts
+from dschat_lora.report.rollouts import FILE, as_member, open_rollouts, read_rollouts
 
 
 class Log:
@@ -35,9 +35,9 @@ def row(iteration, prompt="p", response="r", reward=0.0, **more):
 
 
 def kept(directory, *iterations, source=None, log=None, active=True):
-    found = RolloutLog(directory, log or Log(), active=active, source=source)
+    found = open_rollouts(directory, log or Log(), active=active, source=source)
     for iteration in iterations:
-        found.write([row(iteration, response=f"{iteration}-{n}") for n in range(2)])
+        found.append(as_member([row(iteration, response=f"{iteration}-{n}") for n in range(2)]))
     return found
 
 
@@ -48,7 +48,7 @@ def responses(directory):
 def test_every_iteration_is_a_member_and_the_whole_a_gzip_file_at_any_time(tmp_path):
     log = kept(tmp_path)
     for iteration in range(3):
-        log.write([row(iteration, prompt="Grüße\n")])
+        log.append(as_member([row(iteration, prompt="Grüße\n")]))
         with gzip.open(tmp_path / FILE, "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         assert rows == [row(n, prompt="Grüße\n") for n in range(iteration + 1)]
@@ -66,11 +66,11 @@ def test_a_resumed_run_has_the_file_of_one_that_was_never_stopped(tmp_path):
     kept(tmp_path / "whole", 1, 2, 3, 4)
     state = kept(tmp_path, 1, 2).state()
     kept(tmp_path, 1, 2, 7, 8)
-    resumed = RolloutLog(tmp_path, Log(), active=True, source=None)
+    resumed = open_rollouts(tmp_path, Log(), active=True, source=None)
     resumed.restore(state)
     assert responses(tmp_path) == ["1-0", "1-1", "2-0", "2-1"]
     for iteration in (3, 4):
-        resumed.write([row(iteration, response=f"{iteration}-{n}") for n in range(2)])
+        resumed.append(as_member([row(iteration, response=f"{iteration}-{n}") for n in range(2)]))
     assert (tmp_path / FILE).read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
 
 
@@ -79,9 +79,9 @@ def test_a_run_that_goes_on_elsewhere_takes_the_earlier_responses_along(tmp_path
     old.mkdir(), new.mkdir()
     state = kept(old, 1, 2).state()
     kept(old, 1, 2, 3)
-    log = RolloutLog(new, Log(), active=True, source=old)
+    log = open_rollouts(new, Log(), active=True, source=old)
     log.restore(state)
-    log.write([row(5, response="5-0")])
+    log.append(as_member([row(5, response="5-0")]))
     assert responses(new) == ["1-0", "1-1", "2-0", "2-1", "5-0"]
     assert responses(old)[-1] == "3-1"
 
@@ -91,17 +91,17 @@ def test_what_a_crash_cut_off_is_left_out_and_no_later_member_is_lost(tmp_path):
     content = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(content[:-5])
     assert responses(tmp_path) == ["1-0", "1-1"]
-    log = RolloutLog(tmp_path, notes := Log(), active=True, source=None)
+    log = open_rollouts(tmp_path, notes := Log(), active=True, source=None)
     log.restore(state)
-    log.write([row(3, response="3-0")])
+    log.append(as_member([row(3, response="3-0")]))
     assert responses(tmp_path) == ["1-0", "1-1", "3-0"]
-    assert "had lost responses" in notes.said[0]
+    assert "had lost its end" in notes.said[0]
 
 
 def test_only_the_first_rank_writes_and_numbers_that_are_not_finite_are_text(tmp_path):
     kept(tmp_path, 1, active=False).restore({"bytes": 7})
     assert not (tmp_path / FILE).exists()
-    kept(tmp_path).write([row(1, kl=float("nan"))])
+    kept(tmp_path).append(as_member([row(1, kl=float("nan"))]))
     assert read_rollouts(tmp_path)[0]["kl"] == "nan"
 
 
@@ -120,13 +120,12 @@ def run(tmp_path):
     """A run of three iterations on three prompts."""
     log = kept(tmp_path)
     for iteration, shift in ((1, 0.0), (2, 1.0), (3, 2.0)):
-        log.write(
-            [
-                row(iteration, "sums: 1 + 1?", f"two {iteration}", reward=shift),
-                row(iteration, "sums: 2 + 2?", f"four {iteration}", reward=5 - shift / 4),
-                row(iteration, "name?", f"Tom {iteration}", reward=None),
-            ]
-        )
+        rows = [
+            row(iteration, "sums: 1 + 1?", f"two {iteration}", reward=shift),
+            row(iteration, "sums: 2 + 2?", f"four {iteration}", reward=5 - shift / 4),
+            row(iteration, "name?", f"Tom {iteration}", reward=None),
+        ]
+        log.append(as_member(rows))
     return tmp_path
 
 
@@ -189,12 +188,14 @@ def test_best_and_worst_are_shown_where_nothing_is_asked_for(looked, run):
 def test_episodes_of_agents_are_shown_with_all_sequences_and_why_they_failed(looked, tmp_path):
     log = kept(tmp_path)
     beside = [{"prompt": "helper?", "response": "it helps"}]
-    log.write([row(1, "asked", "done", earlier_sequences=beside)])
-    log.write([row(2, "lost", "", None, ended=False, failure="timed out after 3 seconds")])
+    log.append(as_member([row(1, "asked", "done", earlier_sequences=beside)]))
+    log.append(
+        as_member([row(2, "lost", "", None, ended=False, failure="timed out after 3 seconds")])
+    )
     said = looked(tmp_path, "--best", 1, "--failed", 2)
     assert "    'helper?'\n    -> 'it helps'\n    'asked'\n    -> 'done'\nfailed:\n" in said
     assert "iteration 2  reward -  advantage 0.5  kl 0.25  3 tokens, timed out after" in said
-    log.write([row(3, earlier_sequences=["text"])])
+    log.append(as_member([row(3, earlier_sequences=["text"])]))
     assert "holds no responses of a run" in looked(tmp_path, "--best", 1, code=2)
 
 

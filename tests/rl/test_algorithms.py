@@ -11,7 +11,7 @@ from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.rl.learn.engines import Retry
-from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
+from dschat_lora.rl.learn.experience import Experience, Steps, advantages_and_returns
 from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask
@@ -96,18 +96,18 @@ def fed(config, responses=RESPONSES):
         config=config,
         kl_coef=config.kl_coef,
     )
+    step = Minibatch(list(range(9)), [[0, 3, 6, 8, 2], [1, 4, 5, 7]])
     updater = Updater(
         roles,
         config,
         experience,
+        Steps([step], partial(collate, RESPONSES, pad_id=0)),
         estimate_advantages=targets,
         kl_coef=config.kl_coef,
-        pretraining=None,
+        entropy_coef=config.entropy_coef,
         max_length=LONGEST,
     )
-    step = Minibatch(list(range(9)), [[0, 3, 6, 8, 2], [1, 4, 5, 7]])
-    make = partial(collate, RESPONSES, pad_id=0)
-    (result,) = updater.steps([step], make, lambda _: 1.0, first_batches=[])
+    (result,) = updater.steps(lambda _: 1.0)
     assert result.loss == pytest.approx(roles.actor.total, abs=1e-10)
     return roles.actor.total, torch.where(MASK, roles.actor.leaf.grad, 0)
 

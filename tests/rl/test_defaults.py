@@ -10,6 +10,7 @@ from dschat_lora.data.prepare import prepare
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.algorithms import RolloutCorrection
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.engines import server_addresses
 from dschat_lora.rl.options.role_config import RoleConfig
 
 pytestmark = pytest.mark.usefixtures("first_rows")
@@ -231,7 +232,7 @@ def test_responses_of_other_engines_are_weighed(monkeypatch, tmp_path, argv, exp
 def test_addresses_of_servers_are_taken_with_and_without_their_path():
     typed = f"{NOBODY}/v1, https://host/a/v1/,{NOBODY}/"
     config = parse_config(RlhfConfig, ["--rollout_engine", typed])
-    assert config.batch.rollout_servers == (NOBODY, "https://host/a")
+    assert server_addresses(config.batch.rollout_engine) == (NOBODY, "https://host/a")
 
 
 def test_vllm_is_told_how_long_rows_are_rotated():

@@ -290,14 +290,14 @@ APART = {"rollout_kl": 0.02, "rollout_ratio_max": 7.0, "sampler_error": 0.1}
     ],
 )
 def test_an_engine_that_draws_from_another_policy_is_warned_of(row, words):
-    looking = Diagnostics("fp32", samples_tokens=True, own_engine=False)
+    looking = Diagnostics("fp32", samples_tokens=True, engine="http://a")
     found = said(looking, times(2, **row))
     assert [len(each) for each in found] == [words is not None, 0]
     assert words is None or words in found[0][0]
 
 
 def test_top_p_and_the_like_explain_a_mismatch():
-    looking = Diagnostics("fp32", samples_tokens=False, own_engine=False)
+    looking = Diagnostics("fp32", samples_tokens=False, engine="http://a")
     assert said(looking, times(2, **APART)) == [[], []]
 
 

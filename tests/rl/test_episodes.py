@@ -295,8 +295,8 @@ def test_a_failed_environment_saves_the_last_whole_iteration_and_shows_its_own_e
     saved = []
     checkpointer = SimpleNamespace(save_rest=lambda *each: saved.append(each))
     error = KeyError("the sandbox is gone")
-    progress, generator = SimpleNamespace(step=7), SimpleNamespace(released=False)
-    failures = _failures_saved(checkpointer, progress, generator)
+    progress, engine = SimpleNamespace(step=7), SimpleNamespace(released=False)
+    failures = _failures_saved(checkpointer, progress, engine)
     with pytest.raises(KeyError) as caught, failures:
         raise EnvironmentFailedError from error
     assert caught.value is error

@@ -16,8 +16,8 @@ from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score import external_rewards
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import run_tests
-from dschat_lora.rl.score.reward_functions import load_functions
-from dschat_lora.rl.score.user_functions import RewardError
+from dschat_lora.rl.score.reward_functions import load_scorer
+from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ def responses_of(*tokens, **row):
 
 
 def scored(name, responses):
-    functions = load_functions(RewardsConfig(reward_function=(name,)), Words())
-    (found,) = functions(responses, CPU).values()
-    return found.tolist(), functions.log.take(responses)
+    scorer = load_scorer(RewardsConfig(reward_function=(name,)), Words(), has_model=False)
+    found = scorer(responses, TrainerState())
+    return found.total.tolist(), (found.metrics, found.columns)
 
 
 # ---------------------------------------------------------------------------- a judge
@@ -162,8 +162,9 @@ class Code:
 
 
 def test_code_is_the_last_block_and_passes_the_tests_of_its_row():
-    functions = load_functions(RewardsConfig(reward_function=("builtin:python_tests",)), Code())
-    functions.functions[0].check_columns(["tests"])
+    config = RewardsConfig(reward_function=("builtin:python_tests",))
+    scorer = load_scorer(config, Code(), has_model=False)
+    scorer.check_columns(["tests"])
     texts = [
         SORT,
         f"Like this:\n```python\nraise SystemExit\n```\nNo:\n```python\n{SORT}\n```\nSo.",
@@ -174,11 +175,11 @@ def test_code_is_the_last_block_and_passes_the_tests_of_its_row():
         "def sort(x):\n    return x",
     ]
     row = {"tests": [TESTS, "import io, sys\nsys.stdout = io.StringIO()\nassert sort([]) == []"]}
-    (found,) = functions(responses_of(*(tuple(map(ord, t)) for t in texts), **row), CPU).values()
-    assert found.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    responses = responses_of(*(tuple(map(ord, t)) for t in texts), **row)
+    assert scorer(responses, TrainerState()).total.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     for tests in (None, [], ""):
-        (found,) = functions(responses_of((49,), tests=tests), CPU).values()
-        assert found.isnan().all()
+        found = scorer(responses_of((49,), tests=tests), TrainerState())
+        assert found.total.isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -235,12 +236,11 @@ def test_json_is_checked_by_a_schema_in_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     (tmp_path / "schema.json").write_text(json.dumps(schema))
-    functions = load_functions(
-        RewardsConfig(reward_function=("builtin:json_schema=schema.json",)), Code()
-    )
+    config = RewardsConfig(reward_function=("builtin:json_schema=schema.json",))
+    scorer = load_scorer(config, Code(), has_model=False)
     texts = ['{"a": 1}', '{"a": "1"}', "{", "[]", "[" * 100_000]
-    (found,) = functions(responses_of(*(tuple(map(ord, t)) for t in texts)), CPU).values()
-    assert found.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    responses = responses_of(*(tuple(map(ord, t)) for t in texts))
+    assert scorer(responses, TrainerState()).total.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     (tmp_path / "bad.json").write_text('{"type": 3}')
     for name, words in (("bad.json", "is no JSON schema"), ("none.json", "cannot be read")):
         with pytest.raises(ValueError, match=words):

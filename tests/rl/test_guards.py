@@ -1,4 +1,4 @@
-"""Runs of step 3 that a guard ends, or whose entropy is steered; what is refused of guards."""
+"""Runs of step 3 that a guard ends, whose entropy is steered, or whose critic learns first."""
 
 import re
 
@@ -74,6 +74,17 @@ def test_an_entropy_is_steered_by_its_bonus_and_a_stopped_run_steers_on(tmp_path
     home = {"output_dir": tmp_path / "out", "target_entropy": 50.0}
     dl.rlhf(data=ROWS, **options, callbacks=stop, **home)
     assert numbers(dl.rlhf(data=ROWS, **options, resume="latest", **home)) == numbers(high)
+
+
+@pytest.mark.stage
+def test_while_the_critic_warms_up_the_actor_stays_as_it_was():
+    options = {"algorithm": "ppo", "num_generations": 1, "kl_budget": 0.0, "max_steps": 3}
+    run = dl.rlhf(data=ROWS, **{**OPTIONS, **options}, critic_warmup_iterations=1)
+    steps = [line for line in run.metrics if line["kind"] == "train"]
+    assert [line["grad_norm"] is None for line in steps] == [True, False, False]
+    assert all(line["critic_grad_norm"] > 0 for line in steps)
+    # of the policy that answers: as the reference is, until it has learnt
+    assert [abs(line["kl"]) < 1e-6 for line in steps] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 from dschat_lora.data.loader import Window
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.options.algorithms import RolloutCorrection
+from dschat_lora.rl.options.algorithms import ALGORITHMS, RolloutCorrection
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Origin, Response
-from dschat_lora.rl.score.shaping import clipped_rewards
+from dschat_lora.rl.score.scores import clipped_rewards
 from dschat_lora.rl.watch.metrics import importance_metrics, response_metrics, sampler_errors
 from dschat_lora.rl.watch.rows import rollout_rows
 
@@ -156,7 +156,7 @@ def test_metrics_of_responses_are_means_over_those_that_count():
     values = torch.tensor([[1.0, 3.0], [2.0, 0.0], [0.0, 0.0]])
     targets = AdvantagesAndReturns(values, torch.tensor([[1.0, 3.0], [5.0, 0.0], [0.0, 0.0]]))
     experience = Experience(responses, mask, reference, scores, policy, values)
-    found = response_metrics(experience, taught, targets)
+    found = response_metrics(experience, taught, targets, ALGORITHMS["ppo"])
     # log p/q is log 2 - log 2 in all of the first response, and log 4 of the second
     assert found["kl"] == pytest.approx(math.log(4) / 2, rel=1e-6)
     assert found["kl_standard_error"] == pytest.approx(math.log(4) / 2 / math.sqrt(2), rel=1e-6)
@@ -210,7 +210,7 @@ def test_text_is_counted_once_since_the_last_look(ranks):
 
 def counted():
     """On a rank: targets' tokens of windows, and what was counted."""
-    texts = Pretraining(Texts(), coefficient=1.0)
+    texts = Pretraining(Texts().steps, None, coefficient=1.0)
     first, second = texts.window(), texts.window()
     texts.window()
     tokens = [sum(b.num_tokens for b in first.batches)]

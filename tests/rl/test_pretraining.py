@@ -48,7 +48,7 @@ def fresh(file):
             world_size=1,
             collate=SampleCollator(0),
         )
-        return Pretraining(loader, coefficient=1.0), streams[-1]
+        return Pretraining(loader.steps, loader, coefficient=1.0), streams[-1]
 
     yield make
     for each in streams:

@@ -15,10 +15,8 @@ from dschat_lora.config.options import build_config
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.stream import StreamError
 from dschat_lora.data.stream_loader import Stream
-from dschat_lora.rl.draw.order import PromptOrder
-from dschat_lora.rl.draw.prompt_stream import PromptStream
-from dschat_lora.rl.loop import setup
-from dschat_lora.rl.loop.schedule import RlhfSchedule, StreamedSchedule
+from dschat_lora.rl.draw.source import PromptOrder, PromptStream, check_others
+from dschat_lora.rl.loop.schedule import RlhfSchedule
 from dschat_lora.rl.options.config import PromptConfig, RlhfConfig
 
 SEED = 3
@@ -61,9 +59,8 @@ class Run:
 
     def prompts(self, ahead=0):
         """Those of the next iteration, once so many after it are read."""
-        self.order(self.iteration + ahead)
-        pool = self.order.pool(self.iteration)
-        found = [pool[number].columns for number in self.order(self.iteration)]
+        self.order.block(self.iteration + ahead)
+        found = [each.columns for each in self.order.block(self.iteration)]
         self.iteration += 1
         return found
 
@@ -78,10 +75,11 @@ def prepared(files, tmp_path_factory):
 def test_a_block_of_all_prompts_gives_the_iterations_of_prepared_ones(files, prepared, each):
     run, order = Run(files, each), PromptOrder(len(prepared), each, SEED)
     for iteration in range(3 * order.iterations_per_epoch + 1):
+        block = run.order.block(iteration)
         assert run.prompts() == [prepared[number].columns for number in order(iteration)]
         # What may come in their place is in the same order too.
-        pool = run.order.pool(iteration)
-        assert run.order(iteration) == order(iteration)
+        pool = block.pool
+        assert block.numbers == order(iteration)
         assert len(pool) == len(prepared)
         assert all(pool[n].columns == prepared[n].columns for n in range(len(pool)))
         assert run.order.size(iteration) == order.size(iteration)
@@ -157,7 +155,7 @@ def test_a_run_goes_on_at_the_prompt_at_which_it_was_left(files, ahead):
         whole.append(run.prompts(ahead))
     run.stream.close()
     with pytest.raises(KeyError):
-        run.order(run.iteration - 3)  # an iteration is kept no longer than the next one
+        run.order.block(run.iteration - 3)  # an iteration is kept no longer than the next one
     for iteration, state in enumerate(states[:-2]):
         again = Run(files, 6, state=json.loads(state), iteration=iteration, shuffle_buffer_size=4)
         assert again.order.passes(iteration) == run_passes(states[iteration])
@@ -215,7 +213,7 @@ def test_steps_and_iterations_are_those_of_prepared_prompts(files, each, rows, m
     run = Run(files, each)
     plan = (1, rows, 2, 1, max_steps)
     streamed, expected = (
-        StreamedSchedule(run.order, *plan),
+        RlhfSchedule(run.order, *plan),
         RlhfSchedule(PromptOrder(23, each, SEED), *plan[:3], 99, max_steps),
     )
     assert streamed.iterations_per_epoch == 1000  # a pass counts as longer than the run
@@ -236,7 +234,7 @@ def test_steps_and_iterations_are_those_of_prepared_prompts(files, each, rows, m
 def test_the_run_ends_with_the_pass_that_is_the_last(files, each):
     (files / "part1.jsonl").write_text((files / "part1.jsonl").read_text() + '{"prompt": "x"}\n')
     run = Run(files, each, shuffle_buffer_size=4, max_repeats=(2,))
-    schedule, seen = StreamedSchedule(run.order, 1, 2, 1, 1, 1000), Counter()
+    schedule, seen = RlhfSchedule(run.order, 1, 2, 1, 1, 1000), Counter()
     states = []
     while run.iteration < schedule.num_iterations:
         states.append(run.order.state())
@@ -258,6 +256,6 @@ def test_oversampling_of_blocks_that_are_one_iteration_is_refused():
     more, few = (
         build_config(RlhfConfig, {**options, "shuffle_buffer_size": size}) for size in (17, 16)
     )
-    setup._check_others(more, 1000)
+    check_others(more, 1000)
     with pytest.raises(ValueError, match="than the 16 of an .*give a larger --shuffle_buffer_size"):
-        setup._check_others(few, 1000)
+        check_others(few, 1000)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.config.options import parse_config
+from dschat_lora.rl.draw.own_engine import OwnEngine
 from dschat_lora.rl.learn.engines import Retry
+from dschat_lora.rl.options.config import RlhfConfig
 
 
 def engine(*, forward=True, backward=True):
@@ -22,17 +24,23 @@ def engine(*, forward=True, backward=True):
 
 
 def generator(monkeypatch, *, free=0, reserved=0, update=0, keeps=True):
-    """A generator on a GPU with this free memory, which keeps a decoder."""
+    """The engine on a GPU with this free memory, which keeps a decoder."""
     memory = {"memory_reserved": reserved, "memory_allocated": 0, "mem_get_info": (free, 100)}
     for name, value in memory.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    found = Generator(
-        SimpleNamespace(device=torch.device("cuda")),
-        *(nn.Identity(), nn.Identity()),
-        **{"eos_ids": [2], "pad_id": 1, "batch_size": 1, "update_bytes": update},
+    site = SimpleNamespace(
+        config=parse_config(RlhfConfig, []),
+        trained=SimpleNamespace(device=torch.device("cuda")),
+        rollout=nn.Identity(),
+        sharded=nn.Identity(),
+        ends=frozenset([2]),
+        pad_id=1,
+        plan=SimpleNamespace(keeps_cache=False, update=update),
+        unpacked=None,
     )
+    found = OwnEngine(site)
     found.emptied = emptied
     if keeps:
         found._decoders[0] = object()

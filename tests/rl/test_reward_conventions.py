@@ -9,8 +9,8 @@ import torch
 
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions, load_functions
-from dschat_lora.rl.score.user_functions import RewardError
+from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions, load_scorer
+from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -45,12 +45,12 @@ def test_verls_function_gets_its_four_arguments_and_may_return_a_dict():
 
     function = made(compute_score)
     function.check_columns(())
-    assert function(RESPONSES, CPU).tolist() == [2.0, 0.0]
+    assert function(RESPONSES)[:, 0].tolist() == [2.0, 0.0]
     assert asked == [("gsm8k", "7 8", "7 8", None), (None, "4 5", "9", {"level": 2})]
     assert function.log.take(RESPONSES) == ({"acc": 0.5}, {"pred": ["7 8", "4 5"]})
-    assert RewardFunctions((function,), (1.0,)).logs
+    assert RewardFunctions((function,)).logs
     plain = made(lambda data_source, solution_str, ground_truth, extra_info: len(solution_str))
-    assert plain(RESPONSES, CPU).tolist() == [3.0, 3.0]
+    assert plain(RESPONSES)[:, 0].tolist() == [3.0, 3.0]
 
 
 def test_openrlhfs_function_gets_lists_of_one_and_returns_a_dict_of_tensors():
@@ -63,16 +63,16 @@ def test_openrlhfs_function_gets_lists_of_one_and_returns_a_dict_of_tensors():
 
     function = made(reward_func)
     function.check_columns(())
-    assert function(RESPONSES, CPU).tolist() == [8.0, 4.0]
+    assert function(RESPONSES)[:, 0].tolist() == [8.0, 4.0]
     assert asked == [(["5 67 8 2"], ["5 6"], ["4"]), (["34 5"], ["3"], ["6"])]
     assert function.log.take(RESPONSES) == ({"size": 6.0}, {})
-    assert made(lambda queries, prompts, labels: [1.5])(RESPONSES, CPU).tolist() == [1.5, 1.5]
+    assert made(lambda queries, prompts, labels: [1.5])(RESPONSES)[:, 0].tolist() == [1.5, 1.5]
 
 
 def test_a_dict_without_scores_is_refused_by_name():
-    functions = RewardFunctions((made(lambda solution_str: {"reward": 1.0}),), (1.0,))
+    functions = RewardFunctions((made(lambda solution_str: {"reward": 1.0}),))
     with pytest.raises(RewardError) as caught:
-        functions(RESPONSES, CPU)
+        functions(RESPONSES, TrainerState())
     assert "returned {'reward': 1.0} for the prompt" in str(caught.value.__cause__)
 
 
@@ -112,11 +112,13 @@ def test_a_server_is_asked_once_for_all_responses(server):
         )
 
     url, asked = server(answer)
-    functions = load_functions(RewardsConfig(reward_function=(url,)), Words())
-    assert functions(RESPONSES, CPU)["get_reward"].tolist() == [8.0, 4.0]
+    found = load_scorer(RewardsConfig(reward_function=(url,)), Words(), has_model=False)(
+        RESPONSES, TrainerState()
+    )
+    assert found.by_name["get_reward"].tolist() == [8.0, 4.0]
     body = {"query": ["5 67 8 2", "34 5"], "prompts": ["5 6", "3"], "labels": ["4", "6"]}
     assert asked == [("application/json", body)]
-    assert functions.log.take(RESPONSES) == ({"n": 2.0}, {})
+    assert (found.metrics, found.columns) == ({"n": 2.0}, {})
 
 
 @pytest.mark.parametrize(
@@ -129,9 +131,9 @@ def test_a_server_is_asked_once_for_all_responses(server):
 )
 def test_a_server_that_gives_no_scores_is_named(server, answer, words):
     url, _ = server(lambda data: answer)
-    functions = load_functions(RewardsConfig(reward_function=(url,)), Words())
+    functions = load_scorer(RewardsConfig(reward_function=(url,)), Words(), has_model=False)
     with pytest.raises(RewardError) as caught:
-        functions(RESPONSES, CPU)
+        functions(RESPONSES, TrainerState())
     texts = [str(caught.value.__cause__), str(caught.value.__cause__.__cause__)]
     assert any(url in text and words in text for text in texts)
 

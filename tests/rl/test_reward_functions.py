@@ -9,14 +9,20 @@ import time
 import pytest
 import torch
 
-from dschat_lora.rl.learn.dynamic_sampling import resample
-from dschat_lora.rl.learn.experience import Scores
+from dschat_lora.rl.learn.dynamic_sampling import idle_groups, resample
 from dschat_lora.rl.loop.validation import check_rewards
+from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
-from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions, load_functions
-from dschat_lora.rl.score.user_functions import RewardError
+from dschat_lora.rl.score.reward_functions import (
+    RewardFunction,
+    RewardFunctions,
+    load_function,
+    load_scorer,
+)
+from dschat_lora.rl.score.scores import EpisodeScorer, RewardSum, Scores
+from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -41,7 +47,7 @@ def made(function, name="mine:score", **options):
 
 
 def scored(function, **options):
-    return made(function, **options)(RESPONSES, CPU).tolist()
+    return made(function, **options)(RESPONSES)[:, 0].tolist()
 
 
 def test_a_function_of_trls_gets_messages_columns_and_token_ids():
@@ -161,14 +167,14 @@ def test_only_the_calls_that_failed_are_made_again(kind, capsys):
 
     function = {"function": score, "coroutine": later}.get(kind, openrlhfs)
     asked = made(function, retries=1)
-    assert asked(responses, CPU).tolist() == [float(n) for n in range(3, 11)]
+    assert asked(responses)[:, 0].tolist() == [float(n) for n in range(3, 11)]
     assert sorted(map(int, calls)) == [3, 4, 5, 6, 6, 7, 8, 9, 10]
     assert asked.log.metrics == {"calls": [1.0] * 8}
     assert "failed for 1 of 8 responses and is tried again" in capsys.readouterr().err
     calls.clear()
     failing[0] = 2
     with pytest.raises(RuntimeError, match="--reward_function mine:score failed"):
-        asked(responses, CPU)
+        asked(responses)
     assert len(calls) == 9
 
 
@@ -232,89 +238,192 @@ def test_an_error_within_the_time_is_its_own():
 # ---------------------------------------------------------------------------- several
 
 
+class Given:
+    """Scores that are given by name; None: none."""
+
+    def __init__(self, **scores):
+        self.names, self.scores = tuple(scores), scores
+
+    def check_columns(self, columns):
+        pass
+
+    def __call__(self, responses, state):
+        by_name = {name: values_of(scores) for name, scores in self.scores.items()}
+        return Scores(torch.zeros(len(responses)), by_name)
+
+
+def values_of(scores):
+    return torch.tensor([math.nan if score is None else float(score) for score in scores])
+
+
+def summed(functions, weights, *others, gates=(), responses=RESPONSES):
+    """The scores of functions, of which the last ones are ``gates``, and of other scorers."""
+    taken = tuple(name for each in others for name in each.names)
+    scorers = (RewardFunctions((*functions, *gates), taken=(*taken, "reward_model")), *others)
+    names = scorers[0].names[len(functions) :]
+    return RewardSum(scorers, weights, names, str)(responses, TrainerState())
+
+
 def test_scores_are_weighted_and_added_to_the_reward_models():
-    functions = RewardFunctions(
-        (
-            made(lambda responses: [1, 2, 3], "a:right"),
-            made(lambda responses: [10, None, 30], "b:short"),
-            made(lambda responses: [5, 5, 5], "c:right"),
-        ),
-        (2.0, 0.5, -1.0),
-        model_weight=3.0,
+    functions = (
+        made(lambda responses: [1, 2, 3], "a:right"),
+        made(lambda responses: [10, None, 30], "b:short"),
+        made(lambda responses: [5, 5, 5], "c:right"),
     )
-    rewards = functions(RESPONSES, CPU)
-    assert list(rewards) == ["right", "short", "right_2"]
-    assert rewards["short"][0].item() == 10.0
-    total = functions.total(rewards, torch.tensor([1.0, 1.0, 2.0]))
+    weights = {"right": 2.0, "short": 0.5, "right_2": -1.0}
+    found = summed(functions, weights)
+    assert list(found.by_name) == ["right", "short", "right_2"]
+    assert found.by_name["short"][0].item() == 10.0
+    assert found.total.tolist() == [2.0, -1.0, 16.0]
+    assert found.weights == weights
+    model = Given(reward_model=[1, 1, 2])
+    total = summed(functions, {"reward_model": 3.0, **weights}, model).total
     assert total.tolist() == [2.0 + 5.0 - 5.0 + 3.0, 4.0 - 5.0 + 3.0, 6.0 + 15.0 - 5.0 + 6.0]
-    assert functions.total(rewards, None).tolist() == [2.0, -1.0, 16.0]
 
 
 def test_where_a_gate_is_closed_nothing_else_is_worth_anything():
-    functions = RewardFunctions(
-        (made(lambda responses: [1, 2, None], "a:right"),),
-        (2.0,),
-        gates=(
-            made(lambda responses: [1, 0, 1], "b:right"),
-            made(lambda responses: [None, 3, -1], "c:kept"),
-        ),
+    functions = (made(lambda responses: [1, 2, None], "a:right"),)
+    gates = (
+        made(lambda responses: [1, 0, 1], "b:right"),
+        made(lambda responses: [None, 3, -1], "c:kept"),
     )
-    rewards = functions(RESPONSES, CPU)
-    assert list(rewards) == ["right", "right_2", "kept"]
-    assert functions.total(rewards, None)[:2].tolist() == [2.0, 0.0]
-    assert functions.total(rewards, None)[2].isnan()
-    assert functions.total(rewards, torch.tensor([5.0, 5.0, 5.0])).tolist() == [7.0, 0.0, 0.0]
-    assert functions.total(rewards, torch.tensor([0.0, -9.0, -1.0])).tolist() == [2.0, -5.0, -1.0]
+    found = summed(functions, {"right": 2.0}, gates=gates)
+    assert list(found.by_name) == ["right", "right_2", "kept"]
+    assert found.total[:2].tolist() == [2.0, 0.0]
+    assert found.total[2].isnan()
+    weights = {"reward_model": 1.0, "right": 2.0}
+    for model, expected in (([5, 5, 5], [7.0, 0.0, 0.0]), ([0, -9, -1], [2.0, -5.0, -1.0])):
+        found = summed(functions, weights, Given(reward_model=model), gates=gates)
+        assert found.total.tolist() == expected
 
 
 def test_an_environment_s_reward_keeps_its_name_beside_a_function_of_that_name():
-    functions = RewardFunctions(
-        (made(lambda responses: [1, 1, 1], "a:play"),), (5.0,), environment="play"
+    rewards = [1.0, 2.0, None]
+    responses = [each.rewarded(reward) for each, reward in zip(RESPONSES, rewards, strict=True)]
+    found = summed(
+        (made(lambda responses: [1, 1, 1], "a:play"),),
+        {"play_2": 5.0, "play": 1.0},
+        EpisodeScorer("play"),
+        responses=responses,
     )
-    rewards = functions(RESPONSES, CPU)
-    assert list(rewards) == ["play_2"]
-    rewards["play"] = torch.tensor([1.0, 2.0, math.nan])
-    assert functions.total(rewards, None).tolist() == [6.0, 7.0, 5.0]
+    assert list(found.by_name) == ["play_2", "play"]
+    assert found.total.tolist() == [6.0, 7.0, 5.0]
 
 
 def test_gates_are_named_as_functions_are():
     config = RewardsConfig(reward_gate="builtin:format_tags", reward_function="builtin:length=3")
-    found = load_functions(config, Words())
-    assert list(found.by_label()) == ["length", "format_tags"]
+    found = load_scorer(config, Words(), has_model=False)
+    assert found.names == ("length", "format_tags")
+    assert found.gates == ("format_tags",)
     with pytest.raises(ValueError, match="--reward_gate must be module:function"):
         RewardsConfig(reward_gate=("x",))
 
 
 def test_a_response_that_no_function_scores_does_not_count():
-    functions = RewardFunctions(
-        (
-            made(lambda responses: [1, None, None], "a:f"),
-            made(lambda responses: [2, None, 3], "b:g"),
-        ),
-        (1.0, 1.0),
+    functions = (
+        made(lambda responses: [1, None, None], "a:f"),
+        made(lambda responses: [2, None, 3], "b:g"),
     )
-    total = functions.total(functions(RESPONSES, CPU), None)
+    total = summed(functions, {"f": 1.0, "g": 1.0}).total
     assert total[[0, 2]].tolist() == [3.0, 3.0]
     assert total[1].isnan()
 
 
 @pytest.mark.parametrize("found", [[1.0], [math.nan] * 3])
 def test_whatever_a_function_does_wrong_is_one_error_with_its_cause(found):
-    functions = RewardFunctions((made(lambda responses: found),), (1.0,))
+    functions = RewardFunctions((made(lambda responses: found),))
     with pytest.raises(RewardError) as caught:
-        functions(RESPONSES, CPU)
+        functions(RESPONSES, TrainerState())
     assert "--reward_function mine:score returned" in str(caught.value.__cause__)
 
 
 def test_weights_are_of_the_functions_and_last_of_the_model():
     names = ("builtin:json_valid", "builtin:length=3")
-    found = load_functions(RewardsConfig(reward_function=names), Words())
-    assert (found.weights, found.model_weight) == ((1.0, 1.0), 1.0)
+    ones = {"reward_model": 1.0, "json_valid": 1.0, "length": 1.0}
+    config = RewardsConfig(reward_function=names)
+    assert load_scorer(config, Words(), has_model=True).weights == ones
+    del ones["reward_model"]
+    assert load_scorer(config, Words(), has_model=False).weights == ones
     config = RewardsConfig(reward_function=names, reward_weights=(0.5, 2.0, 3.0))
-    found = load_functions(config, Words())
-    assert (found.weights, found.model_weight) == ((0.5, 2.0), 3.0)
+    found = load_scorer(config, Words(), has_model=True).weights
+    assert found == {"reward_model": 3.0, "json_valid": 0.5, "length": 2.0}
     with pytest.raises(ValueError, match="--reward_weights has 1 weights for 2 functions"):
         RewardsConfig(reward_function=names, reward_weights=(1.0,))
+
+
+# ---------------------------------------------------------------------------- scorers
+
+
+class Two:
+    """Two rewards; what it was asked is kept."""
+
+    names = ("sizes", "groups")
+
+    def __init__(self, found=None):
+        self.found, self.asked = found, []
+
+    def __call__(self, responses, state):
+        self.asked.append((responses, state.global_step))
+        if self.found is not None:
+            return self.found
+        sizes = torch.tensor([len(each.token_ids) for each in responses])
+        return {"sizes": sizes, "groups": [each.group or None for each in responses]}
+
+
+def test_a_scorer_sees_responses_as_text_tokens_and_rows_and_scores_by_name():
+    mine = Two()
+    functions = RewardFunctions((made(mine, "a:two"), made(lambda responses: [7, 8, 9], "b:sizes")))
+    assert functions.names == ("sizes", "groups", "sizes_2")
+    functions.check_columns(())
+    found = functions(RESPONSES, TrainerState(global_step=3)).by_name
+    assert {name: values.tolist() for name, values in found.items() if name != "groups"} == {
+        "sizes": [3.0, 1.0, 4.0],
+        "sizes_2": [7.0, 8.0, 9.0],
+    }
+    assert found["groups"].isnan().tolist() == [True, True, False]
+    ((responses, step),) = mine.asked
+    first = responses[0]
+    assert step == 3
+    assert (first.prompt, first.text, first.token_ids) == ("5 6", "7 8", [7, 8, 2])
+    assert (first.row, first.group, first.ended) == (ROWS[0], 0, True)
+    assert first.messages == [*HELLO, {"role": "assistant", "content": "7 8"}]
+
+
+def test_a_name_that_a_scorer_leaves_out_is_not_scored():
+    found = made(Two({"groups": [1, 2, None]}))(RESPONSES)
+    assert found[:, 0].isnan().all()
+    assert found[:2, 1].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([1, 2, 3], "returned a list; it must return scores of the responses by its names sizes, "),
+        ({"size": [1, 2, 3]}, r"returned \['size'\]; it must"),
+        ({"sizes": [1, 2]}, "returned 2 scores for 3 responses"),
+        ({"sizes": [1, 2, "x"]}, "returned 'x' for the prompt"),
+    ],
+)
+def test_what_a_scorer_may_not_return_is_refused(found, words):
+    with pytest.raises(ValueError, match=f"--reward_function mine:score {words}"):
+        made(Two(found))(RESPONSES)
+
+
+def test_weights_of_a_scorer_are_of_its_names_and_checked_once_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "two_rewards.py").write_text(
+        "class Two:\n    names = ('a', 'b')\n"
+        "    def __call__(self, responses, state):\n        return {}\n"
+    )
+    names = ("two_rewards:Two", "builtin:length=3")
+    config = RewardsConfig(reward_function=names, reward_weights=(1.0, 2.0, 3.0))
+    found = load_scorer(config, Words(), has_model=False)
+    assert found.weights == {"a": 1.0, "b": 2.0, "length": 3.0}
+    config = RewardsConfig(reward_function=names, reward_weights=(1.0,) * 5)
+    with pytest.raises(ValueError, match="--reward_weights has 5 weights for 3 functions"):
+        load_scorer(config, Words(), has_model=True)
+    with pytest.raises(ValueError, match="--judge_function two_rewards:Two gives 2 rewards"):
+        load_function("judge_function", "two_rewards:Two", Words())
 
 
 # ---------------------------------------------------------------------------- built-ins
@@ -381,9 +490,8 @@ def test_a_built_in_that_cannot_be_is_refused_with_the_options(name, words):
 
 
 def test_the_column_of_a_built_in_must_be_there():
-    (function,) = load_functions(
-        RewardsConfig(reward_function=("builtin:exact_match=gold",)), Words()
-    ).functions
+    config = RewardsConfig(reward_function=("builtin:exact_match=gold",))
+    function = load_scorer(config, Words(), has_model=False)
     function.check_columns(["gold"])
     with pytest.raises(ValueError, match="builtin:exact_match=gold asks for gold; .*: answer"):
         function.check_columns(["answer"])
@@ -410,7 +518,14 @@ def resampled(prompts, further, rewards, *, tries=9):
         return Scores(values, {"f": 2 * values})
 
     first = [r for place, prompt in enumerate(prompts) for r in group_of(prompt, place)]
-    found = resample(first, further=further, tries=tries, generate=generate, score=score)
+    found = resample(
+        first,
+        algorithm=ALGORITHMS["dapo"],
+        further=iter(further),
+        tries=tries,
+        generate=generate,
+        score=score,
+    )
     assert [r.group for r in found.responses] == [n // 2 for n in range(len(first))]
     torch.testing.assert_close(found.scores.total, score(found.responses).total, equal_nan=True)
     torch.testing.assert_close(found.scores.by_name["f"], 2 * found.scores.total, equal_nan=True)
@@ -422,6 +537,14 @@ REWARDS = {
     **dict.fromkeys((3, 4, 10, 12), (1.0, 1.0)),
     5: (math.nan, 1.0),
 }
+
+
+def test_a_group_is_idle_where_no_two_responses_that_count_differ():
+    nan, dapo = math.nan, ALGORITHMS["dapo"]
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, nan, nan, nan, 2.0, 3.0, 3.0, nan, 4.0])
+    groups = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6]
+    assert idle_groups(dapo, groups, rewards, {}, {}) == [0, 2, 3, 4, 5, 6]
+    assert idle_groups(dapo, [4, 4, 4], torch.tensor([0.0, nan, 1.0]), {}, {}) == []
 
 
 def test_equal_groups_are_replaced_by_further_prompts_until_none_is_left():

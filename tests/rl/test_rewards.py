@@ -12,7 +12,7 @@ from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.reward_functions import RewardFunction, load_function
-from dschat_lora.rl.score.shaping import rescale_values, shaped_rewards
+from dschat_lora.rl.score.scores import rescale_values, shaped_rewards
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ alone = pytest.mark.usefixtures("one_rank")
 
 
 def scored(function, responses=RESPONSES, option="reward_function"):
-    return RewardFunction(option, "mine:score", function, Words())(responses, CPU)
+    return RewardFunction(option, "mine:score", function, Words())(responses)[:, 0]
 
 
 @alone

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -10,19 +10,23 @@ import torch
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.options import parse_config
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.rendezvous import usable_port
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling, keep_top
-from dschat_lora.generation.transformers_engine import TransformersDecoder
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.draw import generator as rollout
+from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
+from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite, RolloutError
+from dschat_lora.rl.draw.own_engine import OwnEngine
 from dschat_lora.rl.draw.player import Draw
-from dschat_lora.rl.draw.rollout_engines import RolloutError, ServerEngine
-from dschat_lora.rl.draw.rollout_servers import RolloutServer, RolloutServers
+from dschat_lora.rl.draw.server_engine import server_engine
+from dschat_lora.rl.draw.transformers_engine import transformers_engine
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import unanswered
 from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, running_server
@@ -88,7 +92,7 @@ def vllm(addresses, tmp_path_factory):
     """The address of a child process that one of the servers stands behind."""
     address = f"http://127.0.0.1:{(port := usable_port(None))}"
     log = tmp_path_factory.mktemp("run") / "vllm" / "0.log"
-    child = RolloutServer(address, 60.0, log=log)
+    child = CompletionServer(address, 60.0, log=log)
     command = [*shlex.split(command_of(addresses[0])), "--port", str(port)]
     process = ServerProcess(child, command, serve_environment(None, sleeps=False))
     process.wait(20.0)
@@ -96,31 +100,52 @@ def vllm(addresses, tmp_path_factory):
     process.close()
 
 
+def site_of(actor, *argv, **options):
+    """What engines are made of, of a run with this command line."""
+    config = parse_config(RlhfConfig, ["--per_device_generation_batch_size", "8", *argv])
+    model = share_parameters(actor.model).eval()
+    found = {
+        "config": config,
+        "run": SimpleNamespace(closing=ExitStack(), log=SimpleNamespace(say=lambda words: None)),
+        "base": find_model(None).base,
+        "actor": actor.adapted,
+        "trained": SimpleNamespace(device=torch.device("cpu"), zero_stage=0),
+        "rollout": model,
+        "sharded": model,
+        "ends": frozenset(actor.ends),
+        "pad_id": int(actor.tokenizer.pad_token_id),
+        "plan": None,
+        "unpacked": None,
+    }
+    return EngineSite(**(found | options))
+
+
 def engine_of(addresses, actor, **options):
-    servers = RolloutServers(
-        [RolloutServer(address, 60.0) for address in addresses],
-        in_flight=8,
-        say=lambda words: None,
-        ends=frozenset(actor.ends),
-        vocabulary_size=len(actor.tokenizer),
-    )
-    base = find_model(None).base
-    return ServerEngine(servers, actor.adapted, base=base, directory=None, **options)
+    return server_engine(site_of(actor), [CompletionServer(a, 60.0) for a in addresses], **options)
 
 
 @pytest.fixture(params=ENGINES)
 def decoding(request, actor, addresses, vllm):
     """A function that gives a context with the engine's decoder."""
-    options = {"eos_ids": actor.ends, "pad_id": int(actor.tokenizer.pad_token_id)}
-    model = share_parameters(actor.model).eval()
     if request.param == "own":
-        yield lambda: nullcontext(Decoder(model, device=torch.device("cpu"), **options))
+        engine = OwnEngine(site_of(actor))
     elif request.param == "transformers":
-        yield lambda: nullcontext(TransformersDecoder(model, batch_size=8, **options))
+        engine = transformers_engine(site_of(actor))
     else:
         engine = engine_of(addresses if request.param == "servers" else [vllm], actor)
-        yield engine.decoding
-        engine.close()
+    yield lambda: decoder_of(engine)
+    closed(engine)
+
+
+@contextmanager
+def decoder_of(engine):
+    with engine.decoding() as (begin, _):
+        yield lambda *args, **options: begin(*args, **options)()
+
+
+def closed(engine):
+    if isinstance(engine, EngineDecoder) and hasattr(engine.engine, "close"):
+        engine.engine.close()
 
 
 def expected_logprobs(actor, prompt, tokens, sampling):
@@ -205,7 +230,7 @@ def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_oth
     config = ServeConfig(models=("base",), allow_runtime_lora_updating=True)
     with running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl")) as address:
         engine = engine_of([address], actor)
-        with engine.decoding() as decode:
+        with decoder_of(engine) as decode:
             call = {"seeds": [[1]], "keep_logprobs": True}
             plain = decode(actor.prompts[:1], SAMPLING, **call)
             expected = expected_logprobs(actor, actor.prompts[0], plain.tokens()[0], SAMPLING)
@@ -213,14 +238,14 @@ def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_oth
             with pytest.raises(RolloutError) as error:
                 decode(actor.prompts[:1], Sampling(4, top_p=0.9), **call)
             assert "--logprobs_mode processed_logprobs" in str(error.value.__cause__)
-        engine.close()
+        closed(engine)
 
 
 def test_servers_that_sleep_are_awake_for_an_adapter_and_what_it_draws(
     actor, addresses, monkeypatch
 ):
-    calls, load, begin = [], RolloutServers.load, RolloutServers.begin
-    monkeypatch.setattr(RolloutServers, "set_awake", lambda self, awake: calls.append(awake))
+    calls, load, begin = [], CompletionPool.load, CompletionPool.begin
+    monkeypatch.setattr(CompletionPool, "set_awake", lambda self, awake: calls.append(awake))
 
     def loading(self, adapters):
         calls.append("load")
@@ -230,26 +255,26 @@ def test_servers_that_sleep_are_awake_for_an_adapter_and_what_it_draws(
         calls.append("begin")
         return begin(self, *args, **options)
 
-    monkeypatch.setattr(RolloutServers, "load", loading)
-    monkeypatch.setattr(RolloutServers, "begin", beginning)
+    monkeypatch.setattr(CompletionPool, "load", loading)
+    monkeypatch.setattr(CompletionPool, "begin", beginning)
     for sleeps, expected in ((True, [True, "load", "begin", False]), (False, ["load", "begin"])):
         engine = engine_of(addresses, actor, sleeps=sleeps)
         calls.clear()
-        with engine.decoding() as decode:
+        with decoder_of(engine) as decode:
             decode(actor.prompts[:1], Sampling(1), seeds=[[1]])
         assert calls == expected
-        engine.close()
+        closed(engine)
 
 
 def test_responses_are_the_same_when_a_server_is_gone(actor, addresses):
     call = {"seeds": [[1], [2], [3]]}
     with server() as lost:
         engine = engine_of([addresses[0], lost], actor)
-        with engine.decoding() as decode:
+        with decoder_of(engine) as decode:
             first = decode(actor.prompts, SAMPLING, **call).tokens()
-    with engine.decoding() as decode:
+    with decoder_of(engine) as decode:
         assert decode(actor.prompts, SAMPLING, **call).tokens() == first
-    engine.close()
+    closed(engine)
 
 
 def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(actor):
@@ -295,9 +320,8 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
 def test_prompts_at_the_end_of_the_queue_are_given_up_no_sooner_than_others(actor):
     """Of each batch its share, as the docs say: else the shortest prompts would never be learnt."""
     prompts = [PromptSample(torch.arange(3, 5 + n), b"") for n in range(8)]
-    model = share_parameters(actor.model).eval()
-    engine = SimpleNamespace(device=torch.device("cpu"), zero_stage=0)
-    generate = rollout.Generator(engine, model, model, eos_ids=(), pad_id=0, batch_size=4)
+    own = OwnEngine(site_of(actor, "--per_device_generation_batch_size", "4", ends=frozenset()))
+    generate = rollout.Generator(own, eos_ids=(), batch_size=4)
     found = generate(prompts, Sampling(2), num_generations=1, key=("x",), needed=4)
     # Two batches, the longest prompts first; of responses that are as long the first ones are kept.
     assert [len(each.prompt) for each in found] == [4, 5, 8, 9]
@@ -307,11 +331,11 @@ def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
     prompts = [prompt for prompt in actor.prompts for _ in range(3)]
     seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
     engine = engine_of(addresses, actor)
-    with engine.decoding() as decode:
+    with decoder_of(engine) as decode:
         whole = decode(prompts, SAMPLING, seeds=seeds).tokens()
         found = decode(prompts, SAMPLING, seeds=seeds, needed=5)
         again = decode(prompts, SAMPLING, seeds=seeds).tokens()
-    engine.close()
+    closed(engine)
     groups = [found.cut[2 * n : 2 * n + 2] for n in range(len(prompts))]
     assert groups.count([False, False]) == 5
     assert groups.count([True, True]) == 4

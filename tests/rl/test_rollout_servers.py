@@ -10,16 +10,17 @@ from unittest import mock
 
 import pytest
 
-from dschat_lora.rl.draw import rollout_servers
-from dschat_lora.rl.draw.rollout_servers import (
+from dschat_lora.rl.draw import completions
+from dschat_lora.rl.draw.completions import (
+    CompletionPool,
+    CompletionServer,
     EngineError,
-    RolloutServer,
-    RolloutServers,
     ServerAnswer,
     ServerError,
     _Work,
 )
 from dschat_lora.rl.options.config import RolloutConfig
+from dschat_lora.rl.options.engines import server_addresses
 
 END, LIMIT = 2, 4
 
@@ -153,14 +154,14 @@ def servers(*fakes, timeout=5.0, patience=0.3):
     with ExitStack() as stack:
         addresses = [stack.enter_context(fake.running()).address for fake in fakes]
         said = []
-        found = RolloutServers(
-            [RolloutServer(address, timeout) for address in addresses],
+        found = CompletionPool(
+            [CompletionServer(address, timeout) for address in addresses],
             in_flight=3,
             say=said.append,
             ends=frozenset([END]),
             vocabulary_size=64,
         )
-        stack.enter_context(mock.patch.object(rollout_servers, "PATIENCE", patience))
+        stack.enter_context(mock.patch.object(completions, "PATIENCE", patience))
         found.load({"adapter": "/somewhere"})
         yield found, said
 
@@ -289,7 +290,7 @@ def test_replies_that_python_cannot_read_are_failures_like_others():
 
 
 def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
-    read, calls = rollout_servers.read_answer, iter([MemoryError(), KeyError("x")])
+    read, calls = completions.read_answer, iter([MemoryError(), KeyError("x")])
 
     def fail_twice(*args):
         for error in calls:
@@ -297,7 +298,7 @@ def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
         return read(*args)
 
     with servers(Fake()) as (found, said):
-        with mock.patch.object(rollout_servers, "read_answer", fail_twice):
+        with mock.patch.object(completions, "read_answer", fail_twice):
             check(found.begin(BODIES)())
         assert said == []
 
@@ -469,7 +470,9 @@ def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
 
 def test_ranks_that_load_no_adapters_know_sglang_too():
     with servers(fake := FakeSGLang(), patience=0.0) as (first, said):
-        other = replace(first, servers=[RolloutServer(fake.address, 5.0)], adapters={}, _works=[])
+        other = replace(
+            first, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
+        )
         other.adopt(first.adapters, {})
         check(other.begin(BODIES)())
         assert said == []
@@ -582,7 +585,7 @@ def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_b
 
 def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
     for name in ("LOAD_SECONDS", "UNLOAD_SECONDS", "CONNECT_SECONDS"):
-        monkeypatch.setattr(rollout_servers, name, 0.3)
+        monkeypatch.setattr(completions, name, 0.3)
     with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (found, said):
         silent.server.shutdown()  # it listens, and answers no new connection
         start = time.monotonic()
@@ -616,9 +619,9 @@ def test_all_servers_are_woken_and_put_to_sleep_and_one_that_cannot_be_is_lost()
 
 def test_a_server_tells_how_many_tokens_it_has_room_for():
     with Fake().running() as fake:
-        assert RolloutServer(fake.address, 5.0).base_limit() == 64
+        assert CompletionServer(fake.address, 5.0).base_limit() == 64
     with pytest.raises(ServerError, match="refused"):
-        RolloutServer(fake.address, 5.0).base_limit()
+        CompletionServer(fake.address, 5.0).base_limit()
 
 
 BAD_ADDRESSES = (
@@ -638,4 +641,4 @@ def test_addresses_that_are_none_are_refused_in_one_line(address):
 def test_addresses_may_have_names_numbers_ports_and_paths():
     addresses = "http://127.0.0.1:8000/v1,https://[::1]:80,http://my_host/a/b"
     expected = ("http://127.0.0.1:8000", "https://[::1]:80", "http://my_host/a/b")
-    assert RolloutConfig(rollout_engine=addresses).rollout_servers == expected
+    assert server_addresses(RolloutConfig(rollout_engine=addresses).rollout_engine) == expected

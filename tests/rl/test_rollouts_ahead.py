@@ -8,8 +8,9 @@ import torch
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.report.log import jsonable
-from dschat_lora.rl.draw.rollout_engines import RolloutError
+from dschat_lora.rl.draw.engine import RolloutError
 from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
+from dschat_lora.rl.draw.source import Draws
 from dschat_lora.rl.response.response import Response
 
 
@@ -20,16 +21,17 @@ class Run:
         self.iteration, self.told, self.down = 0, [], False
         self.count, self.iterations, self.last = prompts, iterations, None
         self.ahead = RolloutsAhead(
-            most, lambda: self.iterations, lambda: self.iteration, self.prompts_of, self.begin
+            most, lambda: self.iterations, lambda: self.iteration, self.draws_of, self.begin
         )
 
-    def prompts_of(self, iteration):
+    def draws_of(self, iteration):
         if iteration == self.last:  # which shows when its prompts are read
             self.iterations = iteration + 1
         ids = torch.tensor([iteration])
-        return [PromptSample(ids, f'{{"row": {n}}}'.encode()) for n in range(self.count)]
+        prompts = [PromptSample(ids, f'{{"row": {n}}}'.encode()) for n in range(self.count)]
+        return Draws(prompts, needed=None, further=iter(()))
 
-    def begin(self, prompts, iteration):
+    def begin(self, draws, iteration):
         version, waits = self.iteration, [True]
         self.told.append(("begin", iteration, version))
 
@@ -40,7 +42,7 @@ class Run:
             self.told.append(("wait", iteration))
             return [
                 Response((iteration,), (version, n), True, n, each.columns, (math.nan, -0.5))
-                for n, each in enumerate(prompts)
+                for n, each in enumerate(draws.prompts)
             ]
 
         return wait
@@ -133,8 +135,8 @@ def test_responses_to_other_prompts_are_not_taken_over():
     run, resumed = Run(2), Run(2)
     run.play(3)
     resumed.iteration = 3
-    of_run, shift = resumed.ahead.prompts_of, 100  # as by another seed
-    resumed.ahead.prompts_of = lambda iteration: of_run(iteration + shift)
+    of_run, shift = resumed.ahead.draws_of, 100  # as by another seed
+    resumed.ahead.draws_of = lambda iteration: of_run(iteration + shift)
     resumed.ahead.restore(run.ahead.state())
     assert sorted(resumed.ahead._begun) == []
 

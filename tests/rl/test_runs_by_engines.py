@@ -13,7 +13,7 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.report.rollouts import read_rollouts
-from dschat_lora.rl.draw import rollout_servers
+from dschat_lora.rl.draw import completions
 from dschat_lora.rl.loop import setup
 from helpers.fake_vllm import command_of
 from helpers.served import running_server
@@ -168,7 +168,7 @@ def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
 def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes_on(
     own, tmp_path, monkeypatch, ahead
 ):
-    monkeypatch.setattr(rollout_servers, "PATIENCE", 0.0)
+    monkeypatch.setattr(completions, "PATIENCE", 0.0)
     home, shared = tmp_path / "run", tmp_path / "shared"
     with ExitStack() as servers:
         address = servers.enter_context(server())

@@ -3,11 +3,12 @@
 import itertools
 import json
 import math
+from collections import Counter
 
 import pytest
 
 from dschat_lora.report.log import jsonable
-from dschat_lora.rl.draw.order import PromptOrder
+from dschat_lora.rl.draw.source import PromptOrder
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.options.config import PromptConfig
 from dschat_lora.runtime.loop import check_repeats
@@ -66,6 +67,26 @@ def test_an_epoch_answers_every_prompt_once_in_an_order_of_its_own(prompts, each
         assert epochs[0] != epochs[1]
     for iteration in range(5):
         assert order.size(iteration) == len(order(iteration))
+
+
+def test_what_may_replace_prompts_is_every_other_prompt_once_in_an_order_of_each_key():
+    block = PromptOrder(9, 4, seed=3, samples="abcdefghi").block(1)
+    others = ["".join(block.others("further prompts", 3, iteration)) for iteration in (1, 1, 2)]
+    assert sorted(others[0] + "".join(block)) == sorted("abcdefghi")
+    assert others[0] == others[1] != others[2]
+
+
+def test_sizes_count_the_iterations_before_one_by_their_prompts():
+    for prompts, each in ((7, 3), (6, 3), (2, 5)):
+        order = PromptOrder(prompts, each, seed=3)
+        for number in range(9):
+            counted = Counter(len(order(iteration)) for iteration in range(number))
+            assert +Counter(order.sizes(number)) == counted
+
+
+def test_a_mixture_passes_over_each_source_as_often_as_a_pass_has_its_rows():
+    order = PromptOrder(6, 3, seed=3, times={"a": 0.5, "b": 2.0})
+    assert order.passes(3) == {"epoch": 1.5, "epochs/a": 0.75, "epochs/b": 3.0}
 
 
 def test_progress_that_is_no_number_comes_back_as_it_was():

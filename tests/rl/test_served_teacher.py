@@ -18,8 +18,8 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import parse_config
 from dschat_lora.generation import slots
-from dschat_lora.rl.draw import rollout_servers
-from dschat_lora.rl.draw.rollout_servers import ServerError
+from dschat_lora.rl.draw import completions
+from dschat_lora.rl.draw.completions import ServerError
 from dschat_lora.rl.learn.served_teacher import TeacherError, open_teacher, read_prompt_logprobs
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
@@ -177,7 +177,7 @@ def test_log_probabilities_are_those_of_the_response_after_what_the_teacher_read
     ],
 )
 def test_a_teacher_that_says_nonsense_ends_the_run_in_a_line(monkeypatch, found, words):
-    monkeypatch.setattr(rollout_servers, "PATIENCE", 0.0)
+    monkeypatch.setattr(completions, "PATIENCE", 0.0)
 
     def nonsense(ids, prompt):
         return halves(ids, prompt) if isinstance(prompt, str) else found
@@ -257,7 +257,7 @@ def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, monkeyp
 
 @pytest.mark.stage
 def test_a_run_goes_on_with_the_teacher_at_another_address_after_its_loss(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_servers, "PATIENCE", 0.0)
+    monkeypatch.setattr(completions, "PATIENCE", 0.0)
     teacher, common = write_run(tmp_path / "teacher", seed=3), {"data": ROWS, **SHORT}
     home = tmp_path / "run"
     service = serving(teacher)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.encoder import make_encoder
@@ -20,6 +19,8 @@ from dschat_lora.rl.play.environment import EnvironmentFailedError
 from dschat_lora.rl.play.players import load_environment
 from dschat_lora.rl.play.stateful_environment import is_stateful
 from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions
+from dschat_lora.rl.score.scores import EpisodeScorer, RewardSum
+from dschat_lora.rl.score.user_functions import TrainerState
 from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -187,13 +188,12 @@ def test_reward_functions_see_the_objects_and_rewards_are_added():
         return [float(each.counter) for each in environments]
 
     function = RewardFunction("reward_function", "mine:counters", counters, TOKENIZER)
-    scorer = RewardFunctions(
-        (function,), (0.5,), environment=environment.label(), objects=environment.objects
-    )
-    function.check_columns({"target", "environments"})
-    rewards = scorer(found, torch.device("cpu"))
-    rewards["Given"] = torch.tensor([each.episode.reward for each in found])
-    assert scorer.total(rewards, None).tolist() == [1.0 + 0.5 * 3, 0.0]
+    functions = RewardFunctions((function,), objects=environment.objects)
+    weights = {"counters": 0.5, "Given": 1.0}
+    scorer = RewardSum((functions, EpisodeScorer(environment.label())), weights, (), str)
+    scorer.check_columns({"target"})
+    assert scorer.names == ("counters", "Given")
+    assert scorer(found, TrainerState()).total.tolist() == [1.0 + 0.5 * 3, 0.0]
 
 
 def test_a_text_without_an_addition_keeps_its_tokens():

@@ -169,13 +169,14 @@ def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student()
         mask,
         ref_logprobs=teacher,
         scores=torch.tensor([5.0, -5.0]),  # of which nothing is learnt
+        by_divergence=True,
         logprobs=student,
         values=None,
     )
     config = PpoConfig(algorithm="distill")
     found = advantages_and_returns(experience, experience.scores, config, kl_coef=0.3)
     assert found.advantages.tolist() == [[0.75, -2.0], [0.0, 0.0]]
-    assert experience.scored_by_reference().scores.tolist() == [-1.25, 0.0]
+    assert experience.scored().scores.tolist() == [-1.25, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dschat_lora.algos.advantages import grpo_advantages
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions
+from dschat_lora.rl.score.scores import weighted_sum
 from dschat_lora.rl.score.user_functions import RewardError, RewardLog, TrainerState, calls_of
 
 trl = pytest.importorskip("trl")
@@ -169,15 +170,16 @@ def test_advantages_and_logs_are_those_of_trl(name):
         RewardFunction("reward_function", f"mine:{f.__name__}", f, Letters(), log=log)
         for f in functions
     )
-    scorer = RewardFunctions(mine, tuple(weights), log=log)
+    scorer = RewardFunctions(mine, log)
     assert scorer.logs
-    total = scorer.total(scorer(responses, CPU, STATE), None)
+    scores = scorer(responses, STATE)
+    total = weighted_sum(scores.by_name, dict(zip(scorer.names, weights, strict=True)))
     groups = torch.tensor([each.group for each in responses])
     alone = len(groups) + torch.arange(len(groups))
     found = grpo_advantages(total.nan_to_num(0.0), torch.where(total.isnan(), alone, groups))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert (found != 0).any()
-    assert scorer.log.take(responses) == (metrics, columns)
+    assert (scores.metrics, scores.columns) == (metrics, columns)
     assert scorer.log.take(responses) == ({}, {})
 
 

@@ -8,19 +8,23 @@ import torch
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.rl.learn.engines import Engines, Retry
+from dschat_lora.rl.learn.engines import Engines, Retry, RewardModelScorer
 from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
     Experience,
+    Steps,
     add_old_outputs,
     advantages_and_returns,
-    score_responses,
+    count_deferred,
+    make_experience,
 )
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.learn.update import StepResult, Updater, count_deferred
+from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask, step_counts
 from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import Scores
+from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.metrics import update_metrics
 from helpers.iterations import ragged_responses, ragged_texts, text_loader
 
@@ -110,22 +114,26 @@ def advantages(known, by=1.0):
     return AdvantagesAndReturns(by * known.mask, (0.5 + by) * known.mask)
 
 
-def updated(roles, known, steps, *, find=advantages, config=None, pretraining=None, **options):
+def updated(
+    roles, known, steps, *, find=advantages, config=None, deferred=0, from_sampler=False, **options
+):
+    config = config or PpoConfig()
     updater = Updater(
         roles,
-        config or PpoConfig(),
+        config,
         known,
+        Steps(
+            steps,
+            lambda rows: collate(RESPONSES, rows, 0),
+            deferred=deferred,
+            from_sampler=from_sampler,
+        ),
         estimate_advantages=find,
         kl_coef=0.3,
-        pretraining=pretraining,
+        entropy_coef=config.entropy_coef,
         **options,
     )
-    results = updater.steps(
-        steps,
-        lambda rows: collate(RESPONSES, rows, 0),
-        lambda index: 10.0 + index,
-        first_batches=[],
-    )
+    results = updater.steps(lambda index: 10.0 + index)
     return [(updater.experience, result) for result in results], updater
 
 
@@ -161,7 +169,9 @@ def test_each_micro_batch_gives_its_share_and_the_last_ends_the_step():
 
 def test_text_ends_the_actors_step_and_the_critic_ends_its_own():
     roles, texts = Roles(text=2.0), ragged_texts(3)
-    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
+    pretraining = Pretraining(
+        text_loader(texts, micro=1, accumulation=3).steps, None, coefficient=0.7
+    )
     found, _ = updated(roles, experience(), TWO_HALVES[:1], pretraining=pretraining)
     assert [last for _, last in roles.actor.fed] == [False] * 4 + [True]
     assert [last for _, last in roles.critic.fed] == [False, True]
@@ -175,7 +185,9 @@ def test_text_ends_the_actors_step_and_the_critic_ends_its_own():
 
 def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
     roles, both, texts = Roles(), Roles(), ragged_texts(3)
-    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
+    pretraining = Pretraining(
+        text_loader(texts, micro=1, accumulation=3).steps, None, coefficient=0.7
+    )
     found, _ = updated(
         roles, experience(), TWO_HALVES, pretraining=pretraining, learning=("critic",)
     )
@@ -193,7 +205,9 @@ def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
 
 def test_a_step_in_which_nothing_counts_is_passed_over_with_its_rate_and_text():
     roles, texts = Roles(), ragged_texts(2)
-    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=1), coefficient=1.0)
+    pretraining = Pretraining(
+        text_loader(texts, micro=1, accumulation=1).steps, None, coefficient=1.0
+    )
     known = experience(unscored=(0, 1, 2))
     found, _ = updated(roles, known, TWO_HALVES, pretraining=pretraining)
     assert len(found) == 1
@@ -433,8 +447,6 @@ def test_figures_are_means_over_tokens_whatever_divides_the_loss():
 
 def test_batches_that_are_there_serve_the_first_pass_in_their_order():
     roles, numbers = Roles(), [[0, 1], [2], [3], [5, 4]]
-    options = {"estimate_advantages": advantages, "kl_coef": 0.0, "pretraining": None}
-    updater = Updater(roles, PpoConfig(), experience(), **options)
     made = []
 
     def make(rows):
@@ -442,7 +454,9 @@ def test_batches_that_are_there_serve_the_first_pass_in_their_order():
         return collate(RESPONSES, rows, 0)
 
     first = [collate(RESPONSES, rows, 0) for rows in numbers]
-    list(updater.steps(TWO_HALVES * 2, make, lambda index: 1.0, first_batches=first))
+    steps = Steps(TWO_HALVES * 2, make, first)
+    options = {"estimate_advantages": advantages, "kl_coef": 0.0}
+    list(Updater(roles, PpoConfig(), experience(), steps, **options).steps(lambda index: 1.0))
     assert roles.passes == [tuple(rows) for rows in numbers] * 2
     assert made == numbers
 
@@ -475,15 +489,25 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
 # ---------------------------------------------------------------------------- looking
 
 
+NO_SCORES = Scores(torch.zeros(6))
+
+
+def model_scores(roles, batches):
+    if roles.reward is None:
+        return NO_SCORES
+    return RewardModelScorer(roles, lambda _: batches)(RESPONSES, TrainerState())
+
+
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("critic", [True, False])
 def test_a_look_has_every_response_at_its_number(asks, critic):
     roles = Roles(critic=critic, logprob=-0.7, value=0.2)
     batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3], [])]
     deferred = 0 if asks else len(batches)
-    found = score_responses(roles, RESPONSES, batches, scorer=None, deferred=deferred)
+    scores = model_scores(roles, batches)
+    found = make_experience(roles, RESPONSES, batches, scores, deferred=deferred)
     logprobs, values = found.logprobs, found.values
-    assert roles.modes == ["eval"]
+    assert set(roles.modes) == {"eval"}
     steps = torch.arange(MASK.shape[1]) + 1.0
     torch.testing.assert_close(found.ref_logprobs, -2.0 * steps * MASK)
     # without a critic nothing has the reward model here
@@ -502,7 +526,7 @@ def test_a_look_has_every_response_at_its_number(asks, critic):
 def test_a_look_leaves_out_what_the_update_will_say():
     roles = Roles(critic=False, logprob=-0.7)
     batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3])]
-    found = score_responses(roles, RESPONSES, batches, scorer=None, deferred=1)
+    found = make_experience(roles, RESPONSES, batches, NO_SCORES, deferred=1)
     assert found.logprobs.isnan().all(1).tolist() == [n in (2, 4) for n in range(6)]
     torch.testing.assert_close(found.logprobs[[0, 1, 3, 5]], -0.7 * MASK[[0, 1, 3, 5]])
     assert roles.passes == [(0, 5, 1), (3,)]
@@ -515,7 +539,7 @@ def test_a_look_may_take_the_decode_loops_logprobs():
         for n, each in enumerate(RESPONSES)
     ]
     batches = [collate(drawn, rows, 0) for rows in ([4, 2], [0, 5, 1, 3])]
-    found = score_responses(roles, drawn, batches, scorer=None, from_sampler=True)
+    found = make_experience(roles, drawn, batches, NO_SCORES, from_sampler=True)
     for row, each in zip(found.logprobs.tolist(), drawn, strict=True):
         assert row[: len(each.logprobs)] == list(each.logprobs)
         assert not any(row[len(each.logprobs) :])
@@ -612,7 +636,9 @@ def windows_of(pretraining, count):
 
 def test_text_goes_on_epoch_after_epoch_and_from_where_it_was():
     def fresh():
-        return Pretraining(text_loader(ragged_texts(5), micro=1, accumulation=2), coefficient=1.0)
+        return Pretraining(
+            text_loader(ragged_texts(5), micro=1, accumulation=2).steps, None, coefficient=1.0
+        )
 
     expected = windows_of(fresh(), 8)
     epoch = [sorted(str(b) for w in expected[n : n + 3] for b in w) for n in (0, 3)]
@@ -630,5 +656,7 @@ def test_text_goes_on_epoch_after_epoch_and_from_where_it_was():
 
 def test_a_window_counts_its_targets():
     texts = ragged_texts(2)
-    pretraining = Pretraining(text_loader(texts, micro=2, accumulation=1), coefficient=1.0)
+    pretraining = Pretraining(
+        text_loader(texts, micro=2, accumulation=1).steps, None, coefficient=1.0
+    )
     assert pretraining.window().num_targets == sum(len(ids) - 1 for ids in texts)

@@ -12,7 +12,7 @@ import pytest
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.rendezvous import usable_port
 from dschat_lora.rl.draw import vllm_server
-from dschat_lora.rl.draw.rollout_servers import EngineError, RolloutServer, RolloutServers
+from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer, EngineError
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_command, serve_environment
 from dschat_lora.rl.options.config import RlhfConfig
 from helpers import fake_vllm
@@ -27,7 +27,7 @@ def config_of(target, *argv):
 def start(target, home):
     """A server, its process, and the ids of that and its child."""
     port = usable_port(None)
-    server = RolloutServer(f"http://127.0.0.1:{port}", 5.0, log=home / "vllm" / "0.log")
+    server = CompletionServer(f"http://127.0.0.1:{port}", 5.0, log=home / "vllm" / "0.log")
     command = serve_command(config_of(target), "base", dtype="float32", port=port, sleeps=False)
     process = ServerProcess(server, command, serve_environment(None, sleeps=False))
     return server, process
@@ -95,7 +95,7 @@ def test_a_server_is_waited_for_and_ends_with_what_it_has_started(tmp_path):
     (tmp_path / "vllm" / "0.log").write_text(
         "WARNING as by `OSError: x`\n(pid=1) CudaError: no memory\nending\n"
     )
-    servers = RolloutServers([server], 1, lambda words: None, frozenset(), 64)
+    servers = CompletionPool([server], 1, lambda words: None, frozenset(), 64)
     with pytest.raises(EngineError, match=r"its log \S+/vllm/0.log says: CudaError: no memory\)$"):
         servers.load({"adapter": "/somewhere"})
 
@@ -118,7 +118,7 @@ def test_a_server_that_does_not_start_is_an_error_of_one_line(tmp_path, monkeypa
 
 
 def test_a_program_that_is_not_there_is_an_error(tmp_path):
-    server = RolloutServer("http://127.0.0.1:9", 5.0, log=tmp_path / "vllm" / "0.log")
+    server = CompletionServer("http://127.0.0.1:9", 5.0, log=tmp_path / "vllm" / "0.log")
     with pytest.raises(OSError, match="no-such-vllm"):
         ServerProcess(server, ["no-such-vllm"], {})
 
@@ -134,5 +134,5 @@ def test_no_server_outlives_a_run_that_is_killed(tmp_path):
         time.sleep(0.02)
     os.kill(run, signal.SIGKILL)
     os.waitpid(run, 0)
-    server = RolloutServer("", 1.0, log=tmp_path / "vllm" / "0.log")
+    server = CompletionServer("", 1.0, log=tmp_path / "vllm" / "0.log")
     assert are_gone(started(server)["pids"][:1])

@@ -91,8 +91,8 @@ def test_data_that_has_ended_is_said_where_that_ends_the_run(has_ended, step, sa
         record=record,
         log=SimpleNamespace(say=lines.append),
     )
-    rows = SimpleNamespace(state=lambda: {"read": {}, "unused": {}, "used": 7}, has_ended=has_ended)
-    record_stream(run, rows, step=step)
+    state = {"read": {}, "unused": {}, "used": 7}
+    record_stream(run, state, has_ended=has_ended, step=step)
     assert record == {"stream": {"read": {}, "unused": {}}}
     expected = ["all data was read --max_repeats times: the run ends " + each for each in said]
     assert lines == expected

@@ -9,17 +9,18 @@ from functools import partial
 from typing import Any
 
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.draw.rollout_engines import RolloutError
+from dschat_lora.rl.draw.engine import Pending, RolloutError
+from dschat_lora.rl.draw.source import Draws
 from dschat_lora.rl.response.response import Response, response_from_json, responses_as_json
 
-# Begins on the responses to prompts, for an iteration; what it returns waits for them.
-Begin = Callable[[Sequence[PromptSample], int], Callable[[], list[Response]]]
+# Begins on the responses of an iteration; what it returns waits for them.
+Begin = Callable[[Draws, int], Pending[list[Response]]]
 
 
 @dataclass
 class _Rollout:
     version: int  # iterations that the adapter has learnt from
-    wait: Callable[[], list[Response]]
+    wait: Pending[list[Response]]
 
 
 @dataclass
@@ -34,13 +35,13 @@ class RolloutsAhead:
         most: iterations whose responses are begun before theirs.
         num_iterations: of the run, as far as is known.
         iteration: the one that is next, counted from 0.
-        prompts_of: the prompts of an iteration.
+        draws_of: what is drawn for an iteration.
     """
 
     most: int
     num_iterations: Callable[[], int]
     iteration: Callable[[], int]
-    prompts_of: Callable[[int], Sequence[PromptSample]]
+    draws_of: Callable[[int], Draws]
     begin: Begin
     _begun: dict[int, _Rollout] = field(default_factory=dict)  # by iteration
 
@@ -54,7 +55,7 @@ class RolloutsAhead:
         for each in range(now, now + self.most + 1):
             # To read the prompts of the one before may have said that it is the last.
             if each < self.num_iterations() and each not in self._begun:
-                self._begun[each] = _Rollout(now, self.begin(self.prompts_of(each), each))
+                self._begun[each] = _Rollout(now, self.begin(self.draws_of(each), each))
         # What is drawn stays until the iteration is whole, for the checkpoint of one that fails.
         self._begun = {n: rollout for n, rollout in self._begun.items() if n >= now}
         return self._drawn(now)
@@ -67,14 +68,14 @@ class RolloutsAhead:
             with suppress(RolloutError):
                 found[str(number)] = {
                     "version": self._begun[number].version,
-                    "prompts": _digest(self.prompts_of(number)),
+                    "prompts": _digest(self.draws_of(number).prompts),
                     "responses": responses_as_json(dict(enumerate(self._drawn(number)))),
                 }
         return found
 
     def restore(self, state: dict[str, Any]) -> None:
         for number, each in state.items():
-            prompts = self.prompts_of(int(number))
+            prompts = self.draws_of(int(number)).prompts
             # Options may have changed since.
             too_old = int(number) - each["version"] > self.most
             if too_old or each["prompts"] != _digest(prompts):

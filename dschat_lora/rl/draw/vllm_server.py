@@ -15,36 +15,39 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.staging import check_place, open_in_place
+from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.children import end_with_parent, environment_of_no_launch, visible_gpu
 from dschat_lora.engine.distributed import device, gather_texts, local_rank, rank
 from dschat_lora.engine.rendezvous import is_one_host, usable_port
-from dschat_lora.rl.draw.rollout_servers import (
+from dschat_lora.rl.draw.completions import (
     LOAD_SECONDS,
+    CompletionServer,
     EngineError,
-    RolloutServer,
     ServerError,
-    vllm_rank,
 )
+from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite
+from dschat_lora.rl.draw.engine_checks import vllm_rank
+from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.runtime.run import OpenRun
 
 END_SECONDS = 15.0  # that a server has to end by itself
 _POLL = 0.25
 
 
+def vllm_engine(site: EngineSite) -> EngineDecoder:
+    """The engine of the servers that were started."""
+    return server_engine(site, site.started, sleeps=sleeps(site.config))
+
+
 def start_vllm(
-    config: RlhfConfig, run: OpenRun[Any], *, base: str, dtype: str
-) -> tuple[RolloutServer, ...]:
+    config: RlhfConfig, sources: Sources, run: OpenRun[Any]
+) -> tuple[CompletionServer, ...]:
     """Start vLLM on each GPU that trains, or once for all processes without GPUs; on every rank.
 
     When this returns the servers have answered and, where they :func:`sleep <sleeps>`, given their
-    memory back.
-
-    Args:
-        config: of the run.
-        run: whose end ends them.
-        base: hub name or directory.
-        dtype: ``float32``, ``bfloat16`` or ``float16``.
+    memory back. The end of the ``run`` ends them.
 
     Raises:
         ValueError: on several machines.
@@ -57,12 +60,13 @@ def start_vllm(
         )
     home, found = run.directory, {"address": "", "failure": ""}
     assert home is not None, "a dry run starts nothing"
+    dtype = str(DTYPES[resolve_dtype(config.load.dtype)]).removeprefix("torch.")
     timeout, on_gpu = config.batch.rollout_timeout, device().type == "cuda"
     if on_gpu or local_rank() == 0:
         port, sleeping = usable_port(None), sleeps(config)
         found["address"] = f"http://127.0.0.1:{port}"
-        server = RolloutServer(found["address"], timeout, log=_log(home, rank()))
-        command = serve_command(config, base, dtype=dtype, port=port, sleeps=sleeping)
+        server = CompletionServer(found["address"], timeout, log=_log(home, rank()))
+        command = serve_command(config, sources.actor.base, dtype=dtype, port=port, sleeps=sleeping)
         gpu = visible_gpu(local_rank()) if on_gpu else None
         try:
             process = ServerProcess(server, command, serve_environment(gpu, sleeps=sleeping))
@@ -77,7 +81,7 @@ def start_vllm(
         if each["failure"]:
             raise OSError(each["failure"])
     servers = tuple(
-        RolloutServer(each["address"], timeout, log=_log(home, number))
+        CompletionServer(each["address"], timeout, log=_log(home, number))
         for number, each in enumerate(all_found)
         if each["address"]
     )
@@ -139,7 +143,7 @@ class ServerProcess:
     """
 
     def __init__(
-        self, server: RolloutServer, command: Sequence[str], environment: Mapping[str, str]
+        self, server: CompletionServer, command: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         assert server.log is not None
         self._server = server

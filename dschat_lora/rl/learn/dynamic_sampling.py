@@ -1,13 +1,17 @@
-"""DAPO's dynamic sampling: prompts whose responses all got one reward are replaced."""
+"""DAPO's dynamic sampling: prompts whose responses teach nothing are replaced."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
+from torch import Tensor
 
-from dschat_lora.algos.advantages import equal_groups
-from dschat_lora.rl.learn.experience import Scores
+from dschat_lora.data.samples import PromptSample
+from dschat_lora.rl.options.algorithms import Algorithm, called
 from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -30,36 +34,71 @@ class Resampled:
         }
 
 
+def idle_groups(
+    algorithm: Algorithm,
+    groups: Sequence[int],
+    total: Tensor,
+    rewards: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+) -> list[int]:
+    """Groups of responses that teach the algorithm nothing, in ascending order.
+
+    ``groups`` say which prompt each of the N responses belongs to. ``total`` are their (N,) scores,
+    NaN for those that do not count, and ``rewards`` those by name, of which some have ``weights``.
+    """
+    columns = [total, *(weight * rewards[name] for name, weight in weights.items())]
+    scores, *named = torch.stack(columns).tolist()  # read at once
+    rows: dict[int, list[int]] = {group: [] for group in groups}
+    for row, group in enumerate(groups):
+        if not math.isnan(scores[row]):
+            rows[group].append(row)
+    teaches = called(algorithm.learns_from)
+    return sorted(
+        group
+        for group, own in rows.items()
+        if not teaches(
+            [scores[row] for row in own],
+            {name: [c[row] for row in own] for name, c in zip(weights, named, strict=True)},
+        )
+    )
+
+
 def resample(
     responses: list[Response],
     *,
-    further: Sequence[int],
+    algorithm: Algorithm,
+    further: Iterator[PromptSample],
     tries: int,
-    generate: Callable[[Sequence[int], int], list[Response]],
+    generate: Callable[[Sequence[PromptSample], int], list[Response]],
     score: Callable[[Sequence[Response]], Scores],
 ) -> Resampled:
-    """Replace groups of equal rewards by those of further prompts whose rewards differ.
+    """Replace groups that teach the algorithm nothing by those of further prompts that do.
 
     Section 3.2 of arXiv:2503.14476. Each round asks as many further prompts as groups are to be
     replaced; what is left after ``tries`` of them, or when no prompt is, stays. Call on every rank.
 
     Args:
         responses: those to the prompts of the iteration, group after group, all of one size.
-        further: numbers of the prompts to ask, in order.
+        algorithm: what says which groups teach something.
+        further: the prompts to ask, in order.
         tries: most rounds.
-        generate: responses to prompts of these numbers, at a round counted from 1.
+        generate: responses to prompts, at a round counted from 1.
         score: the scores of responses.
     """
     size = sum(each.group == 0 for each in responses)
-    scores, waiting = score(responses), list(further)
-    missing, round_, replaced, generated = _equal(responses, scores), 0, 0, 0
-    while missing and waiting and round_ < tries:
+    scores = score(responses)
+
+    def idle(found: Sequence[Response], scores: Scores) -> list[int]:
+        groups = [each.group for each in found]
+        return idle_groups(algorithm, groups, scores.total, scores.by_name, scores.weights)
+
+    missing, round_, replaced, generated = idle(responses, scores), 0, 0, 0
+    while round_ < tries and (asked := list(islice(further, len(missing)))):
         round_ += 1
-        asked, waiting = waiting[: len(missing)], waiting[len(missing) :]
         found = generate(asked, round_)
         found_scores = score(found)
         generated += len(found)
-        equal = set(_equal(found, found_scores))
+        equal = set(idle(found, found_scores))
         for group in (g for g in range(len(asked)) if g not in equal):
             place = missing.pop(0)
             to = slice(place * size, (place + 1) * size)
@@ -71,14 +110,10 @@ def resample(
     return Resampled(responses, scores, round_, replaced, generated)
 
 
-def _equal(responses: Sequence[Response], scores: Scores) -> list[int]:
-    return equal_groups(scores.total.tolist(), [each.group for each in responses])
-
-
 def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:
     """``scores`` with those of ``found`` in place."""
 
-    def put(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def put(own: Tensor, other: Tensor) -> Tensor:
         own = own.clone()
         own[to] = other[of]
         return own
@@ -88,9 +123,9 @@ def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:
     for name in {**scores.columns, **found.columns}:
         columns[name] = list(scores.columns.get(name, [None] * size))
         columns[name][to] = found.columns.get(name, [None] * len(found.total))[of]
-    return Scores(
-        put(scores.total, found.total),
-        {name: put(names[name], found.by_name[name]) for name in names},
-        scores.metrics,
-        columns,
+    return replace(
+        scores,
+        total=put(scores.total, found.total),
+        by_name={name: put(names[name], found.by_name[name]) for name in names},
+        columns=columns,
     )

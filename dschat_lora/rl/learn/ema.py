@@ -10,6 +10,7 @@ from dschat_lora.engine.distributed import broadcast_, rank
 from dschat_lora.engine.zero import is_sharded, own_shard, whole_of_parts, whole_of_shards
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.parallel import own_part
+from dschat_lora.rl.learn.update import StepResult
 
 
 class MovingAverage:
@@ -18,6 +19,8 @@ class MovingAverage:
     Every rank averages what it holds: its shards at ZeRO 3, its part of a divided tensor, else
     the whole. Call methods on every rank.
     """
+
+    name = "actor_ema"
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -28,6 +31,12 @@ class MovingAverage:
         self._decay = decay
         averages = [w.to(torch.float32, copy=True) for w in self._weights()]
         self._averages = dict(zip(self._parameters, averages, strict=True))
+
+    def after_step(self, result: StepResult) -> None:
+        """Average in the weights after a step that changed them."""
+        actor = result.outcomes.get("actor")
+        if actor is not None and not actor.skipped:
+            self.update()
 
     @torch.no_grad()
     def update(self) -> None:

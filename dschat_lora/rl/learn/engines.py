@@ -1,6 +1,6 @@
 """The engines of a run, and each role's outputs for a batch of responses."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,11 +13,14 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.causal_lm import Policy
-from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.served_teacher import ServedTeacher
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.response.batch import ResponseBatch
+from dschat_lora.rl.response.batch import ResponseBatch, gather_rows
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import REWARD_MODEL, Scores
+from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
 
@@ -35,13 +38,13 @@ class Retry:
         found = retry.forward(compute)
 
     Args:
-        engines: all that compute. generator: of responses; None: nothing is tried again.
+        engines: all that compute. drawing: of responses; None: nothing is tried again.
     """
 
     def __init__(
-        self, engines: Collection[TrainEngine[nn.Module]] = (), generator: Generator | None = None
+        self, engines: Collection[TrainEngine[nn.Module]] = (), drawing: Drawing | None = None
     ) -> None:
-        self._engines, self._generator = engines, generator
+        self._engines, self._drawing = engines, drawing
         self._in_collective = False
 
     def forward(self, compute: Callable[[], ResultT]) -> ResultT:
@@ -62,16 +65,16 @@ class Retry:
     def _result(
         self, compute: Callable[[], ResultT], repeats: str, *, forgets: bool = False
     ) -> ResultT:
-        generator = self._generator
+        drawing = self._drawing
         try:
             return compute()
         except torch.OutOfMemoryError:
-            if generator is None or not generator.keeps or self._in_collective:
+            if drawing is None or not drawing.keeps or self._in_collective:
                 raise
             if not all(getattr(each, repeats) for each in self._engines):
                 raise
         # The error is gone, and with it the frames that held what the first attempt had made.
-        generator.release()
+        drawing.release()
         for engine in self._engines if forgets else ():
             engine.forget_gradients()
         return compute()
@@ -166,6 +169,28 @@ class Engines:
             return -logprobs.sum()
 
         return self.retry.forward(compute)
+
+
+@dataclass(frozen=True)
+class RewardModelScorer:
+    """The reward model's score at the end of each response, by a forward pass over batches."""
+
+    engines: Engines
+    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]]  # as many on every rank
+    names = (REWARD_MODEL,)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """It reads none."""
+
+    @torch.no_grad()
+    def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
+        """The scores."""
+        self.engines.eval()
+        batches, device = self.batches(responses), self.engines.actor.device
+        rows = torch.cat([self.engines.scores(batch.to(device)) for batch in batches])
+        numbers = [n for batch in batches for n in batch.numbers]
+        scores = gather_rows(numbers, rows[:, None])[:, 0]
+        return Scores(scores, {REWARD_MODEL: scores})
 
 
 def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:

@@ -1,36 +1,29 @@
 """Experience: responses with log-probabilities, values and scores, and their advantages."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import (
-    discounted_returns,
-    dr_grpo_advantages,
-    gae,
-    grpo_advantages,
-    response_sums,
-    rloo_advantages,
-    to_tokens,
-    token_rewards,
-    whiten,
-)
+from dschat_lora.algos.advantages import response_sums, to_tokens
+from dschat_lora.algos.credit import Outcome
 from dschat_lora.algos.importance import Mismatch, importance_weights, sampler_mismatch
-from dschat_lora.algos.kl import KL_ESTIMATORS, kl_k1
+from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
-from dschat_lora.engine.distributed import gather_over_ranks
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.options.algorithms import PpoConfig, RolloutCorrection
-from dschat_lora.rl.response.batch import ResponseBatch, response_mask
-from dschat_lora.rl.response.errors import UserFunctionError
+from dschat_lora.rl.options.algorithms import PpoConfig, RolloutCorrection, called
+from dschat_lora.rl.response.batch import (
+    Batching,
+    Minibatch,
+    ResponseBatch,
+    gather_numbered,
+    gather_rows,
+    response_mask,
+)
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunctions, shortened
-from dschat_lora.rl.score.user_functions import TrainerState
+from dschat_lora.rl.score.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,12 @@ class Experience:
     logprobs: Tensor | None  # (N, R) old ones of the actor; None: not computed yet
     values: Tensor | None  # (N, R) old ones of the critic; None: not computed yet, or no critic
     rewards: Mapping[str, Tensor] = field(default_factory=dict)  # (N,) by what scored, unweighted
+    weights: Mapping[str, float] = field(default_factory=dict)  # of those in the scores
     logged_metrics: Mapping[str, float] = field(default_factory=dict)  # by reward functions
     logged_columns: Mapping[str, list[Any]] = field(default_factory=dict)  # N entries each, too
+    by_divergence: bool = (
+        False  # scores are minus the divergence from the teacher, once it is known
+    )
 
     @property
     def counts(self) -> Tensor:
@@ -75,9 +72,12 @@ class Experience:
         assert self.logprobs is not None
         return torch.where(self.mask, estimate(self.logprobs, self.ref_logprobs), 0)
 
-    def scored_by_reference(self) -> "Experience":
-        """With minus the divergence from the reference, in nats a response, for the scores."""
-        return replace(self, scores=-response_sums(self.kl(), self.mask))
+    def scored(self) -> "Experience":
+        """With scores that log-probabilities are needed for: minus the divergence, in nats."""
+        if not self.by_divergence or self.logprobs is None:
+            return self
+        scores = -response_sums(self.kl(), self.mask)
+        return replace(self, scores=scores.masked_fill(~self.counts, torch.nan))
 
     def table(self, rows: Iterable[Sequence[float]]) -> Tensor:
         """(N, R) of a number for each token of the responses, 0 in the padding."""
@@ -96,11 +96,12 @@ class Experience:
         return sampler_mismatch(self.logprobs, self._drawn(), self.mask, level=level)
 
     def _drawn(self) -> Tensor:
-        """(N, R) log-probabilities of what was drawn from; of the data's answers the policy's."""
+        """(N, R) log-probabilities of what was drawn from; where nobody knows them the policy's."""
         assert self.logprobs is not None
         table = self.table(response.sampler_logprobs for response in self.responses)
         drawn = torch.tensor([response.origin.is_drawn for response in self.responses])
-        return torch.where(to_device(drawn, table.device)[:, None], table, self.logprobs)
+        known = to_device(drawn, table.device)[:, None] & ~table.isnan()
+        return torch.where(known, table, self.logprobs)
 
 
 def padded(
@@ -122,47 +123,93 @@ class AdvantagesAndReturns:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Scores of N responses, on every rank."""
+class Steps:
+    """The optimizer steps on an iteration's responses, and where old outputs come from."""
 
-    total: Tensor  # (N,); NaN: the response does not count
-    by_name: Mapping[str, Tensor]  # (N,) of each function, and of the reward model beside them
-    metrics: Mapping[str, float] = field(default_factory=dict)  # that functions logged
-    columns: Mapping[str, list[Any]] = field(default_factory=dict)  # N entries, logged as well
+    minibatches: Sequence[Minibatch]  # of all passes
+    make_batch: Callable[[Sequence[int]], ResponseBatch]  # from numbers of responses
+    first_batches: Sequence[ResponseBatch] = ()  # those of the first pass that are made
+    deferred: int = 0  # how many of those, from the first on, have old outputs of the update's
+    from_sampler: bool = False  # old log-probabilities are the decode loop's
+    per_pass: int = 1  # minibatches
+    shares_before: Mapping[str, float] = field(default_factory=dict)  # of responses, by role, with
+    # a forward pass before the update
 
 
-def score_responses(
+def plan_steps(
+    config: PpoConfig,
+    batching: Batching,
+    responses: Sequence[Response],
+    *,
+    rows_per_step: int,
+    iteration: int,
+) -> Steps:
+    """The steps of ``config.ppo_epochs`` passes over the responses, in a random order."""
+    minibatches = batching.minibatches(
+        responses, rows_per_step=rows_per_step, iteration=iteration, passes=config.ppo_epochs
+    )
+    first_pass = minibatches[: len(minibatches) // config.ppo_epochs]
+    make_batch = batching.collator(responses)
+    deferred = count_deferred(config, minibatches)
+    from_sampler = config.use_rollout_logprobs and not deferred
+    left = 1 - bool(deferred) * len(minibatches[0].numbers) / len(responses)
+    return Steps(
+        minibatches,
+        make_batch,
+        [make_batch(rows) for each in first_pass for rows in each.micro_batches],
+        deferred,
+        from_sampler,
+        len(first_pass),
+        {"actor": left * (not from_sampler), "critic": left},
+    )
+
+
+def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
+    """How many batches, from the first on, have old outputs of the update's own forward passes.
+
+    Those of the first minibatch are made before the policy has changed. Where the first loss needs
+    old outputs of all responses, that takes a single batch.
+    """
+    first = minibatches[0].micro_batches
+    if config.weighs_by_policy or config.use_rollout_logprobs:
+        return int(len(minibatches) == len(first) == 1)
+    return len(first)
+
+
+@torch.no_grad()
+def make_experience(
     engines: Engines,
     responses: Sequence[Response],
     batches: Sequence[ResponseBatch],
+    scores: Scores,
     *,
-    scorer: RewardFunctions | None,
     deferred: int = 0,
     from_sampler: bool = False,
-    known: Scores | None = None,
-    state: TrainerState | None = None,
 ) -> Experience:
     """The experience of all ranks' responses; call on every rank, with as many batches on each.
 
-    The scores of ``scorer`` are added to those of the reward model, unless they are ``known``.
     Old log-probabilities and values of the first ``deferred`` batches are left to the update.
     ``from_sampler`` takes those log-probabilities from the decode loop, without a forward pass.
     """
     engines.eval()
     mask = response_mask(responses, engines.actor.device)
-    with_old = deferred < len(batches)
+    width, with_old = mask.shape[1], deferred < len(batches)
+    with_values = with_old and engines.critic is not None
     wait = None if engines.teacher is None else engines.teacher.begin(responses)
-    table = _outputs(
-        engines,
-        batches,
-        mask.shape[1],
-        deferred=deferred,
-        from_sampler=from_sampler,
-        with_scores=known is None,
-    )
-    scores, tables = table[:, 0], list(torch.split(table[:, 1:], mask.shape[1], dim=1))
-    if known is None:
-        known = _added(engines, responses, scorer, scores, state)
+    rows = []
+    for number, batch in enumerate(batches):
+        batch = batch.to(engines.actor.device)
+        parts = [torch.zeros(len(batch.numbers), 0, device=engines.actor.device)]
+        if wait is None:
+            parts.append(engines.policy(batch, width, "reference")[0])
+        if with_old and not from_sampler:
+            unknown = parts[0].new_full((len(batch.numbers), width), torch.nan)
+            parts.append(unknown if number < deferred else engines.policy(batch, width)[0])
+        if with_values:
+            parts.append(engines.values(batch, width))
+        rows.append(torch.cat(parts, dim=1))
+    table = gather_rows([n for batch in batches for n in batch.numbers], torch.cat(rows))
+    tables = list(torch.split(table, width, dim=1))
     ref_logprobs = tables.pop(0) if wait is None else padded(wait(), mask)
     logprobs = None
     if with_old:
@@ -170,138 +217,17 @@ def score_responses(
         logprobs = padded(drawn, mask) if from_sampler else tables.pop(0)
     return Experience(
         responses,
-        mask & ~known.total.isnan()[:, None],
+        mask & ~scores.total.isnan()[:, None],
         ref_logprobs=ref_logprobs,
-        scores=known.total,
+        scores=scores.total,
         logprobs=logprobs,
-        values=tables.pop(0) if tables else None,
-        rewards=known.by_name,
-        logged_metrics=known.metrics,
-        logged_columns=known.columns,
+        values=tables.pop(0) if with_values else None,
+        rewards=scores.by_name,
+        weights=scores.weights,
+        logged_metrics=scores.metrics,
+        logged_columns=scores.columns,
+        by_divergence=scores.by_divergence,
     )
-
-
-class ScoreError(UserFunctionError):
-    """A score is no number; the cause says which one. Raised on every rank."""
-
-    what = "a score"
-
-
-def check_scores(experience: Experience, decode: Callable[[Sequence[int]], str]) -> None:
-    """Refuse scores of a reward model that are not finite, and sums that fp32 does not hold.
-
-    A NaN of another origin is a function's None, or of a response that could not be drawn. Call on
-    every rank.
-
-    Raises:
-        ScoreError: whose cause names the first response with such a score.
-    """
-    total, rewards = experience.scores, experience.rewards
-    model = rewards.get("reward_model", torch.zeros_like(total) if rewards else total)
-    scores = torch.stack([model, total], dim=1).tolist()  # read at once
-    for response, (own, added) in zip(experience.responses, scores, strict=True):
-        if response.is_left_out or (math.isfinite(own) and not math.isinf(added)):
-            continue
-        who, found = "the weighted sum of rewards", added
-        if not math.isfinite(own):
-            who, found = "the reward model", own
-        raise ScoreError from ValueError(
-            f"{who} gives {found} for {shortened(decode(response.tokens))!r} after the prompt "
-            f"{shortened(decode(response.prompt))!r}; a score is a finite number"
-        )
-
-
-@torch.no_grad()
-def scores_alone(
-    engines: Engines,
-    responses: Sequence[Response],
-    batches: Sequence[ResponseBatch],
-    *,
-    scorer: RewardFunctions | None,
-    state: TrainerState | None = None,
-) -> Scores:
-    """The scores of :func:`score_responses` without the rest; call on every rank."""
-    engines.eval()
-    device = engines.actor.device
-    scores = torch.zeros(len(responses), device=device)
-    if engines.reward is not None:
-        rows = torch.cat([engines.scores(batch.to(device)) for batch in batches])
-        numbers = [n for batch in batches for n in batch.numbers]
-        scores = _gather_rows(numbers, rows[:, None])[:, 0]
-    return _added(engines, responses, scorer, scores, state)
-
-
-def _added(
-    engines: Engines,
-    responses: Sequence[Response],
-    scorer: RewardFunctions | None,
-    model: Tensor,
-    state: TrainerState | None,
-) -> Scores:
-    """The scores of functions and of the reward model, and their sum; NaN for those left out."""
-    left_out = to_device(torch.tensor([each.is_left_out for each in responses]), model.device)
-    model = model.masked_fill(left_out, torch.nan)
-    if scorer is None:
-        return Scores(model, {})
-    rewards = scorer(responses, model.device, state)
-    if scorer.environment is not None:
-        given = [each.episode.reward for each in responses]
-        given = [math.nan if reward is None else reward for reward in given]
-        rewards[scorer.environment] = to_device(torch.tensor(given), model.device)
-    rewards = {name: scores.masked_fill(left_out, torch.nan) for name, scores in rewards.items()}
-    total = scorer.total(rewards, None if engines.reward is None else model)
-    total = total.masked_fill(left_out, torch.nan)
-    by_name = rewards | ({} if engines.reward is None else {"reward_model": model})
-    metrics, columns = scorer.log.take(responses) if scorer.logs else ({}, {})
-    for name in sorted({name for each in responses for name in each.episode.logged}):
-        values = [r.episode.logged[name] for r in responses if name in r.episode.logged]
-        metrics[name] = sum(values) / len(values)
-        columns[name] = [each.episode.logged.get(name) for each in responses]
-    return Scores(total, by_name, metrics, columns)
-
-
-@torch.no_grad()
-def _outputs(
-    engines: Engines,
-    batches: Sequence[ResponseBatch],
-    width: int,
-    *,
-    deferred: int,
-    from_sampler: bool,
-    with_scores: bool,
-) -> Tensor:
-    """(N, 1 + k R) score, and log-probabilities of the reference and the actor, and values.
-
-    Those of the reference where it is here, the others where they are asked for.
-    """
-    rows, with_old = [], deferred < len(batches)
-    for number, batch in enumerate(batches):
-        batch = batch.to(engines.actor.device)
-        parts = [engines.policy(batch, width, "reference")[0]] if engines.teacher is None else []
-        if with_old and not from_sampler:
-            shape = len(batch.numbers), width
-            unknown = torch.full(shape, torch.nan, device=engines.actor.device)
-            parts.append(unknown if number < deferred else engines.policy(batch, width)[0])
-        if with_old and engines.critic is not None:
-            parts.append(engines.values(batch, width))
-        scores = torch.zeros(len(batch.numbers), device=engines.actor.device)
-        if with_scores and engines.reward is not None:
-            scores = engines.scores(batch)
-        rows.append(torch.cat([scores[:, None], *parts], dim=1))
-    return _gather_rows([n for batch in batches for n in batch.numbers], torch.cat(rows))
-
-
-def _gather_rows(numbers: Sequence[int], rows: Tensor) -> Tensor:
-    """(N, C) fp32 rows of all ranks in the order of their numbers; call on every rank."""
-    # Numbers of responses are exact in fp64, fp32 values too.
-    table = _gather_numbered(numbers, rows)
-    return table[table[:, 0].argsort()][:, 1:].float()
-
-
-def _gather_numbered(numbers: Sequence[int], rows: Tensor) -> Tensor:
-    """(n, 1 + C) fp64 of all ranks: numbers of responses, and their rows; call on every rank."""
-    own = to_device(torch.tensor(numbers, dtype=torch.float64), rows.device)
-    return gather_over_ranks(torch.cat([own[:, None], rows.detach().double()], dim=1))
 
 
 def add_old_outputs(
@@ -312,7 +238,7 @@ def add_old_outputs(
     ``logprobs`` and ``values``, (n, R), are of this rank's n responses with these ``numbers``.
     """
     rows = logprobs if values is None else torch.cat([logprobs, values], dim=1)
-    found = _gather_numbered(numbers, rows)
+    found = gather_numbered(numbers, rows)
     places = found[:, 0].long()
     tables = torch.split(found[:, 1:].float(), experience.mask.shape[1], dim=1)
     known = experience.logprobs
@@ -328,43 +254,38 @@ def add_old_outputs(
 def advantages_and_returns(
     experience: Experience, rewards: Tensor, config: PpoConfig, *, kl_coef: float
 ) -> AdvantagesAndReturns:
-    """Advantages and returns of an iteration, without gradient.
+    """Advantages and returns of an iteration, by the estimator of the algorithm.
 
-    The KL penalty, unless the loss has it, is taken from each token's reward, or from the
-    response's where responses are compared. The experience has old log-probabilities where
-    :attr:`~dschat_lora.rl.algorithms.PpoConfig.weighs_by_policy` says so, and values for PPO.
-    ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
+    The experience has old log-probabilities where
+    :attr:`~dschat_lora.rl.options.algorithms.PpoConfig.weighs_by_policy` says so, and values where
+    there is a critic. ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
+
+    Raises:
+        ValueError: if an estimator of the user's gives something else than advantages.
     """
-    mask, rules = experience.mask, config.rules
-    if rules.distills:
-        # The sampled reverse KL at each token, and nothing of later ones: a discount of 0.
-        return AdvantagesAndReturns(-experience.kl(), None)
-    kl = partial(experience.kl, KL_ESTIMATORS[config.kl_estimator])
-    if config.kl_in == "loss":
-        kl_coef = 0.0
-    if rules.compares:
-        if config.kl_in == "reward":
-            rewards = rewards - kl_coef * response_sums(kl(), mask)
-        advantages = to_tokens(_COMPARED[rules.advantage](rewards, experience.groups), mask)
-        if rules.advantage == "reinforce_pp_baseline":
-            advantages = whiten(advantages, mask)
-        return AdvantagesAndReturns(advantages, None)
-    per_token = token_rewards(rewards, kl(), mask, kl_coef=kl_coef)
-    if rules.advantage == "returns":
-        returns = discounted_returns(per_token, mask, gamma=config.gamma)
-        return AdvantagesAndReturns(whiten(returns, mask), None)
-    assert experience.values is not None
-    advantages, returns = gae(
-        per_token, experience.values, mask, gamma=config.gamma, lam=config.lam
+    mask, by_name = experience.mask, experience.rewards or {"reward_model": experience.scores}
+    found = called(config.rules.estimator)(
+        Outcome(
+            rewards=by_name,
+            weights=experience.weights or dict.fromkeys(by_name, 1.0),
+            shaped=rewards,
+            groups=experience.groups,
+            counts=experience.counts,
+            mask=mask,
+            options=config,
+            kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
+            values=experience.values,
+            logprobs=experience.logprobs,
+            ref_logprobs=experience.ref_logprobs,
+        )
     )
-    if config.whiten_advantages:
-        advantages = whiten(advantages, mask)
+    advantages, returns = found if isinstance(found, tuple) else (found, None)
+    if not isinstance(advantages, Tensor) or advantages.shape not in (mask.shape, mask.shape[:1]):
+        kind = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(
+            f"--algorithm {config.algorithm} must give a tensor of advantages, "
+            f"{tuple(mask.shape[:1])} of responses or {tuple(mask.shape)} of tokens, got {kind}"
+        )
+    if advantages.dim() == 1:
+        advantages = to_tokens(advantages, mask)
     return AdvantagesAndReturns(advantages, returns)
-
-
-_COMPARED = {
-    "rloo": rloo_advantages,
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "reinforce_pp_baseline": dr_grpo_advantages,
-}

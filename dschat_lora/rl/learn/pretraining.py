@@ -1,14 +1,16 @@
 """Pretraining text mixed into the update (PTX), with a cursor of its own."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.data.batch import Batch
-from dschat_lora.data.loader import StepLoader, Window
-from dschat_lora.data.stream_loader import StreamLoader
+from dschat_lora.data.loader import Window
 from dschat_lora.perf.throughput import StepCounts
+from dschat_lora.runtime.checkpointer import Stateful
+
+Steps = Callable[[int], Iterator[Window]]  # those from one on
 
 
 @dataclass(frozen=True)
@@ -20,14 +22,20 @@ class TextWindow:
 
 
 class Pretraining:
-    """The text of one optimizer step after another, epoch after epoch."""
+    """The text of one optimizer step after another, epoch after epoch.
 
-    def __init__(self, loader: StepLoader | StreamLoader, *, coefficient: float) -> None:
-        self.coefficient = coefficient  # weight of its loss per token
-        self._loader, self._step, self._counts = loader, 0, StepCounts()
+    ``stream`` is what ``steps`` are read from, if the text is not all prepared, and ``coefficient``
+    the weight of its loss per token.
+    """
+
+    name = "pretraining"
+
+    def __init__(self, steps: Steps, stream: Stateful | None, *, coefficient: float) -> None:
+        self.coefficient, self._steps, self._stream = coefficient, steps, stream
+        self._step, self._counts = 0, StepCounts()
         self._windows: Iterator[Window] | None = None
         self._read: deque[tuple[Window, dict[str, Any]]] = deque()  # with the state after each
-        self._state = self._state_of_loader()
+        self._state = self._state_of_stream()
 
     def read(self, steps: int) -> None:
         """Have the text of so many steps.
@@ -36,10 +44,10 @@ class Pretraining:
             StreamError: if it cannot be read on.
         """
         if self._windows is None:
-            self._windows = self._loader.steps(self._step)
+            self._windows = self._steps(self._step)
         while len(self._read) < steps:
             window = next(self._windows)
-            self._read.append((window, self._state_of_loader()))
+            self._read.append((window, self._state_of_stream()))
 
     def window(self) -> TextWindow:
         """The text of the next step."""
@@ -60,11 +68,10 @@ class Pretraining:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
-        if isinstance(self._loader, StreamLoader):
-            self._loader.restore(state["stream"])
-        self._windows, self._state = None, self._state_of_loader()
+        if self._stream is not None:
+            self._stream.restore(state["stream"])
+        self._windows, self._state = None, self._state_of_stream()
         self._read.clear()
 
-    def _state_of_loader(self) -> dict[str, Any]:
-        loader = self._loader
-        return {"stream": loader.state()} if isinstance(loader, StreamLoader) else {}
+    def _state_of_stream(self) -> dict[str, Any]:
+        return {} if self._stream is None else {"stream": self._stream.state()}

@@ -6,8 +6,17 @@ import torch
 from torch import nn
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.engine.build import EngineSettings
+from dschat_lora.engine.distributed import device
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.models.build import AdaptedModel, as_trained, build_causal_lm, build_reward_model
+from dschat_lora.models.build import (
+    AdaptedModel,
+    as_trained,
+    build_causal_lm,
+    build_reward_model,
+    check_targets,
+)
+from dschat_lora.models.composite import Task
 from dschat_lora.models.loading import (
     PreTrainedModel,
     Tokenizer,
@@ -18,8 +27,9 @@ from dschat_lora.models.loading import (
 from dschat_lora.models.reward_model import load_reward_model, zero_head_
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import Sources
+from dschat_lora.rl.options.inputs import Sources, shares_base
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.runtime.setup import engine_settings, shard_model
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,63 @@ class Roles:
     def whole(self) -> nn.Module:
         """All of them as one module, whose ``parameters()`` gives shared tensors once."""
         return nn.ModuleList([*(m.model for m in self.models.values()), self.rollout])
+
+
+@dataclass(frozen=True)
+class Models:
+    """The roles of a run, where they come from, and how those that train are."""
+
+    sources: Sources
+    roles: Roles
+    settings: dict[str, EngineSettings]  # of engines, by trained role
+
+    def shard(self) -> None:
+        """Shard what is at ZeRO 3, and move what no engine knows; call on every rank.
+
+        Roles on one base can only be sharded together.
+        """
+        roles, settings = self.roles, self.settings
+        reference = [] if roles.reference is None else [roles.reference.model]
+        policies = nn.ModuleList([roles.actor.model, *reference, roles.rollout])
+        scorers = nn.ModuleList([m.model for m in (roles.critic, roles.reward) if m is not None])
+        shared = {id(p) for p in policies.parameters()} & {id(p) for p in scorers.parameters()}
+        if shared or "critic" not in settings:
+            shard_model(roles.whole(), settings["actor"])
+        else:
+            shard_model(policies, settings["actor"])
+            shard_model(scorers, settings["critic"])
+        # Such as the rotary tables of the rollout's modules.
+        roles.whole().to(device())
+
+
+def role_settings(config: RlhfConfig) -> dict[str, EngineSettings]:
+    """How the engine of each trained role is built, on this machine."""
+    shares_weights = config.has_critic and shares_base(config)
+    return {
+        name: engine_settings(
+            config,
+            dtype=config.load.dtype,
+            zero_stage=role.zero_stage,
+            micro_batch_size=config.batch.per_device_training_batch_size,
+            shares_weights=shares_weights,
+        )
+        for name, role in config.trained.items()
+    }
+
+
+def check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None) -> None:
+    """Try each role's choice of layers on the empty shape of its model."""
+    tasks: dict[str, Task] = {"actor": "CAUSAL_LM", "critic": "SEQ_CLS"}
+    for role, options in config.trained.items():
+        with option_errors_for(role):
+            check_targets(
+                sources.by_role.get(role, sources.actor),
+                options.model(config.load),
+                options.lora(config.classic.only_optimize_lora),
+                tasks[role],
+                expert_learning_rate=options.expert_learning_rate,
+                group=group,
+            )
 
 
 def build_roles(

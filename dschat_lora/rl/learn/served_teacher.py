@@ -8,11 +8,11 @@ from typing import Any
 
 from dschat_lora.engine.distributed import broadcast_string, rank
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.draw.rollout_servers import (
+from dschat_lora.rl.draw.completions import (
     Body,
+    CompletionPool,
+    CompletionServer,
     EngineError,
-    RolloutServer,
-    RolloutServers,
     ServerAnswer,
     ServerError,
     are_logprobs,
@@ -64,11 +64,11 @@ def read_prompt_logprobs(reply: Any) -> tuple[list[int], list[float]]:
     return tokens, [float(value) for value in logprobs]
 
 
-class _Servers(RolloutServers):
+class _Pool(CompletionPool):
     """Servers that score prompts in the place of answering them."""
 
     def _answer(
-        self, server: RolloutServer, connection: HTTPConnection, body: Body
+        self, server: CompletionServer, connection: HTTPConnection, body: Body
     ) -> ServerAnswer:
         tokens, logprobs = read_prompt_logprobs(server.ask(connection, "/v1/completions", body))
         if tokens != body["prompt"][1:]:
@@ -90,7 +90,7 @@ class ServedTeacher:
 
     model: str
     limit: int | None
-    servers: RolloutServers
+    pool: CompletionPool
 
     def begin(self, responses: Sequence[Response]) -> Callable[[], list[list[float]]]:
         """Have all ranks' responses scored; gives what waits for that. Call both on every rank.
@@ -99,7 +99,7 @@ class ServedTeacher:
         prompt that the teacher reads, and raises a TeacherError if the server is lost.
         """
         read = [each for each in responses if each.tokens] if rank() == 0 else []
-        wait = self.servers.begin(
+        wait = self.pool.begin(
             [
                 score_body(self.model, [*(each.reference_prompt or each.prompt), *each.tokens])
                 for each in read
@@ -145,7 +145,7 @@ def open_teacher(
     Raises:
         ValueError: if it cannot be used, naming the option.
     """
-    server, found = RolloutServer(address, timeout), dict[str, Any]()
+    server, found = CompletionServer(address, timeout), dict[str, Any]()
     if rank() == 0:
         try:
             found["limit"] = limit = server.base_limit()
@@ -171,7 +171,7 @@ def open_teacher(
     found = json.loads(broadcast_string(json.dumps(found)))
     if "mistake" in found:
         raise ValueError(found["mistake"])
-    servers = _Servers(
+    pool = _Pool(
         [server], in_flight=in_flight, say=say, ends=frozenset(), vocabulary_size=len(tokenizer)
     )
-    return ServedTeacher(found["model"], found["limit"], servers)
+    return ServedTeacher(found["model"], found["limit"], pool)

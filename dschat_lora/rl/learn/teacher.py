@@ -1,21 +1,27 @@
 """What distillation reads beside the actor's own responses: a teacher's prompts, data's answers."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dschat_lora.data.chat import Chat
-from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.chat import Chat, make_chat
+from dschat_lora.data.encoder import Encoder, make_encoder
 from dschat_lora.data.layouts import TOKEN_IDS, message
 from dschat_lora.data.messages import Message, content_text
 from dschat_lora.data.readers import RawRow
 from dschat_lora.data.records import to_records
-from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions, parse_row
+from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions, parse_row, row_options
 from dschat_lora.data.samples import SequenceSample
-from dschat_lora.models.loading import Tokenizer
+from dschat_lora.engine.distributed import world_size
+from dschat_lora.models.loading import Tokenizer, load_config
+from dschat_lora.rl.learn.served_teacher import ServedTeacher, open_teacher
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.response.response import Origin, Response
+from dschat_lora.runtime.run import OpenRun
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,54 @@ class TeacherPrompts:
             return [message("system", self.system), *messages]
         text = f"{self.system}\n\n{content_text(first['content'])}"
         return [{**first, "content": text}, *rest]
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher that is not among the roles, and what it reads."""
+
+    server: ServedTeacher | None  # in the place of a reference among the roles
+    prompts: TeacherPrompts | None  # None: the reference reads what the actor reads
+
+    def reading(self, responses: list[Response]) -> list[Response]:
+        """The responses with what the teacher reads in the place of their prompts."""
+        return responses if self.prompts is None else self.prompts(responses)
+
+
+def load_teacher(
+    config: RlhfConfig, tokenizer: Tokenizer, sources: Sources, run: OpenRun[RlhfConfig]
+) -> Teacher:
+    """The teacher of the options; call on every rank.
+
+    Raises:
+        ValueError: if its server cannot be used.
+    """
+    served, prompts = None, None
+    if config.teacher.server is not None:
+        served = open_teacher(
+            *config.teacher.server,
+            tokenizer,
+            max_seq_len=config.data.max_seq_len,
+            timeout=config.batch.rollout_timeout,
+            in_flight=config.batch.per_device_generation_batch_size * world_size(),
+            say=lambda words: run.log.say(f"  note         --teacher_model_name_or_path: {words}"),
+        )
+        run.closing.callback(served.pool.close)
+        most = sys.maxsize if served.limit is None else served.limit - 1  # it draws a token
+    else:
+        options = config.actor if sources.teacher is None else config.teacher
+        fields = load_config((sources.teacher or sources.actor).base, options.model(config.load))
+        most = getattr(fields, "max_position_embeddings", None) or sys.maxsize
+    if config.teacher.teacher_system_prompt is not None:
+        prompts = TeacherPrompts(
+            config.teacher.teacher_system_prompt,
+            make_chat(tokenizer, config.data.data.chat_template_kwargs),
+            make_encoder(tokenizer),
+            tokenizer,
+            most=most,
+            options=row_options(config.data.data),
+        )
+    return Teacher(served, prompts)
 
 
 def answer_of(sample: SequenceSample, *, group: int) -> Response:

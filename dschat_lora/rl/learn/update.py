@@ -8,24 +8,16 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.kl import KL_ESTIMATORS
-from dschat_lora.algos.ppo import (
-    PolicyLoss,
-    cispo_loss,
-    gspo_loss,
-    loss_divisor,
-    policy_loss,
-    token_weights,
-    value_loss,
-)
+from dschat_lora.algos.ppo import PolicyLoss, loss_divisor, token_weights, value_loss
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
 from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, add_old_outputs
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, Steps, add_old_outputs
 from dschat_lora.rl.learn.pretraining import Pretraining, TextWindow
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.response.batch import Minibatch, ResponseBatch
+from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.runtime.loop import broken_unless_finite
 
 
@@ -84,18 +76,6 @@ class _Sums:
         return torch.stack([*vars(self).values()])
 
 
-def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
-    """How many batches, from the first on, have old outputs of the update's own forward passes.
-
-    Those of the first minibatch are made before the policy has changed. Where the first loss needs
-    old outputs of all responses, that takes a single batch.
-    """
-    first = minibatches[0].micro_batches
-    if config.weighs_by_policy or config.use_rollout_logprobs:
-        return int(len(minibatches) == len(first) == 1)
-    return len(first)
-
-
 class Updater:
     """Makes the optimizer steps of one iteration. Call on every rank.
 
@@ -108,26 +88,26 @@ class Updater:
         engines: Engines,
         config: PpoConfig,
         experience: Experience,
+        steps: Steps,
         *,
         estimate_advantages: Callable[[Experience], AdvantagesAndReturns],
         kl_coef: float,
-        pretraining: Pretraining | None,
+        entropy_coef: float = 0.0,
+        pretraining: Pretraining | None = None,
         rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
         max_length: int = 1,
         learning: Collection[str] = ("actor", "critic"),
-        deferred: bool = False,
-        from_sampler: bool = False,
     ) -> None:
         """Prepare an iteration.
 
         ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
-        the loss has it; ``rescale_values`` brings the critic's values to the units of rewards.
-        ``max_length`` is the most tokens of a response, which a constant normalisation divides by.
-        Roles that are not ``learning`` stay as they are. ``deferred``: old outputs of the first
-        minibatch are not known. ``from_sampler``: they are the decode loop's.
+        the loss has it, ``entropy_coef`` the entropy bonus; ``rescale_values`` brings the critic's
+        values to the units of rewards. ``max_length`` is the most tokens of a response, which a
+        constant normalisation divides by. Roles that are not ``learning`` stay as they are.
         """
-        self._deferred, self._from_sampler = deferred or experience.logprobs is None, from_sampler
-        self._looks = self._deferred or from_sampler
+        self._steps, self._entropy_coef = steps, entropy_coef
+        self._deferred = steps.deferred > 0 or experience.logprobs is None
+        self._looks = self._deferred or steps.from_sampler
         self._learning = learning
         self._engines, self._config = engines, config
         self._actor_outputs: Callable[..., tuple[Tensor, ...]] = engines.policy
@@ -154,22 +134,17 @@ class Updater:
         self._totals: _Sums | None = None  # of the step, of all ranks; None before they are
 
     def steps(
-        self,
-        minibatches: Sequence[Minibatch],
-        make_batch: Callable[[Sequence[int]], ResponseBatch],
-        rate_factor: Callable[[int], float],
-        *,
-        first_batches: Sequence[ResponseBatch],
+        self, rate_factor: Callable[[int], float], *, most: int | None = None
     ) -> Iterator[StepResult]:
-        """Take the steps of all passes, one after another; yields the result of each.
+        """Take up to ``most`` steps, one after another; yields the result of each.
 
         Steps without a token that counts are passed over. ``rate_factor`` multiplies the peak
-        learning rates at each step. ``first_batches`` are those of the first pass, made already;
-        ``make_batch`` makes the others from numbers of responses.
+        learning rates at each step.
         """
-        ready, sizes = list(first_batches), self._mask.sum(1).tolist()
-        for index, minibatch in enumerate(minibatches):
-            own = [ready.pop(0) if ready else make_batch(rows) for rows in minibatch.micro_batches]
+        ready, sizes = list(self._steps.first_batches), self._mask.sum(1).tolist()
+        make = self._steps.make_batch
+        for index, minibatch in enumerate(self._steps.minibatches[:most]):
+            own = [ready.pop(0) if ready else make(rows) for rows in minibatch.micro_batches]
             batches = [batch.to(self._engines.actor.device) for batch in own]
             lengths = [sizes[number] for number in minibatch.numbers]
             if sum(lengths) == 0:
@@ -246,7 +221,7 @@ class Updater:
         """Keep what the first step's forward passes give; call on every rank."""
         self._looks = False
         numbers = [number for batch in batches for number in batch.numbers]
-        if not self._from_sampler:
+        if not self._steps.from_sampler:
             found = add_old_outputs(self.experience, numbers, torch.cat(list(logprobs)), values)
             self.experience = self.looked = found
             return
@@ -263,8 +238,11 @@ class Updater:
         self._look(batches, [self._engines.policy(each, width)[0] for each in batches], None)
 
     def _find_targets(self) -> None:
-        """Advantages, returns and importance weights of a complete experience."""
-        self.targets = self._estimate_advantages(self.experience)
+        """Advantages, returns and importance weights; where they need none, before old outputs."""
+        known = self.experience
+        if self._deferred and self._looks:
+            known = replace(known, logprobs=None)
+        self.targets = self._estimate_advantages(known)
         if (correction := self._config.correction) is not None:
             self.importance = self.experience.importance(correction)
 
@@ -283,7 +261,7 @@ class Updater:
         loss = parts.total
         if divergence is not None:
             loss = (weights * torch.where(mask, divergence, 0)).sum()
-        loss = policy = loss - config.entropy_coef * (weights * entropy).sum()
+        loss = policy = loss - self._entropy_coef * (weights * entropy).sum()
         if config.kl_in == "loss" and self._kl_coef and not config.rules.distills:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
             loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()
@@ -292,7 +270,7 @@ class Updater:
         return loss, parts.ratio_error
 
     def _surrogate(self, rows: Tensor, logprobs: Tensor) -> PolicyLoss:
-        config, targets = self._config, self.targets
+        targets = self.targets
         assert targets is not None
         if self._deferred and self._looks:
             old = logprobs
@@ -303,18 +281,8 @@ class Updater:
         advantages = targets.advantages[rows] * self._weights[rows]
         if self.importance is not None:
             advantages = advantages * self.importance[rows]
-        loss: Callable[..., PolicyLoss] = cispo_loss
-        if config.rules.loss != "cispo":
-            loss = gspo_loss if config.rules.loss == "gspo" else policy_loss
-            loss = partial(loss, dual_clip=config.dual_clip)
-        return loss(
-            logprobs,
-            old,
-            advantages,
-            self._mask[rows],
-            cliprange=config.cliprange_low,
-            cliprange_high=config.cliprange_high,
-        )
+        loss: PolicyLoss = self._config.surrogate(logprobs, old, advantages, self._mask[rows])
+        return loss
 
     def _value_loss(self, rows: Tensor, values: Tensor, sums: _Sums) -> Tensor:
         """The critic's loss summed over the tokens of ``rows``."""

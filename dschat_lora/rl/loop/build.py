@@ -1,6 +1,6 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,29 +9,41 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, make_rows
 from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import data_rank, data_world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.stops import end_of_text, stop_ids
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.blocks import compile_blocks
 from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.report.rollouts import open_rollouts
+from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.draw.rollout_engines import ServerEngine
-from dschat_lora.rl.draw.rollout_servers import RolloutServers
-from dschat_lora.rl.draw.vllm_server import sleeps
 from dschat_lora.rl.learn.ema import MovingAverage
-from dschat_lora.rl.learn.engines import Engines, policies_of, resolve_architecture
+from dschat_lora.rl.learn.engines import (
+    Engines,
+    RewardModelScorer,
+    policies_of,
+    resolve_architecture,
+)
 from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.loop.memory import cache_columns
+from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
+from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.response.batch import Batching, ResponseBatch
+from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import RewardSum, Scorer
+from dschat_lora.rl.watch.diagnostics import Diagnostics
+from dschat_lora.rl.watch.rows import RolloutLog
+from dschat_lora.rl.watch.throughput import Throughput
+from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
 
 def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
-    config, roles = setup.config, setup.roles
+    config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
     reference = roles.reference and roles.reference.model
     own: dict[str, Any] = {
@@ -55,7 +67,7 @@ def build_engines(setup: RlhfSetup) -> Engines:
     actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
-    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher)
+    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher.server)
     if config.load.compile:
         # Those that decode are other modules, and not compiled.
         for each in roles.models.values():
@@ -67,22 +79,100 @@ def build_engines(setup: RlhfSetup) -> Engines:
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
     options: RoleConfig = getattr(setup.config, role)
     with option_errors_for(role):
-        groups = parameter_groups(setup.roles.models[role].model, options.optim(setup.config.optim))
-    return TrainEngine(network, groups, setup.settings[role])
+        groups = parameter_groups(
+            setup.models.roles.models[role].model, options.optim(setup.config.optim)
+        )
+    return TrainEngine(network, groups, setup.models.settings[role])
 
 
-def make_average(setup: RlhfSetup) -> MovingAverage | None:
-    """The actor's moving average, where one is kept."""
-    classic = setup.config.classic
-    if not classic.enable_ema:
-        return None
-    return MovingAverage(setup.roles.actor.model, classic.ema_decay)
+def make_scorer(
+    setup: RlhfSetup,
+    engines: Engines,
+    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
+) -> Scorer:
+    """What scores; the reward model, if there is one, reads ``batches``."""
+    if isinstance(setup.scoring.scorer, RewardSum) and engines.reward is not None:
+        return setup.scoring.scorer.adding(RewardModelScorer(engines, batches))
+    return setup.scoring.scorer
+
+
+def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:
+    """How responses stand in batches."""
+    batch = setup.config.batch
+    return Batching(
+        int(setup.tokenizer.pad_token_id),
+        batch.per_device_training_batch_size,
+        batch.tokens_per_device,
+        setup.config.run.seed,
+        shares_prompts=engines.shares_prompts and batch.num_generations > 1,
+    )
+
+
+def make_diagnostics(setup: RlhfSetup) -> Diagnostics:
+    """What warns of failures."""
+    config = setup.config
+    return Diagnostics(
+        setup.models.settings["actor"].dtype,
+        samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
+        engine=config.batch.rollout_engine,
+        samplers_logprobs=config.ppo.use_rollout_logprobs,
+        learns_from_rewards=not config.ppo.rules.distills,
+        guards=config.ppo.guard != "off",
+        kl_budget=config.ppo.kl_budget,
+    )
+
+
+def make_throughput(
+    setup: RlhfSetup, engines: Engines, pretraining: Pretraining | None
+) -> Throughput:
+    """What measures each iteration."""
+    return Throughput(
+        setup.costs.counter,
+        dtype=setup.models.settings["actor"].torch_dtype,
+        skips_padding=engines.actor.module.policy("actor").backbone.skips_padding(device()),
+        take_text=lambda: None if pretraining is None else pretraining.take_counts(),
+    )
+
+
+def make_parts(
+    setup: RlhfSetup,
+    progress: RlhfProgress,
+    pretraining: Pretraining | None,
+) -> Parts:
+    """The parts of a run by its options.
+
+    Raises:
+        ValueError: if one of ``--parts`` is none.
+    """
+    config, classic, run = setup.config, setup.config.classic, setup.run
+    assert run.directory is not None, "a dry run keeps nothing"
+    earlier = None
+    if config.checkpoint and not goes_on_in_place(config):
+        earlier = run_of(Path(config.checkpoint))
+    rollouts = RolloutLog(
+        open_rollouts(run.directory, run.log, active=rank() == 0, source=earlier),
+        setup.tokenizer.decode,
+        most=classic.log_rollouts,
+        iteration=lambda: progress.iteration,
+    )
+    average = (
+        MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
+        if classic.enable_ema
+        else None
+    )
+    own = [
+        UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
+        for name in classic.parts
+    ]
+    entropy = EntropyTarget(config.ppo.target_entropy, progress)
+    parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
+    return Parts([part for part in parts if part is not None])
 
 
 def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
     """Unpacked rows of the pretraining text, as many a step as responses; None without any."""
     config, seed, data = setup.config, setup.config.run.seed, text_data(setup.config)
-    texts = setup.text
+    texts = setup.data.text
     if texts is None or data is None:
         return None
     options: dict[str, Any] = {
@@ -94,9 +184,9 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
         "collate": SampleCollator(int(setup.tokenizer.pad_token_id)),
     }
     unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
-    loader: StepLoader | StreamLoader
+    coefficient = config.pretraining.unsup_coef
     if data.streaming:
-        loader = StreamLoader(
+        stream = StreamLoader(
             setup.stream(data, texts, "samples"),
             pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
             steps=config.optim.max_steps,
@@ -108,57 +198,42 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
             say=setup.run.log.say,
             **options,
         )
-    else:
-        rows = unpacked(texts.train.lengths, seed=seed)
-        loader = StepLoader(texts.train, rows=rows, **options)
-    return Pretraining(loader, coefficient=config.pretraining.unsup_coef)
+        return Pretraining(stream.steps, stream, coefficient=coefficient)
+    loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
+    return Pretraining(loader.steps, None, coefficient=coefficient)
 
 
-def make_generator(setup: RlhfSetup, engines: Engines) -> Generator:
-    """The generator of the actor's responses.
+def make_generator(
+    setup: RlhfSetup, engines: Engines, version: Callable[[], int] = lambda: 0
+) -> Generator:
+    """The generator of the actor's responses, which has learnt from ``version`` iterations.
 
     Raises:
         ValueError: if one of ``--stop_tokens`` is not one token.
     """
-    batch, decode, plan = setup.config.batch, setup.tokenizer.decode, setup.plan
-    ends = stop_ids(setup.tokenizer, setup.roles.actor.model, batch.stop_tokens)
-    return Generator(
+    batch, actor = setup.config.batch, setup.models.roles.actor
+    ends = frozenset(stop_ids(setup.tokenizer, actor.model, batch.stop_tokens))
+    site = EngineSite(
+        setup.config,
+        setup.run,
+        setup.models.sources.actor.base,
+        actor,
         engines.actor,
-        setup.roles.rollout,
+        setup.models.roles.rollout,
         engines.actor.module.policy("actor").model,
+        ends,
+        int(setup.tokenizer.pad_token_id),
+        setup.costs.plan,
+        setup.costs.unpacked,
+        setup.engine_started,
+        version,
+    )
+    return Generator(
+        make_engine(site),
         eos_ids=ends,
-        pad_id=int(setup.tokenizer.pad_token_id),
         batch_size=batch.rows_decoded,
-        max_length=cache_columns(setup.config),
-        keeps_memory=plan is not None and plan.keeps_cache,
-        update_bytes=0 if plan is None else plan.update,
-        merged=batch.merge_for_rollouts,
-        unpacked=setup.unpacked,
-        num_drafts=batch.prompt_lookup_num_tokens,
-        find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode),
+        find_end=partial(
+            end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
+        ),
         player=setup.player,
-        by_transformers=batch.rollout_engine == "transformers",
-        servers=_make_server_engine(setup, ends) if setup.servers else None,
     )
-
-
-def _make_server_engine(setup: RlhfSetup, ends: Collection[int]) -> ServerEngine:
-    """The engine of the servers that ``--rollout_engine`` names, closed when the run is."""
-    batch, run = setup.config.batch, setup.run
-    servers = RolloutServers(
-        setup.servers,
-        in_flight=batch.per_device_generation_batch_size,
-        say=lambda words: run.log.say(f"  note         --rollout_engine: {words}"),
-        ends=frozenset(ends),
-        vocabulary_size=int(setup.roles.actor.model.config.vocab_size),
-    )
-    shared = batch.rollout_adapter_dir
-    engine = ServerEngine(
-        servers,
-        setup.roles.actor,
-        base=setup.sources.actor.base,
-        directory=None if shared is None else Path(shared).expanduser().resolve(),
-        sleeps=batch.rollout_engine == "vllm" and sleeps(setup.config),
-    )
-    run.closing.callback(engine.close)
-    return engine

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
-from dschat_lora.engine.distributed import data_rank, data_world_size, device
+from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.learn.experience import check_scores, score_responses
+from dschat_lora.rl.learn.experience import make_experience
+from dschat_lora.rl.loop.build import make_scorer
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
@@ -39,7 +40,7 @@ class RlhfEvaluator:
     state_of_run: Callable[[], TrainerState] = TrainerState
 
     def __post_init__(self) -> None:
-        run, held_out = self.setup.run, self.setup.prompts.eval
+        run, held_out = self.setup.run, self.setup.data.prompts.eval
         count = min(self.setup.config.eval_prompts, len(held_out))
         self._prompts = [held_out[n] for n in range(count)]
         self.results = EvalResults(run, rlhf_eval_line)
@@ -96,9 +97,7 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        responses = self.generator.player.checked(responses)
-        prompts = self.setup.teacher_prompts
-        return responses if prompts is None else prompts(responses)
+        return self.setup.teacher.reading(self.generator.player.checked(responses))
 
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""
@@ -107,16 +106,10 @@ class RlhfEvaluator:
         pad_id = int(setup.tokenizer.pad_token_id)
         mine = range(len(responses))[data_rank() :: world]
         starts = range(0, math.ceil(len(responses) / world), size)
-        experience = score_responses(
-            self.engines,
-            responses,
-            [collate(responses, mine[start : start + size], pad_id) for start in starts],
-            scorer=setup.scorer,
-            state=self.state_of_run(),
-        )
-        check_scores(experience, setup.tokenizer.decode)
-        if setup.teacher_scores:
-            experience = experience.scored_by_reference()
+        batches = [collate(responses, mine[start : start + size], pad_id) for start in starts]
+        state = self.state_of_run()
+        scores = make_scorer(setup, self.engines, lambda _: batches)(responses, state)
+        experience = make_experience(self.engines, responses, batches, scores).scored()
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
         played = [each for each in responses if not each.episode.failure]
@@ -131,8 +124,8 @@ class RlhfEvaluator:
             "eos_rate": sum(r.ended for r in played) / len(played),
         }
         values = {"reward": experience.scores.masked_fill(~counts, math.nan)}
-        if setup.judge is not None:
-            (judged,) = RewardFunctions((setup.judge,), (1.0,))(responses, device()).values()
+        if setup.scoring.judge is not None:
+            judged = RewardFunctions((setup.scoring.judge,))(responses, state).total
             values["judge"] = judged
             judged = judged[~judged.isnan()]
             found["judge"] = _mean(judged)

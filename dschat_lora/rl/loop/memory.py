@@ -1,6 +1,7 @@
 """Memory of step 3: a plan of roles, moving average and decoding cache."""
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -11,9 +12,38 @@ from dschat_lora.lora.layers import LoraLinear, is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import cached_token_bytes, largest_unpacked, parameter_bytes
-from dschat_lora.rl.learn.roles import Roles
+from dschat_lora.rl.draw.own_engine import cache_columns
+from dschat_lora.rl.learn.roles import Models, Roles
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, offloads_inputs, plan_memory
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Memory and work of a run; None for an architecture that is not understood."""
+
+    plan: MemoryPlan | None
+    unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
+    counter: FlopCounter | None
+
+
+def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> Costs:
+    """The costs of roles that are not yet sharded, on devices with so many ``free`` bytes."""
+    roles, settings, counter = models.roles, models.settings, None
+    plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
+    with suppress(ValueError):  # the start-up says why
+        counter = FlopCounter(
+            roles,
+            checkpointed={
+                name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
+            },
+            num_generations=config.batch.num_generations,
+            batch_size=config.batch.rows_decoded,
+            decodes_here=config.batch.engine.decodes_actor,
+            compares=roles.teaches and config.teacher.beta is not None,
+        )
+    return Costs(keeping_cache(plan, config, settings, free=free), unpacked, counter)
 
 
 def memory_plan(
@@ -111,26 +141,16 @@ def keeping_cache(
     return kept if fits else plan
 
 
-def cache_columns(config: RlhfConfig) -> int:
-    """Most positions of a sequence that decoding has room for.
-
-    With an environment or agent, a later turn reads the longest episode so far, and has room for
-    as many tokens as the shortest one may still get.
-    """
-    further = config.data.max_answer_seq_len if config.batch.has_turns else 0
-    return config.data.max_seq_len + further
-
-
 def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
-    """Bytes on one device of keys and values of the responses decoded at a time; 0 by servers.
+    """Bytes on one device of what draws responses: of our own keys and values, those at a time.
 
-    With them, a CPU has those of two turns at a time, of which one reads the other.
+    With turns, a CPU has those of two at a time, of which one reads the other.
 
     Raises:
         ValueError: for an architecture that is not understood.
     """
-    if config.batch.by_servers:
-        return 0
+    if not config.batch.engine.decodes_actor:
+        return config.batch.engine.bytes_beside_training(config)
     tokens = config.batch.rows_decoded * cache_columns(config)
     if config.batch.has_turns and device_type() == "cpu":
         tokens *= 2

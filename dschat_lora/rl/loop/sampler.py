@@ -2,37 +2,33 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from dschat_lora.algos.seeds import permutation, stream_seed
-from dschat_lora.config.data import DataConfig
-from dschat_lora.data.loader import sample_sources, told_sources
-from dschat_lora.data.prepare import Prepared
-from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import PromptSample, SourcedSamples
+from dschat_lora.data.loader import told_sources
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.draw.prompt_stream import Pool, PromptStream
 from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
-from dschat_lora.rl.learn.dynamic_sampling import Resampled, resample
-from dschat_lora.rl.learn.experience import Scores
+from dschat_lora.rl.draw.source import Draws, Source
+from dschat_lora.rl.learn.dynamic_sampling import resample
 from dschat_lora.rl.learn.teacher import answer_of
-from dschat_lora.rl.loop.schedule import RlhfProgress, make_rlhf_schedule
+from dschat_lora.rl.loop.schedule import RlhfProgress, make_rlhf_schedule, make_source
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import answers_data
-from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.score.scores import Scores
+from dschat_lora.rl.watch.metrics import source_metrics, version_metrics
 from dschat_lora.rl.watch.throughput import PhaseTimer
+from dschat_lora.runtime.checkpointer import Stateful
 
 
 class RolloutSampler:
     """Gives the responses of the present iteration; call methods on every rank.
 
-    ``schedule`` is that of the run, and ``sources`` are the data's where metrics tell them apart.
-    ``answers`` (of the data) and ``ahead`` are kept up to date; None where the run has none.
+    ``schedule`` is that of the run, and ``parts`` are what its checkpoints keep, by name.
     """
 
     def __init__(
@@ -40,190 +36,137 @@ class RolloutSampler:
         setup: RlhfSetup,
         generator: Generator,
         progress: RlhfProgress,
-        batching: Batching,
         timer: PhaseTimer,
     ) -> None:
-        self.setup, self.config, self.generator = setup, setup.config, generator
-        self.progress, self._batching, self._timer = progress, batching, timer
-        config = self.config
-        streams = config.data.streaming
-        prompts = partial(self._stream, config.data.data, setup.prompts)
-        self.schedule = make_rlhf_schedule(
-            config, len(setup.prompts.train), prompts if streams else None
+        self._setup, self._config, self._generator = setup, setup.config, generator
+        self.progress, self._timer = progress, timer
+        config, batch = setup.config, setup.config.batch
+        self._sources = told_sources(config.data.data, setup.data.prompts)
+        self.schedule = make_rlhf_schedule(setup, iteration=lambda: progress.iteration)
+        self.source = self.schedule.source
+        self._answers: Source | None = None
+        if setup.data.answers is not None:
+            responses = self.source.per_iteration * batch.num_generations
+            count = max(1, round((1 - config.teacher.on_policy_share) * responses))
+            self._answers = make_source(
+                setup,
+                answers_data(config),
+                setup.data.answers,
+                kind="samples",
+                per_iteration=count,
+                iteration=lambda: progress.iteration,
+            )
+        sampling = Sampling(
+            max_new_tokens=config.data.max_answer_seq_len,
+            do_sample=batch.do_sample,
+            temperature=batch.rollout_temperature or batch.temperature,
+            policy_temperature=batch.temperature,
+            top_p=batch.top_p,
+            top_k=batch.top_k,
         )
-        self.sources = told_sources(config.data.data, setup.prompts)
-        self._known = self._with_sources(setup.prompts)
-        self.answers: PromptStream | SourcedSamples | None = None
-        if setup.answers is not None:
-            self.answers = self._with_sources(setup.answers)
-            if streams:
-                responses = self.schedule.order.per_iteration * self.schedule.num_generations
-                drawn = round((1 - config.teacher.on_policy_share) * responses)
-                data = answers_data(config)
-                self.answers = self._stream(data, setup.answers, max(1, drawn), kind="samples")
-        self.ahead = None
-        if config.batch.rollouts_ahead:
-            self.ahead = RolloutsAhead(
-                config.batch.rollouts_ahead,
+        self._how: dict[str, Any] = {"sampling": sampling, "num_generations": batch.num_generations}
+        # That of the present iteration and those of later ones that are begun.
+        self._draws = lru_cache(batch.rollouts_ahead + 1)(self._make_draws)
+        self._ahead = None
+        if batch.rollouts_ahead:
+            self._ahead = RolloutsAhead(
+                batch.rollouts_ahead,
                 lambda: self.schedule.num_iterations,
-                iteration=lambda: self.progress.iteration,
-                prompts_of=lambda iteration: self._prompts(self._begun(iteration), iteration),
-                begin=lambda prompts, iteration: self.generator.begin(
-                    prompts, **self._drawing(iteration), needed=self._needed(iteration)
+                iteration=lambda: progress.iteration,
+                draws_of=self._draws,
+                begin=lambda draws, iteration: generator.begin(
+                    draws.prompts,
+                    key=(config.run.seed, iteration),
+                    needed=draws.needed,
+                    **self._how,
                 ),
             )
+        stateful = {"stream": self.source, "answers": self._answers}
+        self.parts: dict[str, Stateful] = {n: s for n, s in stateful.items() if s and s.state()}
+        if self._ahead is not None:
+            self.parts["rollouts_ahead"] = self._ahead
+        self._metrics: dict[str, float] = {}
 
-    def __call__(self) -> list[Response]:
-        """Those of an iteration: the actor's and, by ``--on_policy_share``, answers of the data.
+    def draw(
+        self, scores_of: Callable[[Sequence[Response]], Scores]
+    ) -> tuple[list[Response], Scores | None]:
+        """The actor's responses and, by ``--on_policy_share``, answers of the data.
+
+        Dynamic sampling replaces some by their scores, and returns those of what is left.
 
         Raises:
-            BrokenWeightsError, RolloutError: if they could not be drawn.
+            BrokenWeightsError, RolloutError, StreamError: if they could not be drawn.
         """
-        iteration, given = self.progress.iteration, list[Response]()
-        numbers = self._numbers(iteration)
-        if (answers := self.answers) is not None:
-            samples = answers.pool(iteration) if isinstance(answers, PromptStream) else answers
-            order = permutation(len(samples), "answers", self.config.run.seed, iteration)
-            count = self.schedule.order.size(iteration) - len(numbers)
-            count *= self.schedule.num_generations
-            chosen = [samples[int(order[n % len(order)])] for n in range(count)]
-            given = [answer_of(each, group=len(numbers) + n) for n, each in enumerate(chosen)]
-        if self.ahead is not None:
-            drawn = self.ahead()
-        else:
-            drawn = self._generate(self._begun(iteration), needed=self._needed(iteration))
-        places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
-        drawn = self.generator.player.checked(drawn)
-        responses = [*(replace(each, group=places[each.group]) for each in drawn), *given]
-        prompts = self.setup.teacher_prompts
-        return responses if prompts is None else prompts(responses)
+        setup, config, iteration = self._setup, self._config, self.progress.iteration
+        with self._timer.phase("generation"):
+            draws, ahead = self._draws(iteration), self._ahead
+            drawn = ahead() if ahead else self._generate(draws.prompts, needed=draws.needed)
+            places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
+            drawn = self._generator.player.checked(drawn)
+            responses = [replace(each, group=places[each.group]) for each in drawn]
+            first = draws.needed or len(draws.prompts)
+            responses += [answer_of(each, group=n) for n, each in enumerate(draws.answers, first)]
+            responses = setup.teacher.reading(responses)
+        scores, metrics = None, dict[str, float]()
+        if tries := config.ppo.dynamic_sampling:
 
-    def resample(
-        self,
-        responses: list[Response],
-        scores_of: Callable[[Sequence[Response], Sequence[ResponseBatch]], Scores],
-    ) -> Resampled | None:
-        """The responses by dynamic sampling, with their scores; None without it."""
-        tries, iteration = self.config.ppo.dynamic_sampling, self.progress.iteration
-        if not tries:
-            return None
+            @self._timer.phase("generation")
+            def generate(prompts: Sequence[PromptSample], number: int) -> list[Response]:
+                return self._generate(prompts, "further", number)
 
-        def generate(numbers: Sequence[int], number: int) -> list[Response]:
-            with self._timer.phase("generation"):
-                return self._generate(numbers, "further", number)
+            @self._timer.phase("scoring")
+            def score(found: Sequence[Response]) -> Scores:
+                return scores_of(found)
 
-        def score(found: Sequence[Response]) -> Scores:
-            with self._timer.phase("scoring"):
-                (whole,) = self._batching.minibatches(
-                    found, rows_per_step=len(found), iteration=iteration
-                )
-                make_batch = self._batching.collator(found)
-                return scores_of(found, list(map(make_batch, whole.micro_batches)))
+            found = resample(
+                responses,
+                algorithm=config.ppo.rules,
+                further=draws.further,
+                tries=tries,
+                generate=generate,
+                score=score,
+            )
+            responses, scores, metrics = found.responses, found.scores, {**found.metrics}
+        if draws.needed is not None:
+            metrics["cut_prompts"] = len(draws.prompts) - draws.needed
+        metrics |= version_metrics(responses, iteration)
+        self._metrics = metrics | source_metrics(responses, self._sources)
+        return responses, scores
 
-        begun = set(self._begun(iteration))
-        further = [number for number in self._further(iteration) if number not in begun]
-        return resample(responses, further=further, tries=tries, generate=generate, score=score)
+    def metrics(self, iteration: int) -> dict[str, float]:
+        """Of the responses that were drawn last, which were those of an iteration."""
+        return self.source.passes(iteration + 1) | self._metrics
 
-    def passes(self) -> dict[str, float]:
-        """Passes over the data so far and, of a mixture, over each source."""
-        found = self.schedule.order.passes(self.progress.iteration)
-        if self.config.data.streaming:
-            return found
-        times = self.setup.prompts.times
-        return found | {f"epochs/{name}": found["epoch"] * times[name] for name in self.sources}
-
-    def cut(self, iteration: int) -> dict[str, int]:
-        """Prompts of an iteration whose responses were given up, where some may be."""
-        needed = self._needed(iteration)
-        return {} if needed is None else {"cut_prompts": len(self._begun(iteration)) - needed}
-
-    def _numbers(self, iteration: int) -> list[int]:
-        """Numbers of an iteration's prompts that the actor answers."""
-        numbers = self.schedule.order(iteration)
-        if self.answers is None:
-            return numbers
-        # Of a prompt all responses are drawn, or none; its fraction is rounded at random.
-        wanted = self.config.teacher.on_policy_share * len(numbers)
-        chance = stream_seed("on-policy share", self.config.run.seed, iteration) / 2**63
-        return numbers[: int(wanted + chance)]
-
-    def _begun(self, iteration: int) -> list[int]:
-        """The same and, by ``--oversample``, further ones."""
-        numbers = self._numbers(iteration)
-        if self.config.batch.oversample == 1:
-            return numbers
-        more = self.config.batch.oversampled(len(numbers)) - len(numbers)
-        return [*numbers, *self._further(iteration)[:more]]
-
-    def _needed(self, iteration: int) -> int | None:
-        return len(self._numbers(iteration)) if self.config.batch.oversample > 1 else None
-
-    def _further(self, iteration: int) -> list[int]:
-        """Numbers of the prompts that are not of an iteration, in a random order."""
-        first = set(self.schedule.order(iteration))
-        key = ("further prompts", self.config.run.seed, iteration)
-        order = permutation(len(self._pool(iteration)), *key)
-        return [int(number) for number in order if int(number) not in first]
-
-    def _pool(self, iteration: int) -> Pool:
-        """The prompts that an iteration's numbers are of."""
-        if isinstance(self.schedule.order, PromptStream):
-            return self.schedule.order.pool(iteration)
-        return self._known
-
-    def _prompts(self, numbers: Sequence[int], iteration: int) -> list[PromptSample]:
-        pool = self._pool(iteration)
-        return [pool[number] for number in numbers]
+    def _make_draws(self, iteration: int) -> Draws:
+        """What is drawn for an iteration: a function of its number."""
+        config, block = self._config, self.source.block(iteration)
+        prompts, needed = [*block], None
+        further = block.others("further prompts", config.run.seed, iteration)
+        answers = []
+        if self._answers is not None:
+            # Of a prompt all responses are drawn, or none; its fraction is rounded at random.
+            wanted = config.teacher.on_policy_share * len(prompts)
+            chance = stream_seed("on-policy share", config.run.seed, iteration) / 2**63
+            prompts = prompts[: int(wanted + chance)]
+            pool = self._answers.block(iteration).pool
+            order = permutation(len(pool), "answers", config.run.seed, iteration)
+            count = (len(block) - len(prompts)) * config.batch.num_generations
+            answers = [pool[int(order[n % len(order)])] for n in range(count)]
+        if config.batch.oversample > 1:
+            needed = len(prompts)
+            prompts += islice(further, config.batch.oversampled(needed) - needed)
+        return Draws(prompts, needed, further, answers)
 
     def _generate(
-        self, numbers: Sequence[int], *more: int | str, needed: int | None = None
+        self, prompts: Sequence[PromptSample], *more: int | str, needed: int | None = None
     ) -> list[Response]:
-        """Responses to the prompts of these numbers; ``more`` is of the key of random numbers.
+        """Responses to the prompts; ``more`` is of the key of random numbers.
 
         Of those that are not to the ``needed`` prompts whose responses end first, none.
         """
-        if not numbers:
+        if not prompts:
             return []
-        drawing = self._drawing(self.progress.iteration, *more)
-        prompts = self._prompts(numbers, self.progress.iteration)
-        found = self.generator(prompts, **drawing, keep_logprobs=True, needed=needed)
-        if self.ahead is None:
-            return found
-        return [each.drawn_by(self.progress.iteration) for each in found]
-
-    def _drawing(self, iteration: int, *more: int | str) -> dict[str, Any]:
-        """How the generator draws an iteration's responses; ``more`` as in :meth:`_generate`."""
-        batch = self.config.batch
-        return {
-            "sampling": Sampling(
-                max_new_tokens=self.config.data.max_answer_seq_len,
-                do_sample=batch.do_sample,
-                temperature=batch.rollout_temperature or batch.temperature,
-                policy_temperature=batch.temperature,
-                top_p=batch.top_p,
-                top_k=batch.top_k,
-            ),
-            "num_generations": self.schedule.num_generations,
-            "key": (self.config.run.seed, iteration, *more),
-        }
-
-    def _stream(
-        self, data: DataConfig, head: Prepared, per_iteration: int, kind: DataKind = "prompts"
-    ) -> PromptStream:
-        setup, run = self.setup, self.config.run
-        return PromptStream(
-            setup.stream(data, head, kind),
-            per_iteration=per_iteration,
-            most=max(1, self.config.optim.max_steps),
-            kind=kind,
-            seed=run.seed,
-            iteration=lambda: self.progress.iteration,
-            say=setup.run.log.say,
-        )
-
-    def _with_sources(self, data: Prepared) -> SourcedSamples:
-        """The prepared samples, with their sources where metrics tell them apart."""
-        numbers = np.zeros(len(data.train), np.int64)
-        if self.sources and not self.config.data.streaming:
-            numbers = sample_sources(data, self.sources).numbers
-        return SourcedSamples(data.train, numbers)
+        iteration = self.progress.iteration
+        key = (self._config.run.seed, iteration, *more)
+        found = self._generator(prompts, key=key, keep_logprobs=True, needed=needed, **self._how)
+        return found if self._ahead is None else [each.drawn_by(iteration) for each in found]

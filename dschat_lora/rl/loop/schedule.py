@@ -1,13 +1,23 @@
 """The schedule and the progress of a run."""
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from dschat_lora.algos.entropy import applied_entropy_coef
+from dschat_lora.config.data import DataConfig
+from dschat_lora.data.loader import sample_sources, told_sources
+from dschat_lora.data.prepare import Prepared
+from dschat_lora.data.rows import DataKind
+from dschat_lora.data.samples import SourcedSamples
 from dschat_lora.engine.distributed import data_world_size, local_rank, rank
-from dschat_lora.rl.draw.order import PromptOrder
-from dschat_lora.rl.draw.prompt_stream import PromptStream
-from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.draw.source import PromptOrder, PromptStream, Source, prompts_per_iteration
+from dschat_lora.rl.loop.setup import RlhfSetup
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.throughput import PHASES
 from dschat_lora.runtime.loop import Progress
@@ -17,7 +27,7 @@ from dschat_lora.runtime.loop import Progress
 class RlhfSchedule:
     """How long a run is: iterations, each of some optimizer steps; and how often it evaluates."""
 
-    order: PromptOrder | PromptStream
+    source: Source
     num_generations: int
     rows_per_step: int
     ppo_epochs: int
@@ -27,7 +37,7 @@ class RlhfSchedule:
 
     def steps_of(self, iteration: int) -> int:
         """Optimizer steps of an iteration, if nothing ends it early."""
-        return self._steps_on(self.order.size(iteration))
+        return self._steps_on(self.source.size(iteration))
 
     def _steps_on(self, prompts: int) -> int:
         return self.ppo_epochs * -(-prompts * self.num_generations // self.rows_per_step)
@@ -35,13 +45,12 @@ class RlhfSchedule:
     @property
     def iterations_per_epoch(self) -> int:
         """Iterations of a pass over the prompts."""
-        return self.order.iterations_per_epoch
+        return self.source.iterations_per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a pass over the prompts."""
-        last = self.iterations_per_epoch - 1
-        return self.steps_of(0) * last + self.steps_of(last)
+        return self.steps_before(self.iterations_per_epoch)
 
     @property
     def num_steps(self) -> int:
@@ -51,37 +60,15 @@ class RlhfSchedule:
 
     def steps_before(self, iteration: int) -> int:
         """Optimizer steps planned before an iteration."""
-        epoch, number = divmod(iteration, self.iterations_per_epoch)
-        return epoch * self.steps_per_epoch + number * self.steps_of(0)
-
-    @property
-    def num_iterations(self) -> int:
-        """Iterations of the run."""
-        if not self.num_steps:
-            return 0
-        epochs, rest = divmod(self.num_steps, self.steps_per_epoch)
-        within = min(-(-rest // self.steps_of(0)), self.iterations_per_epoch)
-        return epochs * self.iterations_per_epoch + within
-
-
-@dataclass(frozen=True)
-class StreamedSchedule(RlhfSchedule):
-    """That of prompts that are read meanwhile: iterations are full, but for those known shorter."""
-
-    order: PromptStream
-
-    def steps_before(self, iteration: int) -> int:
-        short = [number for number in self.order.short if number < iteration]
-        full = self._steps_on(self.order.per_iteration)
-        return full * (iteration - len(short)) + sum(map(self.steps_of, short))
+        sizes = self.source.sizes(iteration).items()
+        return sum(count * self._steps_on(size) for size, count in sizes)
 
     @property
     def num_iterations(self) -> int:
         """Iterations of the run, as far as is known."""
-        known = max(self.order.short, default=-1) + 1
-        rest = max(0, self.num_steps - self.steps_before(known))
-        total = known + -(-rest // self._steps_on(self.order.per_iteration))
-        return total if self.order.end is None else min(total, self.order.end)
+        steps = self.num_steps
+        total = bisect_left(range(steps), steps, key=self.steps_before)
+        return total if self.source.end is None else min(total, self.source.end)
 
 
 @dataclass
@@ -101,6 +88,24 @@ class RlhfProgress(Progress):
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
+    @classmethod
+    def of(cls, config: PpoConfig) -> "RlhfProgress":
+        """That of a run that begins."""
+        kl, entropy = config.kl_coef, config.entropy_coef
+        return cls(kl_coef=kl, kl_start=kl, entropy_coef=entropy, entropy_start=entropy)
+
+    def entropy_bonus(self, target: float) -> float:
+        """The weight of the entropy bonus at this iteration; ``target`` is ``--target_entropy``."""
+        if not target:
+            return self.entropy_coef
+        return applied_entropy_coef(self.entropy_coef, entropy=self.entropy, target=target)
+
+    def count_iteration(self, responses: Sequence[Response]) -> None:
+        """Count an iteration and its responses."""
+        self.iteration += 1
+        self.responses += len(responses)
+        self.tokens += sum(map(len, responses))
+
     def restore(self, state: dict[str, Any]) -> None:
         # An earlier version kept nothing of the entropy.
         super().restore(self.state() | state)
@@ -110,31 +115,56 @@ class RlhfProgress(Progress):
         self.moments = {name: float(value) for name, value in self.moments.items()}
 
 
-def make_rlhf_schedule(
-    config: RlhfConfig, num_prompts: int, stream: Callable[[int], PromptStream] | None = None
-) -> RlhfSchedule:
-    """The schedule of a run over so many prompts, or those of ``stream``, by its iteration's size.
+def make_source(
+    setup: RlhfSetup,
+    data: DataConfig,
+    prepared: Prepared,
+    *,
+    kind: DataKind = "prompts",
+    per_iteration: int,
+    iteration: Callable[[], int],
+) -> Source:
+    """The samples of each iteration: ``prepared``, or those of a stream of which it is the head.
 
-    Without that, prompts that are to be streamed count as without end.
+    ``iteration`` is the one that is next.
     """
-    batch, world = config.batch, data_world_size()
-    responses = batch.per_device_generation_batch_size * batch.generation_batches * world
-    per_iteration = responses // batch.num_generations
-    rest: dict[str, Any] = {
-        "num_generations": batch.num_generations,
-        "rows_per_step": batch.per_device_training_batch_size
-        * batch.gradient_accumulation_steps
-        * world,
-        "ppo_epochs": config.ppo.ppo_epochs,
-        "num_epochs": config.optim.num_train_epochs,
-        "max_steps": config.optim.max_steps,
-        "eval_interval": config.run.eval_interval,
-    }
-    if stream is not None:
-        return StreamedSchedule(stream(per_iteration), **rest)
-    if config.data.streaming:
-        num_prompts = per_iteration * max(1, config.optim.max_steps)
-    return RlhfSchedule(PromptOrder(num_prompts, per_iteration, config.run.seed), **rest)
+    config = setup.config
+    if data.streaming:
+        return PromptStream(
+            setup.stream(data, prepared, kind),
+            per_iteration=per_iteration,
+            most=max(1, config.optim.max_steps),
+            kind=kind,
+            seed=config.run.seed,
+            iteration=iteration,
+            say=setup.run.log.say,
+        )
+    count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
+    numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
+    samples = SourcedSamples(prepared.train, numbers)
+    times = {name: prepared.times[name] for name in told}
+    return PromptOrder(count, per_iteration, config.run.seed, samples, times)
+
+
+def make_rlhf_schedule(setup: RlhfSetup, iteration: Callable[[], int] = lambda: 0) -> RlhfSchedule:
+    """The schedule of a run; ``iteration`` is the one that is next."""
+    config, batch = setup.config, setup.config.batch
+    rows = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
+    return RlhfSchedule(
+        make_source(
+            setup,
+            config.data.data,
+            setup.data.prompts,
+            per_iteration=prompts_per_iteration(batch),
+            iteration=iteration,
+        ),
+        num_generations=batch.num_generations,
+        rows_per_step=rows * data_world_size(),
+        ppo_epochs=config.ppo.ppo_epochs,
+        num_epochs=config.optim.num_train_epochs,
+        max_steps=config.optim.max_steps,
+        eval_interval=config.run.eval_interval,
+    )
 
 
 def trainer_state(schedule: RlhfSchedule, progress: RlhfProgress) -> TrainerState:
@@ -142,7 +172,7 @@ def trainer_state(schedule: RlhfSchedule, progress: RlhfProgress) -> TrainerStat
     return TrainerState(
         global_step=progress.step,
         max_steps=schedule.num_steps,
-        epoch=schedule.order.passes(progress.iteration)["epoch"],
+        epoch=schedule.source.passes(progress.iteration)["epoch"],
         num_train_epochs=schedule.num_epochs,
         is_world_process_zero=rank() == 0,
         is_local_process_zero=local_rank() == 0,

@@ -1,82 +1,60 @@
 """Setup of step 3: prompts, roles and engines of two trained models, and their record."""
 
 import json
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from dschat_lora.config.data import DataConfig
-from dschat_lora.config.groups import is_on
-from dschat_lora.data.chat import make_chat
-from dschat_lora.data.encoder import describe_tokenizer, make_encoder
+from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
-from dschat_lora.data.rows import DataKind, row_options
+from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, world_size
-from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.engine.distributed import data_rank
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.blocks import offload_inputs, recompute_blocks
-from dschat_lora.models.build import as_trained, check_targets
-from dschat_lora.models.composite import Task
+from dschat_lora.models.build import as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
 from dschat_lora.rl.draw.player import Player
-from dschat_lora.rl.draw.rollout_servers import RolloutServer
-from dschat_lora.rl.draw.vllm_server import start_vllm
-from dschat_lora.rl.learn.roles import Roles, build_roles
-from dschat_lora.rl.learn.served_teacher import ServedTeacher, open_teacher
-from dschat_lora.rl.learn.teacher import TeacherPrompts
+from dschat_lora.rl.learn.roles import Models, Roles, build_roles, check_layers, role_settings
+from dschat_lora.rl.learn.teacher import Teacher, load_teacher
 from dschat_lora.rl.loop.advice import explaining_memory
+from dschat_lora.rl.loop.data import RlhfData, read_rlhf_data
 from dschat_lora.rl.loop.memory import (
-    keeping_cache,
+    Costs,
     memory_plan,
+    plan_costs,
     trained_models,
-    unpacking_for_rollouts,
     unpacking_note,
 )
 from dschat_lora.rl.loop.validation import fit_lengths
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import (
     Sources,
-    answers_data,
     find_sources,
     other_tokenizer,
-    shares_base,
-    text_data,
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.players import load_player
-from dschat_lora.rl.score.reward_functions import (
-    RewardFunction,
-    RewardFunctions,
-    load_function,
-    load_functions,
-)
-from dschat_lora.rl.watch.throughput import FlopCounter
+from dschat_lora.rl.score.reward_functions import Scoring, load_scoring
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
     check_room_for,
     check_same_models,
-    engine_settings,
     engine_words,
     note_all_weights,
     num_elements,
     prepare_to_compile,
-    read_data,
-    read_training_data,
     record_models,
     resolve_recomputation,
     say_coverage,
     say_uncounted,
-    shard_model,
     state_identity,
     tensor_group,
     trained_elements,
@@ -88,25 +66,21 @@ from dschat_lora.runtime.streaming import SharedStream
 class RlhfSetup:
     """Data, models and functions of a run, before the engines."""
 
-    config: RlhfConfig
-    sources: Sources
-    tokenizer: Tokenizer
-    prompts: Prepared
-    text: Prepared | None  # pretraining text to mix in
-    answers: Prepared | None  # the data's own, which the actor learns from beside those it draws
-    teacher_prompts: TeacherPrompts | None  # None: the reference reads what the actor reads
-    roles: Roles
-    settings: dict[str, EngineSettings]  # by trained role
-    counter: FlopCounter | None  # None for an architecture that is not understood
-    scorer: RewardFunctions | None  # None: the reward model alone scores
-    judge: RewardFunction | None
-    player: Player  # of the rollouts
-    plan: MemoryPlan | None  # None for an architecture that is not understood
-    unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     run: OpenRun[RlhfConfig]
-    teacher: ServedTeacher | None = None  # in the place of a reference among the roles
-    servers: tuple[RolloutServer, ...] = ()  # that draw responses
+    tokenizer: Tokenizer
+    data: RlhfData
+    models: Models
+    costs: Costs
+    scoring: Scoring
+    teacher: Teacher
+    player: Player  # of the rollouts
+    engine_started: Any  # what the rollout engine needs to have before models take memory
     identity: dict[str, Any] = field(default_factory=dict)  # what the run's state belongs to
+
+    @property
+    def config(self) -> RlhfConfig:
+        """The run's options, as models and data made them."""
+        return self.run.config
 
     def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> SharedStream:
         """The rows of these data, of which the ``head`` was prepared, to be read meanwhile."""
@@ -119,11 +93,6 @@ class RlhfSetup:
             seed=self.config.run.seed,
             closing=self.run.closing,
         )
-
-    @property
-    def teacher_scores(self) -> bool:
-        """Whether the reward that is reported is how near responses are to a teacher's."""
-        return self.roles.teaches and self.scorer is None and self.roles.reward is None
 
 
 def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
@@ -139,20 +108,14 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     check_same_models(sources.actor, sources.critic, sources.teacher)
     config = _with_fitting_lengths(config, sources)
     group = tensor_group(config.parallel)
-    _check_layers(config, sources, group)
+    check_layers(config, sources, group)
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
-    teacher = _open_teacher(config, tokenizer, run)
+    teacher = load_teacher(config, tokenizer, sources, run)
     player = load_player(config, tokenizer, run.closing)
-    scorer = _scorer(config, tokenizer, player)
-    name = config.rewards.judge_function
-    judge = None if name is None else load_function("judge_function", name, tokenizer)
-    prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
-    _check_columns(prompts, scorer, judge, player)
-    _check_others(config, len(prompts.train))
-    text = _read_text(config, tokenizer, run)
-    answers = _read_answers(config, tokenizer, run)
-    servers = _rollout_servers(config, sources, run)
+    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
+    data = read_rlhf_data(config, tokenizer, run, [*player.asks, *scoring.asks])
+    started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
         build_roles,
@@ -162,106 +125,31 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         group=group,
     )
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
+    models = Models(sources, roles, settings)
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run = replace(run, config=config)
-    counter = _counter(config, roles)
-    plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
     setup = RlhfSetup(
-        config,
-        sources,
-        tokenizer,
-        prompts,
-        text,
-        answers,
-        _teacher_prompts(config, tokenizer, sources, teacher),
-        roles,
-        settings,
-        counter,
-        scorer,
-        judge,
-        player,
-        keeping_cache(plan, config, settings, free=free),
-        unpacked,
         run,
+        tokenizer,
+        data,
+        models,
+        plan_costs(config, models, free=free),
+        scoring,
         teacher,
-        servers,
+        player,
+        started,
     )
     _describe(setup)
-    if unpacked is not None:
+    if (unpacked := setup.costs.unpacked) is not None:
         run.log.say(f"  note         {unpacking_note(roles, unpacked)}")
     if run.directory is not None:
         planned = partial(_plan_of, roles=roles, built=config, build=build)
-        run.closing.enter_context(explaining_memory(config, setup.plan, planned, run.directory))
+        run.closing.enter_context(
+            explaining_memory(config, setup.costs.plan, planned, run.directory)
+        )
         setup = replace(setup, identity=_identity(setup))
-        _shard_roles(roles, settings)
-        # Those that no engine knows as well, such as the rotary tables of the rollout's modules.
-        roles.whole().to(device())
+        models.shard()
     return setup
-
-
-def _rollout_servers(
-    config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]
-) -> tuple[RolloutServer, ...]:
-    """The servers that draw responses, if any do; call on every rank, before models take memory."""
-    batch = config.batch
-    if batch.rollout_engine != "vllm":
-        return tuple(RolloutServer(each, batch.rollout_timeout) for each in batch.rollout_servers)
-    if run.directory is None:
-        return ()
-    dtype = str(role_settings(config)["actor"].torch_dtype).removeprefix("torch.")
-    return start_vllm(config, run, base=sources.actor.base, dtype=dtype)
-
-
-def _check_columns(
-    prompts: Prepared,
-    scorer: RewardFunctions | None,
-    judge: RewardFunction | None,
-    player: Player,
-) -> None:
-    """Refuse functions that ask for columns which the prompts lack."""
-    columns = {*json.loads(prompts.train[0].columns or b"{}")}
-    for other in (*player.asks, *([] if judge is None else [judge])):
-        other.check_columns(columns)
-    if scorer is not None:
-        objects = set() if scorer.objects is None else {"environments", "environment"}
-        for function in (*scorer.functions, *scorer.gates):
-            function.check_columns(columns | objects)
-
-
-def _check_others(config: RlhfConfig, num_prompts: int) -> None:
-    """Refuse over-sampling of data, or of blocks of a stream, that are one iteration."""
-    batch, known, remedy = config.batch, num_prompts, "give more prompts"
-    if config.data.streaming:
-        known, remedy = config.data.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
-    rows = batch.per_device_generation_batch_size * batch.generation_batches * data_world_size()
-    if batch.oversample > 1 and known <= rows // batch.num_generations:
-        raise ValueError(
-            f"--oversample {batch.oversample:g} begins further prompts than the {known} of an "
-            f"iteration, and there are no others: {remedy}, or fewer --generation_batches"
-        )
-
-
-def _scorer(config: RlhfConfig, tokenizer: Tokenizer, player: Player) -> RewardFunctions | None:
-    """The reward functions, with the reward of a player; None if there are none.
-
-    Raises:
-        ValueError: if nothing scores.
-    """
-    found = replace(
-        load_functions(config.rewards, tokenizer),
-        environment=player.reward_name,
-        objects=player.objects,
-    )
-    with_model = config.critic.model_name_or_path is not None
-    gates_score = with_model or player.objects is not None
-    if found.environment is not None or found.functions or (found.gates and gates_score):
-        return found
-    if not with_model and not config.ppo.rules.distills:
-        raise ValueError(
-            f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
-            "or step), and neither --reward_function nor --critic_model_name_or_path does"
-        )
-    return None
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
@@ -295,21 +183,6 @@ def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfCon
     return replace(config, actor=found["actor"], critic=found["critic"])
 
 
-def _check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None) -> None:
-    """Try each role's choice of layers on the empty shape of its model."""
-    tasks: dict[str, Task] = {"actor": "CAUSAL_LM", "critic": "SEQ_CLS"}
-    for role, options in config.trained.items():
-        with option_errors_for(role):
-            check_targets(
-                sources.by_role.get(role, sources.actor),
-                options.model(config.load),
-                options.lora(config.classic.only_optimize_lora),
-                tasks[role],
-                expert_learning_rate=options.expert_learning_rate,
-                group=group,
-            )
-
-
 def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
     """The actor's tokenizer, which all roles must share: they read the very same tokens.
 
@@ -332,104 +205,6 @@ def _rules(tokenizer: Tokenizer) -> str:
     # How chats are written and in which class is no matter of tokens.
     kept = {k: v for k, v in described.items() if k not in ("chat_template", "class")}
     return json.dumps(kept, sort_keys=True)
-
-
-def _read_text(
-    config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]
-) -> Prepared | None:
-    """Pretraining text to mix in, if it is asked for.
-
-    Raises:
-        ValueError: if there is nothing to learn from it.
-    """
-    data = text_data(config)
-    if data is None:
-        return None
-    text = read_data(data, tokenizer, run, phase=3, kind="samples", name="pretraining text")
-    # Of text nothing is learnt about where answers end: it may be cut.
-    if text.audit.supervised_tokens == 0:
-        raise ValueError(
-            f"--unsupervised_dataset_name {config.pretraining.unsupervised_dataset_name} holds no "
-            "text to learn from"
-        )
-    return text
-
-
-def _read_answers(
-    config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]
-) -> Prepared | None:
-    """The data's own answers, where ``--on_policy_share`` leaves room for some.
-
-    Raises:
-        ValueError: if the rows have none.
-    """
-    if not config.ppo.rules.distills or config.teacher.on_policy_share == 1:
-        return None
-    answers = read_data(
-        answers_data(config), tokenizer, run, phase=3, kind="samples", name="answers"
-    )
-    if answers.audit.supervised_tokens == 0:
-        raise ValueError(
-            f"--on_policy_share {config.teacher.on_policy_share:g} needs rows with answers, and "
-            f"--data_path {' '.join(config.data.data_path)} has none: use --on_policy_share 1"
-        )
-    return answers
-
-
-def _open_teacher(
-    config: RlhfConfig, tokenizer: Tokenizer, run: OpenRun[RlhfConfig]
-) -> ServedTeacher | None:
-    """The server that is the teacher, if one is; on every rank."""
-    if config.teacher.server is None:
-        return None
-    teacher = open_teacher(
-        *config.teacher.server,
-        tokenizer,
-        max_seq_len=config.data.max_seq_len,
-        timeout=config.batch.rollout_timeout,
-        in_flight=config.batch.per_device_generation_batch_size * world_size(),
-        say=lambda words: run.log.say(f"  note         --teacher_model_name_or_path: {words}"),
-    )
-    run.closing.callback(teacher.servers.close)
-    return teacher
-
-
-def _teacher_prompts(
-    config: RlhfConfig, tokenizer: Tokenizer, sources: Sources, teacher: ServedTeacher | None
-) -> TeacherPrompts | None:
-    """What the teacher reads in the place of prompts, with ``--teacher_system_prompt``."""
-    system = config.teacher.teacher_system_prompt
-    if system is None:
-        return None
-    if teacher is not None:
-        most = sys.maxsize if teacher.limit is None else teacher.limit - 1  # it draws a token
-    else:
-        options = config.actor if sources.teacher is None else config.teacher
-        fields = load_config((sources.teacher or sources.actor).base, options.model(config.load))
-        most = getattr(fields, "max_position_embeddings", None) or sys.maxsize
-    return TeacherPrompts(
-        system,
-        make_chat(tokenizer, config.data.data.chat_template_kwargs),
-        make_encoder(tokenizer),
-        tokenizer,
-        most=most,
-        options=row_options(config.data.data),
-    )
-
-
-def role_settings(config: RlhfConfig) -> dict[str, EngineSettings]:
-    """How the engine of each trained role is built, on this machine."""
-    shares_weights = config.has_critic and shares_base(config)
-    return {
-        name: engine_settings(
-            config,
-            dtype=config.load.dtype,
-            zero_stage=role.zero_stage,
-            micro_batch_size=config.batch.per_device_training_batch_size,
-            shares_weights=shares_weights,
-        )
-        for name, role in config.trained.items()
-    }
 
 
 def _resolve_recomputation(
@@ -485,38 +260,10 @@ def _plan_of(
     return memory_plan(config, roles, role_settings(config))
 
 
-def _shard_roles(roles: Roles, settings: dict[str, EngineSettings]) -> None:
-    """Shard what is at ZeRO 3; on every rank. Roles on one base can only be sharded together."""
-    reference = [] if roles.reference is None else [roles.reference.model]
-    policies = nn.ModuleList([roles.actor.model, *reference, roles.rollout])
-    scorers = nn.ModuleList([m.model for m in (roles.critic, roles.reward) if m is not None])
-    shared = {id(p) for p in policies.parameters()} & {id(p) for p in scorers.parameters()}
-    if shared or "critic" not in settings:
-        shard_model(roles.whole(), settings["actor"])
-        return
-    shard_model(policies, settings["actor"])
-    shard_model(scorers, settings["critic"])
-
-
-def _counter(config: RlhfConfig, roles: Roles) -> FlopCounter | None:
-    try:
-        return FlopCounter(
-            roles,
-            checkpointed={
-                name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
-            },
-            num_generations=config.batch.num_generations,
-            batch_size=config.batch.rows_decoded,
-            decodes_here=not config.batch.by_servers,
-            compares=roles.teaches and config.teacher.beta is not None,
-        )
-    except ValueError:  # the start-up says why
-        return None
-
-
 def _describe(setup: RlhfSetup) -> None:
     """Show and record what trains, on what, and the memory it takes."""
-    plan, roles, settings, run = setup.plan, setup.roles, setup.settings, setup.run
+    roles, settings, run = setup.models.roles, setup.models.settings, setup.run
+    plan = setup.costs.plan
     total = num_elements(roles.whole().parameters())  # each shared one once
     trained = {name: trained_elements(m.model) for name, m in roles.trained.items()}
     actor = settings["actor"]
@@ -559,22 +306,23 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
     """What the run's state belongs to; complete on rank 0. On every rank."""
     if data_rank() != 0:
         return {}
-    roles, prompts, text = setup.roles, setup.prompts, setup.text
+    roles, data = setup.models.roles, setup.data
     scorer = roles.reward or roles.critic
     critic = None
     if scorer is not None:
         critic = f"{base_fingerprint(scorer.model)} {adapter_fingerprint(scorer.model)}"
-    found = state_identity(roles.actor, setup.tokenizer, prompts, setup.settings["actor"]) | {
+    actor = setup.models.settings["actor"]
+    found = state_identity(roles.actor, setup.tokenizer, data.prompts, actor) | {
         "critic": critic,
-        "text": None if text is None else text.train.identity,
-        "rows": len(prompts.train),
+        "text": None if data.text is None else data.text.train.identity,
+        "rows": len(data.prompts.train),
     }
-    if setup.teacher is not None:
-        found["teacher"] = setup.teacher.model
+    if setup.teacher.server is not None:
+        found["teacher"] = setup.teacher.server.model
     elif roles.teaches:
         assert roles.reference is not None
         model = roles.reference.model
         found["teacher"] = f"{base_fingerprint(model)} {adapter_fingerprint(model)}"
-    if setup.answers is not None:
-        found["answers"] = setup.answers.train.identity
+    if data.answers is not None:
+        found["answers"] = data.answers.train.identity
     return found

@@ -15,9 +15,8 @@ from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.rl.draw.generator import BrokenWeightsError, Generator
-from dschat_lora.rl.draw.order import PromptOrder
-from dschat_lora.rl.draw.prompt_stream import PromptStream
+from dschat_lora.rl.draw.engine import Drawing
+from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.evaluation import RlhfEvaluator
@@ -51,8 +50,8 @@ def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
     with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
         setup = set_up(run)
-        schedule = make_rlhf_schedule(setup.config, len(setup.prompts.train))
-        check_repeats(config.data, setup.prompts.times, schedule)
+        schedule = make_rlhf_schedule(setup)
+        check_repeats(config.data, setup.data.prompts.times, schedule)
         if run.directory is None:
             show_plan(setup, schedule)
         else:
@@ -87,18 +86,18 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
             if failed:
                 checkpointer.stop(progress.step, by="--guard stop")
 
-    scales_loss, keeps_cache = setup.settings["actor"].dtype == "fp16", True
-    with _failures_saved(checkpointer, progress, generator), run.interrupts.deferred():
+    scales_loss, keeps_cache = setup.models.settings["actor"].dtype == "fp16", True
+    with _failures_saved(checkpointer, progress, generator.engine), run.interrupts.deferred():
         loop.begin()
         # The evaluation of a run that goes on may be the one that its stop came before.
         stop_if_guarded(last=progress.iteration == schedule.num_iterations)
         while progress.iteration < schedule.num_iterations:
             skipped = trainer.iterate()
-            own = [*checkpointer.requests(), float(generator.released)]
+            own = [*checkpointer.requests(), float(generator.engine.released)]
             *requests, released = sum_over_processes(own)
             if released and keeps_cache:  # on those too that had room
                 keeps_cache = False
-                generator.release()
+                generator.engine.release()
                 run.log.report_event(progress.step, "note", NOTE, label="note")
             last = loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
             stop_if_guarded(last=last)
@@ -122,7 +121,7 @@ def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
 
 @contextmanager
 def _failures_saved(
-    checkpointer: Checkpointer, progress: RlhfProgress, generator: Generator
+    checkpointer: Checkpointer, progress: RlhfProgress, engine: Drawing
 ) -> Iterator[None]:
     """Where a user's function or the data fails in the block, save the last iteration, then raise.
 
@@ -133,7 +132,7 @@ def _failures_saved(
         yield
         return
     except torch.OutOfMemoryError as error:
-        if generator.released and not isinstance(error, FullWhileDecodingError):
+        if engine.released and not isinstance(error, FullWhileDecodingError):
             raise FullAfterReleaseError(str(error)) from error
         raise
     except BrokenWeightsError as error:
@@ -152,7 +151,8 @@ def _failures_saved(
 
 def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
     """Say how long the run is, and what is doubtful about that."""
-    prompts = schedule.order.size(0)
+    source = schedule.source
+    prompts = source.size(0)
     say(
         f"  iterations   {schedule.num_iterations:,} of {prompts * schedule.num_generations:,} "
         f"responses to {prompts:,} prompts, {schedule.steps_of(0)} optimizer steps each; "
@@ -166,10 +166,11 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
             scheduler=optim.lr_scheduler_type,
         )
     ]
-    if isinstance(schedule.order, PromptOrder) and not (optim.max_steps or batch.tokens_per_device):
+    if not (optim.max_steps or batch.tokens_per_device):
+        sizes = source.sizes(source.iterations_per_epoch).items()
         warnings.append(
             small_data_warning(
-                schedule.order.num_prompts,
+                sum(size * count for size, count in sizes),
                 "prompts",
                 lambda rows, times: (
                     replace(
@@ -190,34 +191,30 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
 def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkpointer:
     setup, schedule = trainer.setup, trainer.schedule
     states: dict[str, Any] = {
-        name: EngineState(engine, setup.roles.models[name].model)
+        name: EngineState(engine, setup.models.roles.models[name].model)
         for name, engine in trainer.engines.trained.items()
     }
-    if trainer.average is not None:
-        states["actor_ema"] = trainer.average
-    order, answers, config = schedule.order, trainer.sampler.answers, setup.config
+    states |= trainer.parts.averages()
+    source, config = schedule.source, setup.config
     identity = {**setup.identity, "stage": setup.run.stage}
-    if config.data.streaming:
+    if source.state():
         streamed = filter(None, [config.data.data, text_data(config)])
         identity["stream"] = " ".join(map(describe_sources, streamed))
     identity["rows_per_step"] = schedule.rows_per_step
-    identity["responses"] = schedule.order.per_iteration * schedule.num_generations
+    identity["responses"] = source.per_iteration * schedule.num_generations
     parts: dict[str, Stateful | None] = {
         "progress": trainer.progress,
-        "stream": order if isinstance(order, PromptStream) else None,
-        "answers": answers if isinstance(answers, PromptStream) else None,
+        **trainer.sampler.parts,
         "watch": trainer.diagnostics,
         "evaluation": evaluator,
-        "rollouts": trainer.rollouts,
-        "pretraining": trainer.pretraining,
-        "rollouts_ahead": trainer.sampler.ahead,
+        **trainer.parts.stateful(),
     }
     return Checkpointer(
         setup.run,
         engines=states,
         parts={name: part for name, part in parts.items() if part is not None},
         identity=identity,
-        on_checkpoint=trainer.rollouts.sync,
+        on_checkpoint=trainer.parts.before_checkpoint,
     )
 
 
@@ -226,14 +223,14 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
 
     ``results`` are metrics of the first and the last evaluation.
     """
-    setup, progress, roles = trainer.setup, trainer.progress, trainer.setup.roles
+    setup, progress, roles = trainer.setup, trainer.progress, trainer.setup.models.roles
     phases = {
         name: {"seconds": progress.seconds[name], "flops": progress.flops[name]} for name in PHASES
     }
     setup.run.record.update({"results": results, "phases": phases})
-    order = trainer.schedule.order
-    if isinstance(order, PromptStream):
-        record_stream(setup.run, order, step=progress.step)
+    source = trainer.schedule.source
+    if stream := source.state():
+        record_stream(setup.run, stream, has_ended=source.end is not None, step=progress.step)
     if not progress.step and not setup.config.run.merge_adapter:
         return
     if progress.step:
@@ -241,9 +238,8 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
     trainer.engines.eval()
     for role, adapted in roles.trained.items():
         _export(setup, role, adapted, results)
-    if trainer.average is not None:
-        tensors = dict(trainer.average.tensors())
-        _export(setup, "actor_ema", roles.actor, results, tensors=tensors)
+    for name, average in trainer.parts.averages().items():
+        _export(setup, name, roles.actor, results, tensors=dict(average.tensors()))
     say_next_steps(setup.run)
 
 
@@ -269,9 +265,9 @@ def _export(
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write ``name/adapter``, or ``name/model`` where more than an adapter was trained."""
-    config, run, sources = setup.config, setup.run, setup.sources
+    config, run, sources = setup.config, setup.run, setup.models.sources
     assert run.directory is not None, "a dry run has no end"
-    ids = first_ids(setup.prompts.train, 8, max_length=config.data.max_seq_len)
+    ids = first_ids(setup.data.prompts.train, 8, max_length=config.data.max_seq_len)
     report = export_trained(
         run,
         run.directory / name,

@@ -2,8 +2,6 @@
 
 import json
 import os
-import shlex
-import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,15 +14,8 @@ from dschat_lora.engine.ds_config import reconcile
 from dschat_lora.models.option_checks import check_processes, check_training, position_limit
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
-from dschat_lora.rl.draw.rollout_servers import (
-    CONNECT_SECONDS,
-    EngineError,
-    RolloutServer,
-    ServerError,
-    vllm_rank,
-)
 from dschat_lora.rl.options.algorithms import Correction
-from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig, check_weights
 from dschat_lora.rl.options.inputs import (
     RlhfInputs,
     announce,
@@ -35,6 +26,7 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
+from dschat_lora.rl.options.names import gives_one_reward
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.score.builtin_rewards import check_scorer
@@ -43,6 +35,7 @@ from dschat_lora.runtime.checks import (
     apply_checks,
     cache_directory,
     check_bundled_data_fits,
+    check_command,
     check_compile,
     check_data_is_named,
     check_divided,
@@ -57,7 +50,7 @@ from dschat_lora.runtime.checks import (
     with_trackers,
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
-from dschat_lora.runtime.resume import is_first_rank, launched_processes
+from dschat_lora.runtime.resume import launched_processes
 from dschat_lora.runtime.validation import check_streaming
 
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
@@ -159,15 +152,14 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     ):
         for name in names:
             check_scorer(option, name)
+    for name in config.classic.parts:
+        check_function("parts", name)
     if config.batch.environment is not None:
         _check_environment(config.batch.environment)
     _check_agent(config.batch)
-    count, weights = len(rewards.reward_function), rewards.reward_weights
-    if len(weights) > count and config.critic.model_name_or_path is None:
-        raise ValueError(
-            f"--reward_weights has {len(weights)} weights for {count} functions of "
-            "--reward_function, and there is no reward model for the last one"
-        )
+    if all(map(gives_one_reward, rewards.reward_function)):
+        has_model = config.critic.model_name_or_path is not None
+        check_weights(rewards.reward_weights, len(rewards.reward_function), has_model=has_model)
 
 
 def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -208,17 +200,7 @@ def _check_agent(batch: RolloutConfig) -> None:
         check_function("agent", batch.agent)
     elif batch.agent_command is not None:
         require_packages("--agent_command", "starlette", "uvicorn", extra="agents")
-        _check_command("agent_command", batch.agent_command)
-
-
-def _check_command(option: str, command: str, remedy: str = "") -> None:
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ValueError(f"--{option} {command!r}: {error}") from error
-    if not words or shutil.which(words[0]) is None:
-        found = words[0] if words else "nothing"
-        raise ValueError(f"--{option} begins with {found}, which is no program on the PATH{remedy}")
+        check_command("agent_command", batch.agent_command)
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -493,11 +475,11 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse rollouts ahead and over-sampling where the engine or other options rule them out."""
-    batch, engine, ahead = config.batch, config.batch.rollout_engine, config.batch.rollouts_ahead
-    if ahead and (batch.has_turns or not batch.by_servers):
+    batch, name, ahead = config.batch, config.batch.rollout_engine, config.batch.rollouts_ahead
+    if ahead and (batch.has_turns or not batch.engine.can_run_ahead):
         with_turns = "an --environment or agent waits for each turn"
         in_process = (
-            f"--rollout_engine {engine} draws in the processes that train: give the address of a "
+            f"--rollout_engine {name} draws in the processes that train: give the address of a "
             "server, such as `dschat-lora serve --allow_runtime_lora_updating` in another process"
         )
         raise ValueError(
@@ -510,69 +492,45 @@ def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
             f"--rollouts_ahead {ahead} learns from responses of older adapters, for which "
             f"--rollout_correction weighs, and {off} leaves no weights: leave one out"
         )
-    if batch.oversample > 1 and (batch.has_turns or engine == "transformers"):
+    if batch.oversample > 1 and (batch.has_turns or not batch.engine.gives_up):
+        own = "" if batch.engine.gives_up else f" and --rollout_engine {name}"
         raise ValueError(
             f"--oversample {batch.oversample:g} gives up responses on the way, which environments, "
-            "agents and --rollout_engine transformers do not: leave it out"
+            f"agents{own} do not: leave it out"
         )
 
 
 def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the correction that the engine needs; one that cannot be used is refused."""
-    batch, engine = config.batch, config.batch.rollout_engine
-    if engine == "own":
-        return config
-    if config.ppo.rollout_correction is None and not config.ppo.importance_cap:
+    batch, name, engine = config.batch, config.batch.rollout_engine, config.batch.engine
+    if config.ppo.use_rollout_logprobs and not engine.exact:
+        raise ValueError(
+            f"--use_rollout_logprobs is of --rollout_engine own; those of {name} are of other "
+            "kernels, for which there is --rollout_correction"
+        )
+    weighs = config.ppo.rollout_correction is not None or config.ppo.importance_cap
+    if not (engine.exact or weighs):
         kind: Correction = "tis" if batch.do_sample else "none"
         config = replace(config, ppo=replace(config.ppo, rollout_correction=kind))
-    if config.parallel.tensor_parallel_size > 1:
+    takes_whole = engine.needs_whole_weights or engine.takes_adapter
+    if takes_whole and config.parallel.tensor_parallel_size > 1:
         raise ValueError(
-            f"--rollout_engine {engine} is for models that are whole on a device, and "
+            f"--rollout_engine {name} is for models that are whole on a device, and "
             f"--tensor_parallel_size is {config.parallel.tensor_parallel_size}: leave one out"
         )
-    if engine == "transformers" and config.actor.zero_stage == 3:
+    if engine.needs_whole_weights and config.actor.zero_stage == 3:
         raise ValueError(
-            "--rollout_engine transformers needs whole weights, which ZeRO 3 shards: use ZeRO 0 to "
-            "2, or own"
+            f"--rollout_engine {name} needs whole weights, which ZeRO 3 shards: use ZeRO 0 to 2, "
+            "or own"
         )
     adapter_alone = config.actor.lora_dim > 0 and config.classic.only_optimize_lora
-    if batch.by_servers and not adapter_alone:
+    if engine.takes_adapter and not adapter_alone:
         raise ValueError(
-            f"--rollout_engine {engine} hands over the actor's adapter, and all weights train: "
+            f"--rollout_engine {name} hands over the actor's adapter, and all weights train: "
             "give --actor_lora_dim, without --no-only_optimize_lora"
         )
-    if engine == "vllm":
-        command = "vllm serve" if batch.vllm_command is None else batch.vllm_command
-        remedy = ": install vLLM in an environment of its own, and name that environment's program"
-        _check_command("vllm_command", command, remedy)
-        vllm_rank(max(config.actor.lora_dim, config.actor.expert_lora_dim or 0))
-        rope = inputs.sources.by_role["actor"].rope_scaling
-        if rope is not None and "hf-overrides" not in command:
-            raise ValueError(
-                f"--rollout_engine vllm serves the base as its files have it, and the actor was "
-                f"trained with --rope_scaling {rope}: say the same to vLLM by --hf-overrides in "
-                "--vllm_command, or merge the adapter first"
-            )
-    if is_first_rank():
-        for address in batch.rollout_servers:
-            _check_server(address, config.data.max_seq_len)
+    engine.check(config, inputs)
     return config
-
-
-def _check_server(address: str, max_seq_len: int) -> None:
-    try:
-        limit = RolloutServer(address, CONNECT_SECONDS).base_limit()
-    except (ServerError, EngineError) as error:
-        raise ValueError(
-            f"--rollout_engine {address} cannot be asked: {error}; start there `vllm serve BASE "
-            "--enable-lora` with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or `dschat-lora serve BASE "
-            "--allow_runtime_lora_updating`"
-        ) from error
-    if limit is not None and limit < max_seq_len:
-        raise ValueError(
-            f"--rollout_engine {address} has room for {limit} tokens, and --max_prompt_seq_len and "
-            f"--max_answer_seq_len are {max_seq_len} together"
-        )
 
 
 # In this order: the first that fails is the one a user reads.

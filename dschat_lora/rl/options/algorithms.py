@@ -1,32 +1,31 @@
 """Algorithms of the update, with the options that their papers set, and pretraining text."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import difflib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from dschat_lora.config.groups import require, require_numbers
+from dschat_lora.config.held import is_held, is_in_module
 from dschat_lora.config.options import option
+from dschat_lora.config.when import no_effect
+from dschat_lora.rl.options.names import load_object
 
-AlgorithmName = Literal[
-    "ppo",
-    "rloo",
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "cispo",
-    "distill",
-]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
 LossNormalization = Literal["token", "sequence", "constant"]
 Correction = Literal["none", "tis", "mis"]
 
 
-def by_algorithm(help: str, *, when: str = "") -> Any:
+# A function, or module:function, which is imported when it is called.
+Function = Callable[..., Any] | str
+CLIP = {"cliprange": "cliprange_low", "cliprange_high": "cliprange_high"}
+NEEDS = ("groups", "old_logprobs", "values", "teacher")
+
+
+def by_algorithm(help: str, *, when: Any = "") -> Any:
     """An option whose default is that of ``--algorithm``."""
     return option(None, help=f"{help}; default: by --algorithm", when=when)
 
@@ -36,18 +35,51 @@ def of_divergence(help: str) -> Any:
     return by_algorithm(help, when="not algorithm=distill")
 
 
+def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
+    """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
+    read = read or name
+
+    def message(value: Callable[[str], Any]) -> str:
+        if read in value("rules").reads:
+            return ""
+        readers = [each for each, rules in ALGORITHMS.items() if read in rules.reads]
+        if len(readers) < 3:
+            return no_effect(name, f" without --algorithm {' or '.join(readers)}")
+        return no_effect(name, f" with --algorithm {value('algorithm')}")
+
+    return message
+
+
 of_critic = partial(option, when="has_critic")
 of_correction = partial(option, when="rollout_correction or importance_cap")
 
 
+def sums_differ(total: Sequence[float], rewards: Mapping[str, Sequence[float]]) -> bool:
+    """Whether two responses to a prompt have different scores (section 3.2 of arXiv:2503.14476)."""
+    return len(set(total)) > 1
+
+
 @dataclass(frozen=True)
 class Algorithm:
-    """Advantage and policy loss of an algorithm, and values of options that are not typed."""
+    """How responses teach the policy, and values of options that are not typed.
 
-    advantage: Literal[
-        "gae", "returns", "rloo", "grpo", "dr_grpo", "reinforce_pp_baseline", "distill"
-    ]
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    ``estimator`` takes a :class:`dschat_lora.algos.credit.Outcome`, and gives advantages, (N,) or
+    (N, R), or a pair of (N, R) advantages and a critic's returns. ``loss`` takes
+    log-probabilities, old ones, advantages and the mask of tokens, (n, R) each, and gives a
+    :class:`dschat_lora.algos.ppo.PolicyLoss`, which is linear in the size of advantages.
+    ``learns_from`` takes the scores of the responses to a prompt that count, and their weighted
+    rewards by name, and says whether they teach something.
+    """
+
+    estimator: Function
+    loss: Function = "dschat_lora.algos.ppo:policy_loss"
+    loss_options: Mapping[str, str] = field(  # keywords of the loss, and the options they are
+        default_factory=lambda: CLIP | {"dual_clip": "dual_clip"}
+    )
+    needs: frozenset[str] = frozenset({"groups"})  # of NEEDS
+    learns_from: Function = sums_differ
+    by_reward: bool = False  # reads rewards by name, and not their shaped sum
+    options: tuple[str, ...] = ()  # that the estimator reads, and not every one
     kl_coef: float = 0.1
     kl_in: KlPlace = "loss"
     kl_estimator: KlEstimator = "k3"
@@ -59,27 +91,56 @@ class Algorithm:
     dynamic_sampling: int = 0
     soft_overlong_share: float = 0.0  # of --max_answer_seq_len
 
+    def __post_init__(self) -> None:
+        unknown = sorted({*self.needs} - {*NEEDS})
+        if isinstance(self.needs, str) or unknown:
+            raise ValueError(f"needs of an algorithm are some of {NEEDS}, got {self.needs!r}")
+        object.__setattr__(self, "needs", frozenset(self.needs))
+
     @property
     def compares(self) -> bool:
         """Whether it compares the responses to a prompt, and so needs several."""
-        return self.advantage not in ("gae", "returns", "distill")
+        return "groups" in self.needs
 
     @property
     def distills(self) -> bool:
         """Whether a teacher says what each token is worth, and stands in the reference's place."""
-        return self.advantage == "distill"
+        return "teacher" in self.needs
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic estimates values."""
+        return "values" in self.needs
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Options that have an effect, of those that not every algorithm reads."""
+        return frozenset({*self.options, *self.loss_options.values()})
 
 
+_CREDIT = "dschat_lora.algos.credit"
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "ppo": Algorithm("gae", kl_in="reward", kl_estimator="k1"),
-    "rloo": Algorithm("rloo", kl_in="reward", kl_estimator="k1"),
-    "grpo": Algorithm("grpo"),
-    "reinforce_pp": Algorithm("returns", kl_in="reward", kl_estimator="k1"),
-    "reinforce_pp_baseline": Algorithm("reinforce_pp_baseline", kl_estimator="k2"),
+    "ppo": Algorithm(
+        f"{_CREDIT}:ppo",
+        needs=frozenset({"old_logprobs", "values"}),
+        options=("gamma",),
+        kl_in="reward",
+        kl_estimator="k1",
+    ),
+    "rloo": Algorithm(f"{_CREDIT}:rloo", kl_in="reward", kl_estimator="k1"),
+    "grpo": Algorithm(f"{_CREDIT}:grpo"),
+    "reinforce_pp": Algorithm(
+        f"{_CREDIT}:reinforce_pp",
+        needs=frozenset({"old_logprobs"}),
+        options=("gamma",),
+        kl_in="reward",
+        kl_estimator="k1",
+    ),
+    "reinforce_pp_baseline": Algorithm(f"{_CREDIT}:reinforce_pp_baseline", kl_estimator="k2"),
     # Without a divergence: sections 3.2, 2.3, 2.1 and 3.1 of the four papers.
-    "dr_grpo": Algorithm("dr_grpo", kl_coef=0.0, loss_normalization="constant"),
+    "dr_grpo": Algorithm(f"{_CREDIT}:dr_grpo", kl_coef=0.0, loss_normalization="constant"),
     "dapo": Algorithm(
-        "grpo",
+        f"{_CREDIT}:grpo",
         kl_coef=0.0,
         cliprange_high=0.28,
         mask_truncated_completions=True,
@@ -87,8 +148,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         soft_overlong_share=0.2,  # 4,096 of 20,480 tokens
     ),
     "gspo": Algorithm(
-        "grpo",
-        "gspo",
+        f"{_CREDIT}:grpo",
+        "dschat_lora.algos.ppo:gspo_loss",
         kl_coef=0.0,
         cliprange_low=3e-4,
         cliprange_high=4e-4,
@@ -96,9 +157,70 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     ),
     # The paper bounds no ratio from below, and leaves its upper bound open: 5 is that of
     # arXiv:2510.13786.
-    "cispo": Algorithm("grpo", "cispo", kl_coef=0.0, cliprange_low=1.0, cliprange_high=4.0),
-    "distill": Algorithm("distill", kl_coef=0.0, kl_in="reward", kl_estimator="k1"),
+    "cispo": Algorithm(
+        f"{_CREDIT}:grpo",
+        "dschat_lora.algos.ppo:cispo_loss",
+        CLIP,
+        kl_coef=0.0,
+        cliprange_low=1.0,
+        cliprange_high=4.0,
+    ),
+    "gdpo": Algorithm(
+        "dschat_lora.algos.gdpo:gdpo",
+        learns_from="dschat_lora.algos.gdpo:some_reward_differs",
+        by_reward=True,
+    ),
+    "sapo": Algorithm(
+        f"{_CREDIT}:grpo",
+        "dschat_lora.algos.sapo:sapo_loss",
+        {f"temperature_{sign}": f"sapo_temperature_{sign}" for sign in ("pos", "neg")},
+        kl_coef=0.0,
+        loss_normalization="sequence",
+    ),
+    "distill": Algorithm(
+        f"{_CREDIT}:distill",
+        needs=frozenset({"old_logprobs", "teacher"}),
+        kl_coef=0.0,
+        kl_in="reward",
+        kl_estimator="k1",
+    ),
 }
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The algorithm of a name, or of one's own: ``module:object``, an Algorithm or an estimator.
+
+    An estimator has GRPO's loss and options.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    if not (is_held(name) or is_in_module(name)):
+        close = " or ".join(difflib.get_close_matches(name, ALGORITHMS, 2))
+        raise ValueError(
+            f"--algorithm must be one of {', '.join(ALGORITHMS)}, or module:object of your own "
+            f"such as my_algorithms:mine, got {name!r}" + (close and f"; did you mean {close}?")
+        )
+    found = load_object("algorithm", name)
+    if isinstance(found, Algorithm):
+        return found
+    if not callable(found):
+        what = "does not exist" if found is None else f"is a {type(found).__name__}"
+        raise ValueError(
+            f"--algorithm {name} {what}; it must be a function that gives advantages, or a "
+            "dschat_lora.Algorithm"
+        )
+    return Algorithm(found)
+
+
+def called(function: Function) -> Callable[..., Any]:
+    """A function of an algorithm, imported if it is given by name."""
+    found: Callable[..., Any] = (
+        pkgutil.resolve_name(function) if isinstance(function, str) else function
+    )
+    return found
 
 
 @dataclass(frozen=True)
@@ -117,10 +239,11 @@ class PpoConfig:
 
     section = "algorithm"
 
-    algorithm: AlgorithmName = option(
+    algorithm: str = option(
         "ppo",
         help="ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a "
         "reward; the others compare the responses to a prompt",
+        names=tuple(ALGORITHMS),
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
     kl_coef: float = of_divergence("weight of the divergence from the reference (0.1 or 0)")
@@ -134,21 +257,34 @@ class PpoConfig:
     kl_horizon: int = option(
         10000, help="responses over which kl_coef adapts", when="adaptive_kl_target"
     )
-    gamma: float = option(
-        1.0, help="discount of later rewards, in [0, 1]", when="algorithm=ppo,reinforce_pp"
-    )
+    gamma: float = option(1.0, help="discount of later rewards, in [0, 1]", when=of_some("gamma"))
     lam: float = of_critic(
         1.0,
         help="bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t "
         "tokens before the end only by lam^t, and by the critic's values for the rest",
     )
     cliprange: float = by_algorithm(
-        "bound on the change of a token's probability ratio, fall and rise alike (0.2)"
+        "bound on the change of a token's probability ratio, fall and rise alike (0.2)",
+        when=of_some("cliprange", "cliprange_low"),
     )
-    cliprange_low: float = by_algorithm("bound on the fall of the ratio, if not --cliprange")
-    cliprange_high: float = by_algorithm("bound on the rise of the ratio, if not --cliprange")
+    cliprange_low: float = by_algorithm(
+        "bound on the fall of the ratio, if not --cliprange", when=of_some("cliprange_low")
+    )
+    cliprange_high: float = by_algorithm(
+        "bound on the rise of the ratio, if not --cliprange", when=of_some("cliprange_high")
+    )
     dual_clip: float = option(
         0.0, help="bound on the loss of a token with negative advantage A, -A times this; 0: none"
+    )
+    sapo_temperature_pos: float = option(
+        1.0,
+        help="SAPO: how fast the weight of a token with positive advantage falls with its ratio",
+        when=of_some("sapo_temperature_pos"),
+    )
+    sapo_temperature_neg: float = option(
+        1.05,
+        help="SAPO: the same of other tokens; above --sapo_temperature_pos, to hold them closer",
+        when=of_some("sapo_temperature_neg"),
     )
     loss_normalization: LossNormalization = by_algorithm(
         "token: every token weighs alike; sequence: every response does; constant: divide by "
@@ -217,8 +353,8 @@ class PpoConfig:
         defaults = dict(vars(self.rules))
         if self.cliprange is not None:
             defaults |= {"cliprange_low": self.cliprange, "cliprange_high": self.cliprange}
-        for name, field in type(self).__dataclass_fields__.items():
-            if field.default is None and getattr(self, name) is None and name in defaults:
+        for name, own in type(self).__dataclass_fields__.items():
+            if own.default is None and getattr(self, name) is None and name in defaults:
                 object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs")
         require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
@@ -251,10 +387,16 @@ class PpoConfig:
         clips = ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value")
         require_numbers(self, "> 0", *clips)
         require(not 0 < self.dual_clip <= 1, "dual_clip", self.dual_clip, "> 1, or 0 for none")
-        if self.dual_clip and self.rules.loss == "cispo":
+        require_numbers(self, "> 0", "sapo_temperature_pos", "sapo_temperature_neg")
+        if self.dual_clip and "dual_clip" not in self.rules.reads:
             raise ValueError(
-                f"--dual_clip {self.dual_clip:g} is not of --algorithm cispo, which bounds every "
-                "ratio by --cliprange_high"
+                f"--dual_clip {self.dual_clip:g} is not of --algorithm {self.algorithm}, whose "
+                "loss has no such bound: leave it out"
+            )
+        if self.rules.by_reward and self.kl_in == "reward":
+            raise ValueError(
+                f"--kl_in reward takes the divergence from the sum of rewards, which --algorithm "
+                f"{self.algorithm} does not read: leave it in the loss"
             )
         if self.dynamic_sampling and not self.rules.compares:
             raise ValueError(
@@ -267,13 +409,23 @@ class PpoConfig:
     @property
     def rules(self) -> Algorithm:
         """What the algorithm is by its paper."""
-        return ALGORITHMS[self.algorithm]
+        return find_algorithm(self.algorithm)
+
+    @property
+    def surrogate(self) -> Callable[..., Any]:
+        """The policy's loss with its options, of log-probabilities, old ones, advantages, mask."""
+        rules = self.rules
+        values = {name: getattr(self, option) for name, option in rules.loss_options.items()}
+        return partial(called(rules.loss), **values)
 
     @property
     def weighs_by_policy(self) -> bool:
         """Whether old log-probabilities of all responses are in advantages or weights."""
-        compares_scores = self.rules.compares and self.kl_in == "loss"
-        return not compares_scores or self.correction is not None
+        return (
+            "old_logprobs" in self.rules.needs
+            or self.kl_in == "reward"
+            or self.correction is not None
+        )
 
     @property
     def has_entropy_bonus(self) -> bool:

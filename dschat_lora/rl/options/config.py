@@ -1,7 +1,7 @@
 """Options of step 3: prompts, rollouts, rewards, and all groups together."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,15 @@ from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, opti
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
-from dschat_lora.rl.options.names import check_name, is_address
+from dschat_lora.rl.options.engines import (
+    ADDRESSES,
+    ENGINES,
+    ENGINES_HELP,
+    EngineFacts,
+    engine_facts,
+    is_engine,
+)
+from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
@@ -59,6 +67,7 @@ of_vllm = partial(option, when="rollout_engine=vllm")
 of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
 of_agents = partial(option, when="agent or agent_command")
+of_sum = partial(option, when="has_shaped_sum")
 of_calls = partial(option, when="reward_function or reward_gate or environment")
 
 
@@ -94,10 +103,7 @@ class RolloutConfig:
     )
     rollout_engine: str = option(
         "own",
-        help="what draws responses: own; transformers, its continuous batching; vllm, which the "
-        "run starts beside itself; or servers (vLLM, SGLang or `dschat-lora serve`) that take "
-        "adapters at run time, by their addresses with commas between them, such as "
-        "http://127.0.0.1:8000",
+        help=ENGINES_HELP,
     )
     vllm_command: str | None = of_vllm(
         None,
@@ -202,15 +208,13 @@ class RolloutConfig:
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         share = self.vllm_gpu_memory_utilization
         require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
-        if self.by_servers and self.rollout_engine != "vllm":
-            addresses = self.rollout_servers
-            require(
-                bool(addresses) and all(map(is_address, addresses)),
-                "rollout_engine",
-                self.rollout_engine,
-                "own, transformers, vllm, or addresses of servers such as http://127.0.0.1:8000, "
-                "with commas between them (vLLM and SGLang are such servers)",
-            )
+        require(
+            is_engine(self.rollout_engine),
+            "rollout_engine",
+            self.rollout_engine,
+            f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
+            f"commas between them ({ADDRESSES.help}), or module:Class of your own",
+        )
         require_numbers(self, ">= 0", "agent_retries")
         require_numbers(self, ">= 1", "agent_max_calls")
         players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
@@ -242,17 +246,9 @@ class RolloutConfig:
         return math.ceil(self.oversample * prompts - 1e-9)
 
     @property
-    def by_servers(self) -> bool:
-        """Whether servers draw the responses."""
-        return self.rollout_engine not in ("own", "transformers")
-
-    @property
-    def rollout_servers(self) -> tuple[str, ...]:
-        """Addresses of the servers that are named, without the path ``/v1``; perhaps none."""
-        if not self.by_servers or self.rollout_engine == "vllm":
-            return ()
-        given = (each.strip().rstrip("/") for each in self.rollout_engine.split(","))
-        return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
+    def engine(self) -> EngineFacts:
+        """What the engine that draws responses says of itself."""
+        return engine_facts(self.rollout_engine)
 
     @property
     def has_agent(self) -> bool:
@@ -275,6 +271,23 @@ class RolloutConfig:
         return self.do_sample and self.rollout_temperature in (None, self.temperature)
 
 
+def check_weights(weights: Sequence[float], count: int, *, has_model: bool = True) -> None:
+    """Refuse ``--reward_weights`` that are neither one for each of so many rewards nor none.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if not weights or len(weights) == count:
+        return
+    found = (
+        f"--reward_weights has {len(weights)} weights for {count} functions of --reward_function"
+    )
+    if len(weights) != count + 1:
+        raise ValueError(f"{found}: give one for each, and last one for the reward model, if any")
+    if not has_model:
+        raise ValueError(f"{found}, and there is no reward model for the last one")
+
+
 @dataclass(frozen=True)
 class RewardsConfig:
     """Rewards of responses, and their scale."""
@@ -293,7 +306,7 @@ class RewardsConfig:
         "model, if there is one; 1 each by default",
         when="not algorithm=distill",
     )
-    reward_gate: tuple[str, ...] = option(
+    reward_gate: tuple[str, ...] = of_sum(
         (),
         help="functions, named as those of --reward_function: where one of them scores 0 or less, "
         "the response scores at most 0, whatever else it is worth",
@@ -311,10 +324,10 @@ class RewardsConfig:
         help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
         "as it likes",
     )
-    clip_reward_value: float = option(
+    clip_reward_value: float = of_sum(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
     )
-    reward_scaling: Literal["none", "running", "initial"] = option(
+    reward_scaling: Literal["none", "running", "initial"] = of_sum(
         "initial",
         help="running: divide scores by their standard deviation so far; initial: by that of the "
         "first iterations' scores, at least 64, after subtracting their mean; the critic starts in "
@@ -326,10 +339,10 @@ class RewardsConfig:
         section="evaluation",
         when="eval_prompts",
     )
-    missing_eos_penalty: float = option(
+    missing_eos_penalty: float = of_sum(
         0.0, help="subtracted from the score of a response that was cut off"
     )
-    soft_overlong_tokens: int = option(
+    soft_overlong_tokens: int = of_sum(
         0,
         help="scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's "
         "soft overlong punishment; dapo: a fifth of them); 0: never",
@@ -346,12 +359,11 @@ class RewardsConfig:
                 check_name(field, name)
         if self.judge_function is not None:
             check_name("judge_function", self.judge_function)
-        count, weights = len(self.reward_function), self.reward_weights
-        if weights and len(weights) not in (count, count + 1):
-            raise ValueError(
-                f"--reward_weights has {len(weights)} weights for {count} functions of "
-                "--reward_function: give one for each, and last one for the reward model, if any"
-            )
+        weights = self.reward_weights
+        # One of a module may give several rewards, which shows when it is imported.
+        least = len(self.reward_function)
+        if len(weights) < least or all(map(gives_one_reward, self.reward_function)):
+            check_weights(weights, least)
         require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
 
 
@@ -384,6 +396,12 @@ class ClassicConfig:
         help="share of the average that stays at a step",
         section="training",
         when="enable_ema",
+    )
+    parts: tuple[str, ...] = option(
+        (),
+        help="module:Class, one or several, of objects that are told of every step and iteration "
+        "(after_step, after_iteration): metrics, logs and coefficients of your own",
+        section="training",
     )
     log_rollouts: int = option(
         128,
@@ -430,6 +448,8 @@ class ClassicConfig:
         require_numbers(self, "in [0, 1)", "ema_decay")
         require_numbers(self, ">= 1", "inference_tp_size")
         require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
+        for name in self.parts:
+            check_name("parts", name)
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
 
@@ -487,12 +507,6 @@ class RlhfConfig(StageConfig):
                 f"{given} weighs by the probability that a token was drawn with, and "
                 "--no-do_sample draws none: leave one of them out"
             )
-        if self.ppo.use_rollout_logprobs and self.batch.rollout_engine != "own":
-            raise ValueError(
-                "--use_rollout_logprobs is of --rollout_engine own; those of "
-                f"{self.batch.rollout_engine} are of other kernels, for which there is "
-                "--rollout_correction"
-            )
         if self.ppo.use_rollout_logprobs and self.teacher.on_policy_share < 1:
             raise ValueError(
                 "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
@@ -538,12 +552,17 @@ class RlhfConfig(StageConfig):
     @property
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
-        return self.ppo.rules.advantage == "gae"
+        return self.ppo.rules.has_critic
+
+    @property
+    def has_shaped_sum(self) -> bool:
+        """Whether the sum of rewards, scaled and punished, teaches, and not each by itself."""
+        return not self.ppo.rules.by_reward
 
     @property
     def has_server(self) -> bool:
         """Whether a server draws responses or is the teacher."""
-        return self.batch.by_servers or self.teacher.server is not None
+        return not self.batch.engine.in_process or self.teacher.server is not None
 
 
 @dataclass(frozen=True)

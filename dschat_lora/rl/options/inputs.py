@@ -167,11 +167,8 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
         data = f"{config.data.num_prompts:,} episodes without data"
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
     ahead = config.batch.rollouts_ahead
-    if config.batch.rollout_engine == "vllm":
-        say_once(
-            f"  rollouts     vLLM takes up to {config.batch.vllm_gpu_memory_utilization:.0%} of "
-            f"each GPU's memory{'' if ahead else ' while it draws'}, or of the host's"
-        )
+    if (about := config.batch.engine.about) is not None:
+        say_once(f"  rollouts     {about(config.batch)}")
     if ahead:
         weighs = f"weighed by --rollout_correction {config.ppo.rollout_correction or 'tis'}"
         if config.ppo.rules.distills and config.teacher.beta is not None:

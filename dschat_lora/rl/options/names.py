@@ -4,8 +4,9 @@ import re
 from urllib.parse import urlsplit
 
 from dschat_lora.config.groups import require
+from dschat_lora.config.held import held_object, is_held, is_in_module
+from dschat_lora.runtime.checks import imported
 
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 BUILTIN = "builtin:"  # before the name of a built-in reward
 # Before the name of an environment of theirs.
@@ -22,6 +23,11 @@ def is_remote(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+def gives_one_reward(name: str) -> bool:
+    """Whether ``name`` is of something that scores which is no module's, and has one score."""
+    return is_builtin(name) or is_remote(name)
+
+
 def is_address(text: str) -> bool:
     """Whether ``text`` is the address of a server."""
     try:
@@ -34,11 +40,11 @@ def is_address(text: str) -> bool:
 
 def check_name(option: str, name: str) -> None:
     """Refuse what names no function; built-in ones are rewards."""
-    scores = option not in ("environment", "agent")
+    scores = option not in ("environment", "agent", "parts")
     if scores and is_builtin(name):
         return
     allowed = "module:function such as my_rewards:is_right"
-    usable = bool(_FUNCTION.fullmatch(name))
+    usable = is_in_module(name)
     if option == "environment":
         library, _, rest = name.partition(":")
         usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable
@@ -47,3 +53,12 @@ def check_name(option: str, name: str) -> None:
         usable = usable or is_remote(name)
         allowed += ", or the address of a server that scores"
     require(usable, option, name, allowed)
+
+
+def load_object(option: str, name: str, kind: str = "object") -> object:
+    """What ``module:object`` or an object of Python stands for; the module is imported.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    return held_object(name, option) if is_held(name) else imported(option, name, kind)

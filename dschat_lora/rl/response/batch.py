@@ -14,7 +14,7 @@ from dschat_lora.algos.seeds import permutation
 from dschat_lora.algos.segments import Sizes, Spans, to_device
 from dschat_lora.data.batch import PaddedRows, batch_to_device, tree_pairs
 from dschat_lora.data.loader import cut_evenly
-from dschat_lora.engine.distributed import data_rank, data_world_size
+from dschat_lora.engine.distributed import data_rank, data_world_size, gather_over_ranks
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.rl.response.response import Response, TokenSequence
 
@@ -70,6 +70,19 @@ def response_mask(responses: Sequence[Response], device: torch.device) -> Tensor
     lengths = torch.tensor([each.num_actor_tokens for each in responses], dtype=torch.int64)
     width = max(1, int(lengths.max())) if len(lengths) else 1
     return to_device(torch.arange(width) < lengths[:, None], device)
+
+
+def gather_rows(numbers: Sequence[int], rows: Tensor) -> Tensor:
+    """(N, C) fp32 rows of all ranks in the order of their numbers; call on every rank."""
+    table = gather_numbered(numbers, rows)
+    return table[table[:, 0].argsort()][:, 1:].float()
+
+
+def gather_numbered(numbers: Sequence[int], rows: Tensor) -> Tensor:
+    """(n, 1 + C) fp64 of all ranks: numbers of responses, and their rows; call on every rank."""
+    # Numbers of responses are exact in fp64, fp32 values too.
+    own = to_device(torch.tensor(numbers, dtype=torch.float64), rows.device)
+    return gather_over_ranks(torch.cat([own[:, None], rows.detach().double()], dim=1))
 
 
 def step_counts(batches: Sequence[ResponseBatch]) -> StepCounts:
@@ -242,6 +255,16 @@ class Batching:
                 groups=groups,
             )
         ]
+
+    def batches(
+        self, responses: Sequence[Response], *, rows_per_step: int, iteration: int
+    ) -> list[ResponseBatch]:
+        """This rank's batches of the first pass, of one step if ``rows_per_step`` is 0."""
+        make_batch = self.collator(responses)
+        steps = self.minibatches(
+            responses, rows_per_step=rows_per_step or len(responses), iteration=iteration
+        )
+        return [make_batch(rows) for each in steps for rows in each.micro_batches]
 
     def collator(self, responses: Sequence[Response]) -> Callable[[Sequence[int]], ResponseBatch]:
         """What makes the batch of responses of some numbers."""

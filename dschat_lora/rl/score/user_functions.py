@@ -1,7 +1,6 @@
 """User functions: what they are called with, and what they log."""
 
 import concurrent.futures
-import importlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -17,7 +16,7 @@ from dschat_lora.config.held import held_object, is_held
 from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
-from dschat_lora.rl.options.names import is_builtin, is_remote
+from dschat_lora.rl.options.names import is_builtin, is_remote, load_object
 from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import (
@@ -28,7 +27,6 @@ from dschat_lora.rl.response.response import (
 )
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import RemoteReward
-from dschat_lora.runtime.checks import working_directory
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,41 @@ class TrainerState:
     num_train_epochs: int = 0
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
+
+
+@dataclass(frozen=True)
+class DecodedResponse:
+    """A response as text, as messages and as tokens, with its row of data."""
+
+    prompt: str
+    text: str  # of the last turn, without special tokens
+    row_prompt: str | list[dict[str, Any]]  # as the row has it, text or messages
+    turns: list[dict[str, Any]]  # messages after the prompt
+    row: dict[str, Any]
+    token_ids: list[int]
+    group: int  # number of the prompt within the iteration
+    ended: bool  # by itself
+
+    @classmethod
+    def of(cls, response: Response, tokenizer: Tokenizer) -> "DecodedResponse":
+        """What there is to read of a response."""
+        row = json.loads(response.columns or b"{}")
+        prompt = tokenizer.decode(response.prompt)
+        return cls(
+            prompt,
+            tokenizer.decode(list(response.last_turn), skip_special_tokens=True),
+            prompt_of(row, prompt),
+            messages_after_prompt(response, tokenizer.decode),
+            row,
+            list(response.tokens),
+            response.group,
+            response.ended,
+        )
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Of prompt and response."""
+        return [*as_messages(self.row_prompt), *self.turns]
 
 
 @dataclass
@@ -140,6 +173,8 @@ class UserFunction:
         Raises:
             ValueError: naming both.
         """
+        if (check := getattr(self.function, "check_columns", None)) is not None:  # a scorer's
+            check(columns)
         column = getattr(self.function, "column", None)  # of a built-in one
         wanted = required_columns(self.function) if column is None else [column]
         lacking = [name for name in wanted if name not in columns]
@@ -196,14 +231,22 @@ class UserFunction:
         for _, log in sorted(logs.items()):
             self.log.add(log)
         found = [values[n] for n in range(len(parts))] if single else values[0]
+        return self.entries(found, len(responses))
+
+    def entries(self, found: Any, count: int) -> list[Any]:
+        """What was returned for each of so many responses.
+
+        Raises:
+            ValueError: if that is no list of as many.
+        """
         if hasattr(found, "tolist") and not isinstance(found, Tensor):
             found = found.tolist()  # an array
         is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
-        if not is_list or len(found) != len(responses):
+        if not is_list or len(found) != count:
             what = f"{len(found)} {self.noun}" if is_list else f"a {type(found).__name__}"
             raise ValueError(
-                f"{where} returned {what} for {len(responses)} responses; it must return a list of "
-                f"{self.entry}, for each"
+                f"--{self.option} {self.name} returned {what} for {count} responses; it must "
+                f"return a list of {self.entry}, for each"
             )
         return list(found)
 
@@ -280,6 +323,8 @@ def find_function(option: str, name: str) -> Callable[..., Any]:
         ValueError: if there is no such function, or it takes no responses.
     """
     function = find_object(option, name)
+    if isinstance(function, type):  # of scorers
+        function = cast(Callable[..., Any], function())
     check_takes_responses(option, name, function)
     return function
 
@@ -311,15 +356,11 @@ def check_takes_responses(option: str, name: str, function: Callable[..., object
 
 
 def _imported(option: str, name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.partition(":")
-    with working_directory(), same_gradients():
-        try:
-            module = importlib.import_module(module_name)
-        except (ImportError, SyntaxError) as error:
-            raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
-    function = getattr(module, function_name, None)
+    with same_gradients():
+        function = load_object(option, name, "function")
     if not (callable(function) or hasattr(function, "play")):
-        raise ValueError(f"--{option} {name}: {module_name} has no function {function_name}")
+        module, _, attribute = name.partition(":")
+        raise ValueError(f"--{option} {name}: {module} has no function {attribute}")
     return cast(Callable[..., Any], function)
 
 
@@ -373,6 +414,11 @@ def takes_responses(names: Collection[str]) -> bool:
     return not {*_OF_ONE, "responses", "completions", "messages", "queries"}.isdisjoint(names)
 
 
+def is_scorer(function: Callable[..., object]) -> bool:
+    """Whether it gives rewards by the names that it has."""
+    return hasattr(function, "names")
+
+
 def is_singular(function: Callable[..., object]) -> bool:
     """Whether the function takes values of one response, by its parameters' names."""
     return bool(_OF_ONE & named_parameters(function).keys())
@@ -389,6 +435,8 @@ def required_columns(function: Callable[..., object]) -> list[str]:
     parameters, known = named_parameters(function), {*OWN, *TRL}
     if is_singular(function):
         known = {SINGULAR.get(name, name) for name in known}
+    if is_scorer(function):
+        known |= {"state"}
     if "solution_str" in parameters:
         known |= {*VERL}
     if "queries" in parameters:
@@ -412,29 +460,25 @@ def calls_of(
     completions as its data has them: text, or lists of messages.
     """
     names = named_parameters(function)
-    rows: list[dict[str, Any]] = [json.loads(each.columns or b"{}") for each in responses]
+    read = [DecodedResponse.of(each, tokenizer) for each in responses]
+    rows, ids = [each.row for each in read], [each.token_ids for each in read]
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
-    texts = [tokenizer.decode(list(each.last_turn), skip_special_tokens=True) for each in responses]
-    prompts = [tokenizer.decode(each.prompt) for each in responses]
-    asked = [prompt_of(row, text) for row, text in zip(rows, prompts, strict=True)]
-    said = [messages_after_prompt(each, tokenizer.decode) for each in responses]
-    ids = [list(each.tokens) for each in responses]
+    prompts, texts = [each.prompt for each in read], [each.text for each in read]
     by_column = {name: [row.get(name) for row in rows] for name in columns}
     offered: dict[str, list[Any]] = by_column | {
         "prompts": prompts,
-        "responses": texts,
+        "responses": read if is_scorer(function) else texts,
         "completions": texts,
-        "messages": [[*as_messages(p), *m] for p, m in zip(asked, said, strict=True)],
-        "ended": [each.ended for each in responses],
+        "messages": [each.messages for each in read],
+        "ended": [each.ended for each in read],
         "rows": rows,
         "token_ids": ids,
         "completion_ids": ids,
     }
     if not {"responses", "response"} & names.keys():  # one of TRL's
-        offered["prompts"] = asked
+        offered["prompts"] = [each.row_prompt for each in read]
         offered["completions"] = [
-            text if isinstance(prompt, str) else messages
-            for prompt, text, messages in zip(asked, texts, said, strict=True)
+            each.text if isinstance(each.row_prompt, str) else each.turns for each in read
         ]
     if environments is not None:
         offered["environments"] = list(environments)
@@ -461,7 +505,9 @@ def calls_of(
         calls = [offered]
     logs = logs or [RewardLog() for _ in calls]
     for call, part, log in zip(calls, parts, logs, strict=True):
-        call |= {"trainer_state": state or TrainerState(), "log_metric": log.log_metric}
+        known = state or TrainerState()
+        call |= {"state": known} if is_scorer(function) else {}
+        call |= {"trainer_state": known, "log_metric": log.log_metric}
         call |= {"log_extra": partial(log.log_extra, part)}
     if takes_all(function):
         return calls
@@ -478,3 +524,7 @@ class RewardError(UserFunctionError):
     """A reward function failed; the cause is its error. Raised on every rank."""
 
     what = "a reward function"
+
+
+def shortened(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"...{text[-most:]}"

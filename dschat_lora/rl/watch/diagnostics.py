@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
+from dschat_lora.rl.options.engines import engine_facts
+
 WINDOW = 5  # iterations that a diagnosis is made over
 
 
@@ -59,9 +61,12 @@ def check_sampler(metrics: Mapping[str, Any], dtype: str, engine: str = "own") -
     Raises:
         ValueError: if the two passes differ by more than rounding could make of them.
     """
-    found, here = metrics.get("sampler_error", 0.0), engine in ("own", "transformers")
+    found, facts = metrics.get("sampler_error", 0.0), engine_facts(engine)
+    if not facts.same_model:
+        return
+    here, lags = facts.in_process, metrics.get("rollout_version_lag")
     # An older adapter is another policy.
-    if not here and found > ENGINE_LIMIT and not metrics.get("rollout_version_lag"):
+    if not here and found > ENGINE_LIMIT and not lags:
         raise ValueError(
             f"--rollout_engine {engine} draws from another model: its log-probabilities are "
             f"{found:.2g} nats per token from the actor's (more than {ENGINE_LIMIT:g}); does it "
@@ -87,7 +92,7 @@ class Diagnostics:
     # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
     # no greedy choice.
     samples_tokens: bool
-    own_engine: bool = True
+    engine: str = "own"
     samplers_logprobs: bool = False  # old log-probabilities are the decode loop's
     learns_from_rewards: bool = True
     guards: bool = True  # whether those of GUARDED are looked for
@@ -126,6 +131,10 @@ class Diagnostics:
                 "clip": self._clipped(),
             }
         return self._new(found)
+
+    def check(self, metrics: Mapping[str, Any]) -> None:
+        """:func:`check_sampler` of an iteration's metrics."""
+        check_sampler(metrics, self.dtype, self.engine)
 
     def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""
@@ -199,7 +208,7 @@ class Diagnostics:
 
     def _sampler(self, row: dict[str, float]) -> str | None:
         limit = SAMPLER_TOLERANCE[self.dtype]
-        if row.get("sampler_error", 0.0) <= limit or not self.own_engine:
+        if row.get("sampler_error", 0.0) <= limit or self.engine != "own":
             return None
         return (
             f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "

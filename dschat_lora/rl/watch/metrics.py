@@ -8,15 +8,41 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import equal_groups, explained_variance, response_sums
+from dschat_lora.algos.advantages import explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
 from dschat_lora.algos.segments import to_device
+from dschat_lora.rl.learn.dynamic_sampling import idle_groups
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
-from dschat_lora.rl.learn.update import StepResult
-from dschat_lora.rl.options.algorithms import RolloutCorrection
+from dschat_lora.rl.learn.update import StepResult, Updater
+from dschat_lora.rl.options.algorithms import Algorithm, RolloutCorrection
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import TIMED_OUT, Response
+from dschat_lora.rl.score.scores import REWARD_MODEL, Shaped
 from dschat_lora.runtime.loop import rate_metrics
+
+
+def iteration_metrics(
+    results: Sequence[StepResult],
+    updater: Updater,
+    experience: Experience,
+    shaped: Shaped,
+    config: RlhfConfig,
+) -> dict[str, float | int | None]:
+    """Metrics of an iteration's steps, its responses with their shaped rewards, and the sampler."""
+    batch, correction = config.batch, config.ppo.correction
+    rewards = experience.scores if experience.by_divergence else shaped.rewards
+    found = {
+        **update_metrics(results),
+        **sampler_errors(updater.looked, bounds=batch.only_filters),
+        **response_metrics(experience, rewards, updater.targets, config.ppo.rules),
+        "score_clip_fraction": shaped.clip_fraction,
+        "updates": len(results),
+    }
+    # Sampler and policy may differ by more than rounding.
+    if batch.do_sample and (batch.rollout_engine != "own" or correction is not None):
+        found |= importance_metrics(updater.importance, updater.experience, correction)
+    return found
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
@@ -59,7 +85,10 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
 
 
 def response_metrics(
-    experience: Experience, rewards: Tensor, targets: AdvantagesAndReturns | None
+    experience: Experience,
+    rewards: Tensor,
+    targets: AdvantagesAndReturns | None,
+    algorithm: Algorithm,
 ) -> dict[str, float | int | None]:
     """Scores, KL, lengths and ends of the responses, and how well the critic predicts returns."""
     responses, mask = experience.responses, experience.mask
@@ -79,7 +108,7 @@ def response_metrics(
         "reward": float(scores.mean()),
         "reward_std": float(scores.std(correction=0)),
         **rewards_by_name(experience),
-        **_equal_prompts(experience),
+        **_equal_prompts(experience, algorithm),
         "scaled_reward": float(scaled.mean()),
         "kl": float(kl.mean()),
         "kl_k3": float(k3.mean()),
@@ -141,9 +170,9 @@ def _num_turns(response: Response) -> int:
 
 
 def rewards_by_name(experience: Experience) -> dict[str, float]:
-    """Mean and deviation of what each function scored, and the metrics that functions logged."""
-    found = {}
-    for name, scores in experience.rewards.items():
+    """Mean and deviation of each of several rewards, and the metrics that functions logged."""
+    found, alone = {}, set(experience.rewards) == {REWARD_MODEL}
+    for name, scores in experience.rewards.items() if not alone else ():
         counted = scores[experience.counts & ~scores.isnan()].double()
         if len(counted):
             found[f"reward/{name}"] = float(counted.mean())
@@ -151,12 +180,14 @@ def rewards_by_name(experience: Experience) -> dict[str, float]:
     return found | {f"logged/{name}": value for name, value in experience.logged_metrics.items()}
 
 
-def _equal_prompts(experience: Experience) -> dict[str, int]:
-    """Prompts of which no two responses have different scores, where they have several."""
+def _equal_prompts(experience: Experience, algorithm: Algorithm) -> dict[str, int]:
+    """Prompts whose responses teach nothing, such as those of one score, if some have several."""
     groups = [each.group for each in experience.responses]
     if len(set(groups)) == len(groups):
         return {}
-    return {"equal_prompts": len(equal_groups(experience.scores.tolist(), groups))}
+    scores, rewards = experience.scores, experience.rewards
+    idle = idle_groups(algorithm, groups, scores, rewards, experience.weights)
+    return {"equal_prompts": len(idle)}
 
 
 def importance_metrics(
@@ -202,4 +233,6 @@ def sampler_errors(experience: Experience, *, bounds: bool = False) -> dict[str,
             return {}
         filtered = experience.table(response.sampler_logprobs for response in experience.responses)
         errors = (experience.logprobs - filtered).clamp(min=0)[chosen]
+        if errors.isnan().any():  # an engine that knows none
+            return {}
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}

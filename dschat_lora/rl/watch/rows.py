@@ -9,11 +9,40 @@ import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
+from dschat_lora.engine.distributed import rank
+from dschat_lora.report.appended_file import AppendedFile
+from dschat_lora.report.rollouts import as_member
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.response.response import messages_after_prompt
 
 # Responses of an iteration whose advantages, KL and values are kept token by token.
 ROWS_BY_TOKEN = 4
+
+
+class RolloutLog:
+    """Writes the first ``most`` responses of each iteration to ``file``, on the first rank."""
+
+    name = "rollouts"
+
+    def __init__(
+        self,
+        file: AppendedFile,
+        decode: Callable[..., str],
+        *,
+        most: int,
+        iteration: Callable[[], int],
+    ) -> None:
+        self._file, self._decode, self._most, self._iteration = file, decode, most, iteration
+        self.state, self.restore, self.before_checkpoint = file.state, file.restore, file.sync
+
+    def after_iteration(self, experience: Experience, targets: AdvantagesAndReturns | None) -> None:
+        """Append an iteration's responses."""
+        if self._most and rank() == 0:
+            iteration = self._iteration()
+            rows = rollout_rows(
+                experience, targets, self._decode, iteration=iteration, most=self._most
+            )
+            self._file.append(as_member(rows))
 
 
 def rollout_rows(
@@ -24,7 +53,7 @@ def rollout_rows(
     iteration: int,
     most: int,
 ) -> list[dict[str, Any]]:
-    """The first ``most`` responses for :class:`dschat_lora.report.log.RolloutLog`.
+    """The first ``most`` responses for :func:`dschat_lora.report.rollouts.as_member`.
 
     The advantage is the mean over a response's tokens. What is not known, such as the reward of a
     response that does not count, is None. The first few have advantage, KL and value of each of the

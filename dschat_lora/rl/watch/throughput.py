@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 import torch
 
 from dschat_lora.algos.segments import causal_pairs
-from dschat_lora.engine.distributed import sum_over_ranks, world_size
+from dschat_lora.engine.distributed import device, sum_over_ranks, world_size
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.shape import describe
@@ -16,6 +16,7 @@ from dschat_lora.perf.throughput import (
     Flops,
     StepCounts,
     deepspeed_chat_flops,
+    device_peak,
     forward_flops,
     peak_memory_bytes,
     step_flops,
@@ -187,9 +188,60 @@ class FlopCounter:
         return training + flops("actor", lora_dim=0, checkpointed=False) / 3
 
 
-def counts_over_ranks(batches: Sequence[ResponseBatch]) -> StepCounts:
-    """Counts of all ranks' batches; call on every rank."""
-    return StepCounts(*map(round, sum_over_ranks(list(astuple(step_counts(batches))))))
+class Throughput:
+    """Measures each iteration: its phases by ``timer``, its work by ``counter`` (None: unknown)."""
+
+    def __init__(
+        self,
+        counter: FlopCounter | None,
+        *,
+        dtype: torch.dtype,
+        skips_padding: bool,
+        take_text: Callable[[], StepCounts | None],
+    ) -> None:
+        """Prepare to measure.
+
+        ``dtype`` is that of computations, ``skips_padding`` whether the actor's backbone computes
+        no padding, and ``take_text`` gives the counts of pretraining text since its last call.
+        """
+        self.timer = PhaseTimer(device())
+        self._counter, self._take_text, self._skips_padding = counter, take_text, skips_padding
+        self._peak_tflops = device_peak(device(), dtype)
+
+    def __call__(
+        self,
+        responses: Sequence[Response],
+        batches: Sequence[ResponseBatch],
+        totals: Mapping[str, dict[str, float]],
+        *,
+        passes: float,
+        shares_before: Mapping[str, float],
+        learning: Collection[str],
+    ) -> dict[str, float | None]:
+        """Metrics since the last call; call on every rank with its ``batches``.
+
+        The ``totals`` ``seconds`` and ``flops`` of the run, by phase, are added to. The others are
+        those of :class:`FlopCounter`.
+        """
+        seconds, work = self.timer.take(), None
+        if self._counter is not None:
+            work = self._counter(
+                responses,
+                passes=passes,
+                shares_before=shares_before,
+                # Of all ranks' batches.
+                counts=StepCounts(*map(round, sum_over_ranks(list(astuple(step_counts(batches)))))),
+                skips_padding=self._skips_padding,
+                text=self._take_text(),
+                learning=learning,
+            )
+        for name in PHASES:
+            totals["seconds"][name] += seconds[name]
+            if work is not None:
+                totals["flops"][name] += work.flops[name].model
+        return throughput_metrics(
+            seconds, responses, work=work, peak_tflops=self._peak_tflops, device=device()
+        )
 
 
 def throughput_metrics(

@@ -1,4 +1,4 @@
-"""Servers that draw responses, with adapters that come at run time.
+"""Servers of completions, with adapters that come at run time.
 
 They speak vLLM's OpenAI interface or SGLang's own, which ``/v1/models`` of both tells.
 """
@@ -28,7 +28,6 @@ LOAD_SECONDS, UNLOAD_SECONDS = 120.0, 30.0
 # A server that has given no answer for so long since its first failure, and failed so often, is
 # lost: others get its prompts.
 PATIENCE, MOST_FAILURES = 10.0, 3
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _PAUSE = 0.25  # seconds before a request that failed is made again
 _LARGEST_REPLY = 2**26
 
@@ -62,7 +61,7 @@ class ServerAnswer(NamedTuple):
 
 
 @dataclass
-class RolloutServer:
+class CompletionServer:
     """One server.
 
     Attributes:
@@ -247,21 +246,6 @@ def _check_status(response: HTTPResponse, reply: bytes) -> None:
     raise ServerError(f"it answers {status}: {said}")
 
 
-def vllm_rank(rank: int) -> int:
-    """The value of vLLM's ``--max-lora-rank`` for adapters of a rank.
-
-    Raises:
-        ValueError: if vLLM takes none of that rank.
-    """
-    fitting = [each for each in VLLM_RANKS if each >= rank]
-    if not fitting:
-        raise ValueError(
-            f"--actor_lora_dim {rank} is more than the {VLLM_RANKS[-1]} that vLLM takes: use less, "
-            "or another --rollout_engine"
-        )
-    return fitting[0]
-
-
 def to_sglang(body: Body) -> dict[str, Any]:
     """A request of vLLM's ``/v1/completions`` for one of SGLang's ``/generate``.
 
@@ -344,7 +328,7 @@ def are_logprobs(values: object) -> bool:
 
 
 @dataclass
-class RolloutServers:
+class CompletionPool:
     """Servers among which prompts are shared out, each taking the next one when it has room.
 
     Attributes:
@@ -356,7 +340,7 @@ class RolloutServers:
         adapters: that the servers have, directories by name.
     """
 
-    servers: Sequence[RolloutServer]
+    servers: Sequence[CompletionServer]
     in_flight: int
     say: Callable[[str], None]
     ends: frozenset[int]
@@ -375,7 +359,7 @@ class RolloutServers:
         """
         earlier, self.adapters = self.adapters, dict(adapters)
 
-        def load(server: RolloutServer) -> None:
+        def load(server: CompletionServer) -> None:
             known = earlier if server.lost is None else ()
             try:
                 if server.lost is not None:
@@ -415,7 +399,7 @@ class RolloutServers:
         Its weights go to the host's memory, and keys and values are forgotten.
         """
 
-        def call(server: RolloutServer) -> None:
+        def call(server: CompletionServer) -> None:
             seconds = LOAD_SECONDS if server.lost is None else CONNECT_SECONDS
             try:
                 server.ask_once("/wake_up" if awake else "/sleep?level=1", {}, seconds)
@@ -430,7 +414,7 @@ class RolloutServers:
             work.end()
         names, self.adapters = list(self.adapters), {}
 
-        def unload(server: RolloutServer) -> None:
+        def unload(server: CompletionServer) -> None:
             for name in names if server.lost is None else ():
                 _unload(server, name, CONNECT_SECONDS)
 
@@ -446,7 +430,7 @@ class RolloutServers:
             EngineError: if the request is refused.
         """
 
-        def check(server: RolloutServer) -> None:
+        def check(server: CompletionServer) -> None:
             if server.lost is not None or server.is_checked:
                 return
             (answer,) = self._begin([{**body, "top_k": 1, "max_tokens": 1}], [server])()
@@ -486,7 +470,7 @@ class RolloutServers:
 
         return answers
 
-    def _with_each(self, do: Callable[[RolloutServer], None]) -> None:
+    def _with_each(self, do: Callable[[CompletionServer], None]) -> None:
         """Call with every server, at the same time."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             list(pool.map(do, self.servers))
@@ -494,7 +478,7 @@ class RolloutServers:
     def _begin(
         self,
         bodies: Sequence[Body],
-        servers: Sequence[RolloutServer],
+        servers: Sequence[CompletionServer],
         *,
         group_size: int = 1,
         needed: int = 1,
@@ -529,7 +513,7 @@ class RolloutServers:
 
         return wait
 
-    def _ask_all(self, server: RolloutServer, bodies: Sequence[Body], work: "_Work") -> None:
+    def _ask_all(self, server: CompletionServer, bodies: Sequence[Body], work: "_Work") -> None:
         """Answer one request after another until none is left, or the server is lost."""
         with closing(server.connect()) as connection, work.using(connection):
             while (number := work.take(server)) is not None:
@@ -558,17 +542,17 @@ class RolloutServers:
                     time.sleep(_PAUSE)
 
     def _answer(
-        self, server: RolloutServer, connection: HTTPConnection, body: Body
+        self, server: CompletionServer, connection: HTTPConnection, body: Body
     ) -> ServerAnswer:
         return read_answer(server.draw(connection, body), body, self.ends, self.vocabulary_size)
 
-    def _count_failure(self, server: RolloutServer, failure: ServerError) -> None:
+    def _count_failure(self, server: CompletionServer, failure: ServerError) -> None:
         # One that is full is waited for as long as for an answer.
         patience = server.timeout if isinstance(failure, FullServerError) else PATIENCE
         if server.has_failed(patience) or isinstance(failure, DeniedError):
             self._lose(server, failure)
 
-    def _load_again(self, server: RolloutServer, name: str) -> ServerError | None:
+    def _load_again(self, server: CompletionServer, name: str) -> ServerError | None:
         """Load an adapter in a server that does not know it; why that failed, if it did."""
         server.is_checked = False
         try:
@@ -578,7 +562,7 @@ class RolloutServers:
             return ServerError(str(error))
         return None
 
-    def _lose(self, server: RolloutServer, why: Exception) -> None:
+    def _lose(self, server: CompletionServer, why: Exception) -> None:
         is_news = server.lost is None
         server.lost, server.is_checked = f"{why}{server.last_words()}", False
         if is_news:
@@ -631,7 +615,7 @@ class _Work:
                 with suppress(OSError):
                     socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
-    def take(self, server: RolloutServer) -> int | None:
+    def take(self, server: CompletionServer) -> int | None:
         """The number of the next request, once there is one; None when all are answered."""
         with self.changed:
             while True:
@@ -656,7 +640,7 @@ class _Work:
         self.changed.notify_all()
 
 
-def _load(server: RolloutServer, name: str, path: str) -> None:
+def _load(server: CompletionServer, name: str, path: str) -> None:
     body = {"lora_name": name, "lora_path": path}
     try:
         server.set_adapter("load", body, LOAD_SECONDS)
@@ -672,6 +656,6 @@ def _load(server: RolloutServer, name: str, path: str) -> None:
             raise EngineError(f"it does not load {path}: {error}") from error
 
 
-def _unload(server: RolloutServer, name: str, seconds: float) -> None:
+def _unload(server: CompletionServer, name: str, seconds: float) -> None:
     with suppress(ServerError, EngineError):  # it is not there any more
         server.set_adapter("unload", {"lora_name": name}, seconds)

@@ -1,9 +1,4 @@
-"""Engines that draw responses in the place of our own: transformers in this process, or servers.
-
-A decoder is called as :class:`dschat_lora.generation.generate.Decoder` is: with prompts, options of
-sampling and the seeds of responses. It gives their tokens, up to and including an end, and their
-log-probabilities in the distribution that they were drawn from.
-"""
+"""The engine of servers, which get the actor's adapter at run time."""
 
 import gc
 import hashlib
@@ -11,10 +6,10 @@ import json
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,33 +18,51 @@ from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.generation.transformers_engine import DrawnResponses, asked_responses
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import weights_fingerprint
-from dschat_lora.rl.draw.rollout_servers import EngineError, RolloutServers, ServerAnswer
-from dschat_lora.rl.response.errors import UserFunctionError
+from dschat_lora.rl.draw.completions import (
+    CompletionPool,
+    CompletionServer,
+    EngineError,
+)
+from dschat_lora.rl.draw.engine import (
+    Asked,
+    Drawn,
+    EngineDecoder,
+    EngineSite,
+    NotFiniteError,
+    Pending,
+    RolloutError,
+)
+from dschat_lora.rl.options.engines import server_addresses
+
+RolloutServer, RolloutServers = CompletionServer, CompletionPool  # their former names
 
 
-class RolloutError(UserFunctionError):
-    """Responses could not be drawn; the cause says why. Raised on every rank."""
-
-    what = "--rollout_engine"
-
-
-def raise_on_every_rank(failure: str) -> None:
-    """Raise a :class:`RolloutError` of the first rank that has a failure; call on every rank."""
-    for first in filter(None, map(json.loads, gather_texts(json.dumps(failure)))):
-        raise RolloutError from OSError(first)
+def engine_of_addresses(site: EngineSite) -> EngineDecoder:
+    """The engine of the servers whose addresses ``--rollout_engine`` has."""
+    batch = site.config.batch
+    addresses = server_addresses(batch.rollout_engine)
+    return server_engine(site, [CompletionServer(a, batch.rollout_timeout) for a in addresses])
 
 
-class Drawn(Protocol):
-    """Responses that were drawn, as :class:`dschat_lora.generation.sampling.Responses` are read."""
-
-    def tokens(self) -> list[list[int]]: ...
-    def undrawn(self) -> list[bool]: ...
-    def logprobs(self) -> list[list[float]]: ...
-    def sampler_logprobs(self) -> list[list[float]]: ...
+def server_engine(
+    site: EngineSite, servers: Sequence[CompletionServer], *, sleeps: bool = False
+) -> EngineDecoder:
+    """The engine of these servers; ``sleeps`` as :class:`ServerEngine` has it."""
+    batch, say = site.config.batch, site.run.log.say
+    pool = CompletionPool(
+        servers,
+        in_flight=batch.per_device_generation_batch_size,
+        say=lambda words: say(f"  note         --rollout_engine: {words}"),
+        ends=site.ends,
+        vocabulary_size=int(site.actor.model.config.vocab_size),
+    )
+    shared = batch.rollout_adapter_dir
+    directory = None if shared is None else Path(shared).expanduser().resolve()
+    engine = ServerEngine(pool, base=site.base, directory=directory, sleeps=sleeps)
+    return EngineDecoder(engine, site)
 
 
 class ServerEngine:
@@ -59,7 +72,7 @@ class ServerEngine:
 
     Args:
         servers: that are asked.
-        actor: whose adapter it is, with ``base`` under it.
+        base: directory or hub name of the base under the adapter.
         directory: that the servers see; it is made, and removed by :meth:`close`. None: one in
             memory where the system has that.
         sleeps: whether the servers take the memory of these processes while they draw, and
@@ -68,14 +81,13 @@ class ServerEngine:
 
     def __init__(
         self,
-        servers: RolloutServers,
-        actor: AdaptedModel,
+        servers: CompletionPool,
         *,
         base: str,
         directory: Path | None,
         sleeps: bool = False,
     ) -> None:
-        self._servers, self._actor, self._base = servers, actor, base
+        self._servers, self._base = servers, base
         self._sleeps, self._directory = sleeps, directory
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._run = secrets.token_hex(4)  # servers may have other runs' adapters
@@ -83,15 +95,14 @@ class ServerEngine:
         self._waited_for: list[str] = []  # adapters that responses are being drawn with
         self._fingerprint = ""  # of the base's files, once it is needed
 
-    @contextmanager
-    def decoding(self) -> Iterator[Callable[..., Drawn]]:
-        """Within, a decoder with the present adapter; call on every rank.
+    def publish(self, actor: AdaptedModel, version: int) -> None:
+        """Hand the actor's adapter over; call on every rank.
 
         Raises:
             RolloutError: if no server takes it.
-            ValueError: if it is not finite.
+            NotFiniteError: if it is not finite.
         """
-        tensors = gather_to_cpu(adapter_parameters(self._actor.model))
+        tensors = gather_to_cpu(adapter_parameters(actor.model))
         if self._sleeps:
             gc.collect()
             torch.cuda.empty_cache()
@@ -99,7 +110,7 @@ class ServerEngine:
         outcome = ""
         if rank() == 0:
             try:
-                outcome = json.dumps(self._hand_over(tensors))
+                outcome = json.dumps(self._hand_over(actor, tensors))
             except EngineError as error:
                 outcome = json.dumps({"failure": str(error)})
             except OSError as error:
@@ -115,10 +126,12 @@ class ServerEngine:
         if "failure" in found:
             raise RolloutError from OSError(found["failure"])
         if "mistake" in found:
-            raise ValueError(found["mistake"])
+            raise NotFiniteError(found["mistake"])
         self._name = found.pop("name")
         self._servers.adopt(**found)
-        yield self._decode
+
+    def pause(self) -> None:
+        """Have servers that sleep give their memory back; call on every rank."""
         if self._sleeps:
             if rank() == 0:  # all have their responses
                 self._servers.set_awake(False)
@@ -132,7 +145,7 @@ class ServerEngine:
         if self._home is not None:
             self._home.cleanup()
 
-    def _hand_over(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _hand_over(self, actor: AdaptedModel, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Have the servers load the adapter; its name, all they have, and which are lost."""
         digest = hashlib.blake2b(digest_size=6)
         for tensor in tensors.values():
@@ -154,10 +167,10 @@ class ServerEngine:
             write_adapter(
                 path,
                 tensors,
-                self._actor.lora,
-                layout=adapter_layout(self._actor.model),
+                actor.lora,
+                layout=adapter_layout(actor.model),
                 base_model_name_or_path=self._base,
-                base_bits=self._actor.base_bits,
+                base_bits=actor.base_bits,
                 base_fingerprint=self._fingerprint,
             )
         adapters = {each: path for each, path in known.items() if each in self._waited_for}
@@ -167,31 +180,16 @@ class ServerEngine:
             shutil.rmtree(known[each], ignore_errors=True)
         return {"name": name, "adapters": adapters, "lost": self._servers.lost}
 
-    def _decode(self, *args: Any, **options: Any) -> DrawnResponses:
-        """What :meth:`begin` draws, at once; call equally often on every rank.
+    def draw(
+        self, asked: Sequence[Asked], sampling: Sampling, *, needed: int | None = None
+    ) -> Pending[list[Drawn]]:
+        """Begin on responses by the adapter of the latest :meth:`publish`; other work may go on.
+
+        As soon as ``needed`` prompts are answered the others are given up, and have no tokens.
 
         Raises:
-            RolloutError: if no server is left, or one refuses a request.
-        """
-        return self.begin(*args, **options)()
-
-    def begin(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[Sequence[int]],
-        limits: Sequence[int] | None = None,
-        prefixes: Sequence[tuple[int, int]] | None = None,
-        keep_logprobs: bool = False,
-        keep_going: Callable[[bool], bool] | None = None,
-        needed: int | None = None,
-    ) -> Callable[[], DrawnResponses]:
-        """Begin on as many responses to each prompt as it has seeds, prompt after prompt.
-
-        They are drawn by the adapter of the latest :meth:`decoding`, while other work goes on. What
-        is returned waits for them, see :meth:`_decode`. Servers find prefixes by themselves.
-        As soon as ``needed`` prompts are answered the others are given up, and have no tokens.
+            EngineError: if a server's log-probabilities are others than those of what it draws
+                from; likewise what is returned, if no server is left, or one refuses a request.
         """
         drawn = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
         if sampling.do_sample:
@@ -201,7 +199,7 @@ class ServerEngine:
                 "model": self._name,
                 "prompt": row.prompt,
                 "max_tokens": row.limit,
-                "seed": row.seed % 2**63,
+                "seed": row.seed,
                 **drawn,
                 # Not the options of sampling, nor the ends, that the base's files may hold.
                 "min_p": 0.0,
@@ -211,30 +209,17 @@ class ServerEngine:
                 "logprobs": 0,
                 "return_token_ids": True,
             }
-            for row in asked_responses(prompts, sampling, seeds=seeds, limits=limits)
+            for row in asked
         ]
         is_plain = drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        size = max(map(len, seeds), default=1)
-        wait: Callable[[], list[ServerAnswer | None]] = list
-        failure, name = "", self._name
-        try:
-            if bodies and keep_logprobs and sampling.do_sample and not is_plain:
-                self._servers.check_logprobs(bodies[0])
-            wait = self._servers.begin(bodies, group_size=size, needed=needed)
-        except EngineError as error:
-            failure = str(error)
+        if bodies and asked[0].keeps_logprobs and sampling.do_sample and not is_plain:
+            self._servers.check_logprobs(bodies[0])
+        size = max(Counter(row.group for row in asked).values(), default=1)
+        wait, name = self._servers.begin(bodies, group_size=size, needed=needed), self._name
         self._waited_for.append(name)
 
-        def responses() -> DrawnResponses:
-            nonlocal failure
+        def responses() -> list[Drawn]:
             self._waited_for.remove(name)
-            answers: list[ServerAnswer | None] = []
-            try:
-                answers = wait()
-            except EngineError as error:
-                failure = failure or str(error)
-            raise_on_every_rank(failure)
-            drawn = [((), ()) if a is None else (a.tokens, a.logprobs) for a in answers]
-            return DrawnResponses(drawn, sampling)
+            return [Drawn(()) if a is None else Drawn(a.tokens, a.logprobs) for a in wait()]
 
         return responses

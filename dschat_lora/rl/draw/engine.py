@@ -1,0 +1,336 @@
+"""The seam of rollout engines: what they are asked, what they draw, and how that is read."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from dschat_lora.engine.build import TrainEngine
+from dschat_lora.engine.distributed import gather_texts
+from dschat_lora.generation.generate import KeepGoing
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.models.build import AdaptedModel
+from dschat_lora.models.loading import PreTrainedModel
+from dschat_lora.rl.draw.completions import EngineError, are_logprobs
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.engines import as_object, package_function
+from dschat_lora.rl.response.errors import FullWhileDecodingError, UserFunctionError
+from dschat_lora.runtime.memory import MemoryPlan
+from dschat_lora.runtime.run import OpenRun
+
+ResultT = TypeVar("ResultT")
+Pending = Callable[[], ResultT]  # what is on its way; a call waits for it
+
+
+Begin = Callable[..., Pending[Any]]  # called as a decoder is; see Drawing.decoding
+
+
+class RolloutError(UserFunctionError):
+    """Responses could not be drawn; the cause says why. Raised on every rank."""
+
+    what = "--rollout_engine"
+
+
+class NotFiniteError(ValueError):
+    """The adapter cannot be handed over, as it is not finite. Raised on every rank."""
+
+
+class Asked(NamedTuple):
+    """A response that an engine is asked for."""
+
+    prompt: list[int]
+    seed: int  # in [0, 2^63), of the response's random numbers; the same for any processes
+    limit: int  # most tokens, its end included
+    ends: frozenset[int]  # tokens that end it; what is drawn after one is left out
+    group: int  # number of the prompt in the call; responses to one prompt follow one another
+    keeps_logprobs: bool  # whether log-probabilities are read
+
+
+class Drawn(NamedTuple):
+    """A response that an engine has drawn."""
+
+    tokens: Sequence[int]  # its end included; none: it was given up
+    # in nats, in the distribution that the tokens were drawn from; None: they are not known
+    logprobs: Sequence[float] | None = None
+
+
+class RolloutEngine(Protocol):
+    """What ``--rollout_engine`` names, of which :meth:`draw` alone has to be there.
+
+    A class is called without arguments. What it says of itself are attributes, with the defaults
+    of :class:`~dschat_lora.rl.options.engines.EngineFacts`.
+    """
+
+    def check(self, config: RlhfConfig) -> None:
+        """Refuse options that the engine does not take, by a ValueError."""
+
+    def bytes_beside_training(self, config: RlhfConfig) -> int:
+        """Bytes of a device that it takes while the actor trains."""
+
+    def publish(self, actor: AdaptedModel, version: int) -> None:
+        """Take the weights, once they have learnt from ``version`` iterations; on every rank."""
+
+    def draw(
+        self, asked: Sequence[Asked], sampling: Sampling, *, needed: int | None = None
+    ) -> Pending[Sequence[Drawn]]:
+        """Begin on this rank's responses; what is returned gives them, in order.
+
+        ``needed`` is given to engines that say ``gives_up``: as soon as so many prompts have all
+        their responses, the others may be left without tokens.
+        """
+
+    def pause(self) -> None:
+        """All responses are drawn, until the weights have changed; on every rank."""
+
+    def close(self) -> None:
+        """Free what the engine holds outside this process; on any rank."""
+
+
+@dataclass(frozen=True)
+class EngineSite:
+    """What an engine is made of."""
+
+    config: RlhfConfig
+    run: OpenRun[RlhfConfig]
+    base: str  # directory or hub name
+    actor: AdaptedModel
+    trained: TrainEngine[Any]  # of the actor
+    rollout: PreTrainedModel  # the actor's model in modules without the engine's hooks
+    sharded: PreTrainedModel  # in the engine's modules, which gather their weights
+    ends: frozenset[int]  # tokens that end a response
+    pad_id: int
+    plan: MemoryPlan | None  # of the run; None for an architecture that is not understood
+    unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
+    started: Any = None  # before models took memory
+    version: Callable[[], int] = lambda: 0  # iterations that the actor has learnt from
+
+
+class Drawing(Protocol):
+    """An engine as rollouts use it: our own, or an :class:`EngineDecoder` of another."""
+
+    released: bool  # whether what was kept had to go
+
+    def decoding(self, *, cuts: bool = False) -> AbstractContextManager[tuple[Begin, int | None]]:
+        """A context of what begins on responses, and of how many at a time; None: all of them.
+
+        Call on every rank. ``cuts`` says that some prompts will be given up. Called as a
+        :class:`~dschat_lora.generation.generate.Decoder` is, it gives what waits for its result.
+        """
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept in memory for the next rollout."""
+
+    def release(self) -> None:
+        """Free what is kept, from here on after every rollout."""
+
+    def make_room(self) -> None:
+        """Free what is kept where it leaves less memory than an update takes."""
+
+    def metrics(self) -> dict[str, float | None]:
+        """Of the engine since the last call; on every rank."""
+
+    def broken_weights(self) -> list[str]:
+        """Names of the actor's weights on this rank that are not finite."""
+
+
+def make_engine(site: EngineSite) -> Drawing:
+    """The engine that ``--rollout_engine`` names, closed when the run is."""
+    facts = site.config.batch.engine
+    if facts.make:
+        made: Drawing = package_function(facts.make)(site)
+        return made
+    return EngineDecoder(as_object(facts.own), site)
+
+
+@dataclass(frozen=True)
+class DrawnResponses:
+    """What an engine other than our own drew, read as :class:`Responses` are."""
+
+    drawn: Sequence[Drawn]
+    sampling: Sampling
+
+    def tokens(self) -> list[list[int]]:
+        """Every sequence's tokens, up to and including its end."""
+        return [list(each.tokens) for each in self.drawn]
+
+    @property
+    def cut(self) -> list[bool]:
+        """Whether each sequence was given up before its end: it has no tokens."""
+        return [not each.tokens for each in self.drawn]
+
+    def undrawn(self) -> list[bool]:
+        """False for each: a token that cannot be drawn is an error of the engine."""
+        return [False] * len(self.drawn)
+
+    def sampler_logprobs(self) -> list[list[float]]:
+        """Log-probability of every sequence's tokens in the distribution they were drawn from.
+
+        NaN where the engine does not know it.
+        """
+        return [
+            [math.nan] * len(each.tokens) if each.logprobs is None else list(each.logprobs)
+            for each in self.drawn
+        ]
+
+    def logprobs(self) -> list[list[float]]:
+        """Likewise in the policy; NaN where tokens were drawn from another distribution."""
+        if self.sampling.draws_from_policy:
+            return self.sampler_logprobs()
+        return [[math.nan] * len(each.tokens) for each in self.drawn]
+
+
+class EngineDecoder:
+    """Calls a :class:`RolloutEngine` as our own decoder is called, and checks what it draws."""
+
+    keeps = released = False
+
+    def __init__(self, engine: Any, site: EngineSite) -> None:
+        self.engine, self._site, self._name = engine, site, site.config.batch.rollout_engine
+        # A tokenizer may have fewer tokens than the model has logits.
+        self._vocab_size = int(site.actor.model.config.vocab_size)
+        if hasattr(engine, "close"):
+            site.run.closing.callback(engine.close)
+
+    @contextmanager
+    def decoding(self, *, cuts: bool = False) -> Iterator[tuple[Begin, int | None]]:
+        """Within, :meth:`begin` by the present weights; call on every rank.
+
+        Raises:
+            RolloutError: if the engine does not take them.
+        """
+        try:
+            self._told("publish", self._site.actor, self._site.version())
+            yield self.begin, None
+            self._told("pause")
+        except torch.OutOfMemoryError as error:
+            raise FullWhileDecodingError(str(error)) from error
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[Sequence[int]],
+        limits: Sequence[int] | None = None,
+        prefixes: Sequence[tuple[int, int]] | None = None,
+        keep_logprobs: bool = False,
+        keep_going: KeepGoing | None = None,
+        needed: int | None = None,
+    ) -> Pending[DrawnResponses]:
+        """Begin on as many responses to each prompt as it has seeds, prompt after prompt.
+
+        They are drawn by the weights of the latest :meth:`decoding`; engines find prefixes by
+        themselves. What is returned waits for them, is called on every rank, and raises a
+        RolloutError if the engine fails, or draws what is no response.
+        """
+        most, ends = sampling.max_new_tokens, self._site.ends
+        bounds = [most] * len(prompts) if limits is None else [min(most, n) for n in limits]
+        asked = [
+            Asked(list(prompt), seed % 2**63, bound, ends, group, keep_logprobs)
+            for group, (prompt, own, bound) in enumerate(zip(prompts, seeds, bounds, strict=True))
+            for seed in own
+        ]
+        more = {} if needed is None else {"needed": needed}
+        pending, failure = _tried(partial(self.engine.draw, asked, sampling, **more))
+
+        def responses() -> DrawnResponses:
+            nonlocal failure
+            found: Any = ()
+            if failure is None:
+                found, failure = _tried(lambda: self._checked(_came(pending), asked, needed))
+            self._raise_together(failure)
+            return DrawnResponses(found, sampling)
+
+        return responses
+
+    def _checked(
+        self, found: Sequence[Any], asked: Sequence[Asked], needed: int | None
+    ) -> list[Drawn]:
+        """What was drawn, cut at its ends.
+
+        Raises:
+            EngineError: if it is not what was asked for.
+        """
+        if len(found) != len(asked):
+            raise EngineError(f"{self._where} drew {len(found)} of {len(asked)} responses")
+        responses = []
+        for row, (tokens, logprobs) in zip(asked, found, strict=True):
+            own = [int(token) for token in tokens]
+            reads = row.keeps_logprobs and logprobs is not None
+            known = [float(value) for value in logprobs] if reads else None
+            if not own and needed is None:
+                raise EngineError(f"{self._where} drew a response without tokens")
+            if len(own) > row.limit:
+                raise EngineError(
+                    f"{self._where} drew {len(own)} tokens where {row.limit} are the most"
+                )
+            if strange := [token for token in own if not 0 <= token < self._vocab_size]:
+                raise EngineError(
+                    f"{self._where} drew the token {strange[0]}, and the actor has "
+                    f"{self._vocab_size}"
+                )
+            if known is not None and not (len(known) == len(own) and are_logprobs(known)):
+                raise EngineError(
+                    f"{self._where} gave {len(known)} log-probabilities of {len(own)} tokens that "
+                    "are not one in nats for each: leave them out (None), or give those of the "
+                    "distribution that was drawn from"
+                )
+            stop = next((n for n, token in enumerate(own, 1) if token in row.ends), None)
+            responses.append(Drawn(own[:stop], None if known is None else known[:stop]))
+        return responses
+
+    def release(self) -> None:
+        """Nothing: the engine sees to its memory itself."""
+
+    def make_room(self) -> None:
+        """Nothing, likewise."""
+
+    def metrics(self) -> dict[str, float | None]:
+        """None."""
+        return {}
+
+    def broken_weights(self) -> list[str]:
+        """None: what cannot be drawn is an error of the engine."""
+        return []
+
+    @property
+    def _where(self) -> str:
+        return f"--rollout_engine {self._name}"
+
+    def _told(self, method: str, *values: Any) -> None:
+        """Call a method, if the engine has it; on every rank."""
+        if (call := getattr(self.engine, method, None)) is not None:
+            self._raise_together(_tried(partial(call, *values))[1])
+
+    def _raise_together(self, failure: Exception | None) -> None:
+        """Raise a :class:`RolloutError` of the first rank that has a failure; on every rank."""
+        own = (str(failure), True)
+        if failure is not None and not isinstance(failure, EngineError):
+            own = (f"{self._where} failed: {failure!r}", False)
+        texts = gather_texts(json.dumps(None if failure is None else own))
+        for words, is_plain in filter(None, map(json.loads, texts)):
+            # A user's own error is shown with its place.
+            cause: Exception = OSError(words) if is_plain else RuntimeError(words)
+            cause.__cause__ = failure
+            raise RolloutError from cause
+
+
+def _came(pending: Any) -> Any:
+    """What was waited for, or came at once."""
+    return pending() if callable(pending) else pending
+
+
+def _tried(do: Callable[[], ResultT]) -> tuple[Any, Exception | None]:
+    """What ``do`` returns, and what it raised, to be told on every rank."""
+    try:
+        return do(), None
+    except (torch.OutOfMemoryError, NotFiniteError, RolloutError):
+        raise  # on every rank, or of this device
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        return None, error

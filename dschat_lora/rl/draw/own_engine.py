@@ -1,0 +1,159 @@
+"""The decode loop of this package as a rollout engine."""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from dschat_lora.engine.distributed import max_over_ranks, sum_over_ranks
+from dschat_lora.engine.zero import broken_parameters, gathered
+from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
+from dschat_lora.generation.sampling import Responses
+from dschat_lora.models.loading import PreTrainedModel
+from dschat_lora.rl.draw.engine import Begin, EngineSite, Pending
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.response.errors import FullWhileDecodingError
+
+# Share of the free memory that the whole weights may take during generation at ZeRO 3.
+GATHER_SHARE = 0.6
+
+
+def whole_weights_fit(parameters: Iterable[Any], here: torch.device) -> bool:
+    """Whether the free memory of every rank holds sharded weights whole; call on every rank."""
+    fits = True
+    if here.type == "cuda":
+        size = sum(p.ds_numel * p.element_size() for p in parameters)
+        fits = size < GATHER_SHARE * free_bytes(here)
+    return max_over_ranks(float(not fits)) == 0
+
+
+def free_bytes(here: torch.device) -> int:
+    """Memory of a GPU that is free, and what torch has reserved and does not use."""
+    unused = torch.cuda.memory_reserved(here) - torch.cuda.memory_allocated(here)
+    return int(torch.cuda.mem_get_info(here)[0] + unused)
+
+
+def cache_columns(config: RlhfConfig) -> int:
+    """Most positions of a sequence that decoding has room for.
+
+    With an environment or agent, a later turn reads the longest episode so far, and has room for
+    as many tokens as the shortest one may still get.
+    """
+    further = config.data.max_answer_seq_len if config.batch.has_turns else 0
+    return config.data.max_seq_len + further
+
+
+class OwnEngine:
+    """Decodes with the actor's present weights; call methods on every rank.
+
+    At ZeRO 3 the weights are gathered once for a whole rollout if the free memory holds them, else
+    layer by layer at every token. What a GPU needs for decoding stays in its memory between
+    rollouts where the site's plan says so, as long as an update has room beside it.
+    """
+
+    def __init__(self, site: EngineSite) -> None:
+        batch, plan = site.config.batch, site.plan
+        self._trained, self._sharded, self._rollout = (
+            *(site.trained, site.sharded),
+            site.rollout.eval(),
+        )
+        self._batch_size, self._has_turns = batch.rows_decoded, batch.has_turns
+        self._keeps_memory = plan is not None and plan.keeps_cache
+        self._update_bytes = 0 if plan is None else plan.update
+        self._num_drafts = batch.prompt_lookup_num_tokens
+        self._drafts = torch.zeros(2, dtype=torch.float64)  # drafted, and accepted
+        self.released = False
+        self._decoders = dict[int, Decoder]()
+        self._make_decoder = partial(
+            Decoder,
+            eos_ids=site.ends,
+            pad_id=site.pad_id,
+            device=site.trained.device,
+            largest=(self._batch_size, cache_columns(site.config)),
+            merged=batch.merge_for_rollouts,
+            unpacked=site.unpacked,
+            retains=self._has_turns,
+            num_drafts=self._num_drafts,
+        )
+
+    @contextmanager
+    def decoding(self, *, cuts: bool = False) -> Iterator[tuple[Begin, int | None]]:
+        """Within, what decodes, and how many responses at a time; None: all of them.
+
+        A decoder that refills its rows takes all. Where some will be given up (``cuts``) that would
+        be the last ones of the queue, however short their responses.
+        """
+        try:
+            with self._weights() as (model, keep_going):
+                if id(model) not in self._decoders:
+                    check_cache(model)
+                    self._decoders[id(model)] = self._make_decoder(model)
+                decoder = self._decoders[id(model)]
+                self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
+                refills = decoder.refills and not (keep_going or cuts or self._has_turns)
+
+                def begin(*args: Any, **options: Any) -> Pending[Responses]:
+                    found = decoder(*args, keep_going=keep_going, **options)
+                    return lambda: found
+
+                yield begin, None if refills else self._batch_size
+                self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
+        except torch.OutOfMemoryError as error:
+            raise FullWhileDecodingError(str(error)) from error
+        finally:
+            if not self._keeps_memory:
+                self._decoders.clear()
+
+    @contextmanager
+    def _weights(self) -> Iterator[tuple[PreTrainedModel, KeepGoing | None]]:
+        """A model to decode with and, where ranks must run as many passes, ``keep_going``."""
+        parameters: list[Any] = list(self._rollout.parameters())
+        if self._trained.zero_stage < 3:
+            yield self._rollout, None
+        elif self._fits(parameters):
+            with gathered(parameters):
+                yield self._rollout, None
+        else:
+            self._trained.eval()
+            yield self._sharded, lambda done: max_over_ranks(float(not done)) > 0
+
+    def _fits(self, parameters: list[Any]) -> bool:
+        return whole_weights_fit(parameters, self._trained.device)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept in memory for the next rollout."""
+        return bool(self._decoders)
+
+    def release(self) -> None:
+        """Free what is kept, from here on after every rollout."""
+        self.released, self._keeps_memory = True, False
+        self._decoders.clear()
+        gc.collect()
+        if self._trained.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def make_room(self) -> None:
+        """Free what is kept where it leaves less memory than an update takes."""
+        on_gpu = self._trained.device.type == "cuda"
+        if self.keeps and on_gpu and free_bytes(self._trained.device) < self._update_bytes:
+            self.release()
+
+    def metrics(self) -> dict[str, float | None]:
+        """Guessed tokens since the last call, and the share of them that was drawn.
+
+        Nothing without prompt look-up.
+        """
+        if not self._num_drafts:
+            return {}
+        drafted, accepted = sum_over_ranks(self._drafts.tolist())
+        self._drafts.zero_()
+        share = accepted / drafted if drafted else None
+        return {"draft_tokens": drafted, "draft_acceptance": share}
+
+    def broken_weights(self) -> list[str]:
+        """Names of the actor's weights on this rank that are not finite."""
+        return broken_parameters(dict(self._rollout.named_parameters()))

@@ -1,0 +1,246 @@
+"""Parts of an iteration beside drawing, scoring and learning: coefficients that adapt, averages,
+logs, and those of the user's own.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from dschat_lora.algos.advantages import response_sums
+from dschat_lora.algos.entropy import adapted_entropy_coef
+from dschat_lora.algos.kl import adapted_kl_coef
+from dschat_lora.engine.distributed import raise_together, rank
+from dschat_lora.models.loading import Tokenizer
+from dschat_lora.report.appended_file import AppendedFile
+from dschat_lora.report.log import RunLog
+from dschat_lora.rl.learn.ema import MovingAverage
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
+from dschat_lora.rl.learn.update import StepResult
+from dschat_lora.rl.loop.schedule import RlhfProgress
+from dschat_lora.rl.options.algorithms import PpoConfig
+from dschat_lora.rl.options.names import load_object
+from dschat_lora.rl.response.errors import UserFunctionError
+
+
+class Part(Protocol):
+    """What follows optimizer steps and iterations, on every rank; it may leave out any method.
+
+    Parts with :meth:`state` and :meth:`restore` are of the run's checkpoints, by their name.
+    """
+
+    name: str
+
+    def after_step(self, result: StepResult) -> None:
+        """After an optimizer step."""
+
+    def after_iteration(
+        self, experience: Experience, targets: AdvantagesAndReturns | None
+    ) -> Mapping[str, float] | None:
+        """After the steps of an iteration, whose metrics those that are returned are among.
+
+        ``targets`` is None where no step was taken, as no response counts.
+        """
+
+    def before_checkpoint(self) -> None:
+        """Before a checkpoint is written."""
+
+
+class Parts:
+    """All parts of a run, in order; call methods on every rank."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+        self._failure: PartError | None = None
+
+    def after_step(self, result: StepResult) -> None:
+        """Tell each of an optimizer step."""
+        for function in self._functions("after_step"):
+            function(result)
+
+    def after_iteration(
+        self, experience: Experience, targets: AdvantagesAndReturns | None
+    ) -> dict[str, float]:
+        """Tell each of an iteration; their metrics."""
+        found: dict[str, float] = {}
+        for function in self._functions("after_iteration"):
+            try:
+                found |= function(experience, targets) or {}
+            except PartError as error:
+                self._failure = error
+        return found
+
+    def check(self) -> None:
+        """Raise what failed of the user's, once the iteration is in the log.
+
+        Raises:
+            PartError: naming the part.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def before_checkpoint(self, _: int) -> None:
+        """Tell each that a checkpoint of a step is to be written."""
+        for function in self._functions("before_checkpoint"):
+            function()
+
+    def stateful(self) -> dict[str, Any]:
+        """Those with a state that is JSON, by name."""
+        return {part.name: part for part in self._parts if hasattr(part, "restore")}
+
+    def averages(self) -> dict[str, MovingAverage]:
+        """Those that keep tensors of the actor, by name."""
+        return {part.name: part for part in self._parts if isinstance(part, MovingAverage)}
+
+    def _functions(self, name: str) -> list[Callable[..., Any]]:
+        return [getattr(part, name) for part in self._parts if hasattr(part, name)]
+
+
+@dataclass
+class KlControl:
+    """Measures the divergence from the reference, and steers ``kl_coef`` where it has a target."""
+
+    name = "kl_control"
+    config: PpoConfig
+    progress: RlhfProgress  # with the state
+    _actor_learns: bool = False
+
+    def after_step(self, result: StepResult) -> None:
+        self._actor_learns = "actor" in result.outcomes
+
+    def after_iteration(
+        self, experience: Experience, targets: AdvantagesAndReturns | None
+    ) -> dict[str, float]:
+        if targets is None:
+            return {}
+        progress, config = self.progress, self.config
+        kl = response_sums(experience.kl(), experience.mask)[experience.counts]
+        progress.kl_spent = float(kl.double().mean())
+        if config.adaptive_kl_target and self._actor_learns and math.isfinite(progress.kl_spent):
+            progress.kl_coef = adapted_kl_coef(
+                progress.kl_coef,
+                kl=progress.kl_spent,
+                target=config.adaptive_kl_target,
+                horizon=config.kl_horizon,
+                num_samples=len(experience.responses),
+            )
+        return {"kl_coef": progress.kl_coef}
+
+
+@dataclass
+class EntropyTarget:
+    """Steers the weight of the entropy bonus where ``--target_entropy`` is given."""
+
+    name = "entropy_target"
+    target: float  # nats per token; 0: the weight stays
+    progress: RlhfProgress  # with the state
+    _entropies: list[tuple[float, int]] = field(default_factory=list)  # nats, tokens of steps
+
+    def after_step(self, result: StepResult) -> None:
+        if self.target and "actor" in result.outcomes:
+            self._entropies.append((result.entropy, result.num_tokens))
+
+    def after_iteration(self, *_: object) -> dict[str, float]:
+        if not self.target:
+            return {}
+        if steps := self._entropies:
+            progress = self.progress
+            progress.entropy = sum(e * n for e, n in steps) / sum(n for _, n in steps)
+            progress.entropy_coef = adapted_entropy_coef(
+                progress.entropy_coef, entropy=progress.entropy, target=self.target
+            )
+        self._entropies = []
+        return {"entropy_coef": self.progress.entropy_bonus(self.target)}
+
+
+class PartError(UserFunctionError):
+    """A part of the user's failed; the cause is its error. Raised on every rank."""
+
+    what = "one of --parts"
+
+
+@dataclass(frozen=True)
+class RunOfPart:
+    """What the ``begin`` of a part of the user's gets."""
+
+    output_dir: Path
+    tokenizer: Tokenizer
+    progress: RlhfProgress  # with ``iteration`` and ``step``, those made so far
+    log: RunLog
+    earlier: Path | None = None  # directory of the run that is gone on from elsewhere
+    files: dict[str, AppendedFile] = field(default_factory=dict)
+
+    def appended(self, name: str) -> AppendedFile:
+        """A file of the run's directory, to ``append`` bytes to; rank 0 alone writes.
+
+        Where the run is resumed, what was appended after its checkpoint is cut off.
+        """
+        source = None if self.earlier is None else self.earlier / name
+        path = self.output_dir / name
+        self.files[name] = AppendedFile(path, self.log, active=rank() == 0, source=source)
+        return self.files[name]
+
+
+class UserPart:
+    """A part of the user's, any method of which may be missing; its files are kept with it."""
+
+    def __init__(self, option: str, run: RunOfPart) -> None:
+        """Load the part that ``option`` names, of a class an object, and begin.
+
+        Raises:
+            ValueError: if there is none, or it has no method that is called.
+        """
+        found = load_object("parts", option)
+        self._part = found() if isinstance(found, type) else found
+        self._files = run.files
+        self.name = f"part {getattr(self._part, 'name', type(self._part).__name__)}"
+        if not any(hasattr(self._part, name) for name in ("after_step", "after_iteration")):
+            raise ValueError(
+                f"--parts {option} must have after_iteration(experience, targets) or "
+                f"after_step(result), it is a {type(self._part).__name__} without"
+            )
+        if hasattr(self._part, "begin"):
+            self._part.begin(run)
+
+    def after_step(self, result: StepResult) -> None:
+        self._call("after_step", result)
+
+    def after_iteration(
+        self, experience: Experience, targets: AdvantagesAndReturns | None
+    ) -> dict[str, float]:
+        """Metrics of the part.
+
+        Raises:
+            PartError: if it fails, or returns something else.
+        """
+
+        def call() -> dict[str, float]:
+            found = self._call("after_iteration", experience, targets) or {}
+            return {name: float(value) for name, value in found.items()}
+
+        try:
+            return raise_together(call)
+        except Exception as error:
+            raise PartError from error
+
+    def before_checkpoint(self) -> None:
+        self._call("before_checkpoint")
+        for file in self._files.values():
+            file.sync()
+
+    def state(self) -> dict[str, Any]:
+        files = {name: file.state() for name, file in self._files.items()}
+        return {"own": self._call("state"), "files": files}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name, of_file in state["files"].items():
+            if name in self._files:
+                self._files[name].restore(of_file)
+        if state["own"] is not None:
+            self._call("restore", state["own"])
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """What a method returns; None where there is none."""
+        function = getattr(self._part, method, None)
+        return None if function is None else function(*args)

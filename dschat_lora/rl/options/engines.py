@@ -1,0 +1,152 @@
+"""Rollout engines by name, what each says of itself, and those of users."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any
+
+from dschat_lora.config.held import is_held, is_in_module
+from dschat_lora.rl.options.names import is_address, load_object
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine says of itself; the defaults are those of anybody's.
+
+    Functions of the package are named as ``module:function``.
+    """
+
+    help: str = ""
+    make: str = ""  # makes it of an EngineSite
+    start: str = ""  # of a config, its sources and the run, before models take memory
+    check_options: str = ""  # of a config and the inputs, without torch; raises ValueError
+    own: Any = None  # a user's class or object
+    exact: bool = False  # its log-probabilities are those of the code that trains
+    in_process: bool = True  # it draws in the processes that train
+    needs_whole_weights: bool = False  # of the actor, on each device
+    takes_adapter: bool = False  # it gets the actor's adapter, beside a base that does not change
+    batches_itself: bool = True  # it takes all responses of an iteration at once
+    same_model: bool = False  # its log-probabilities must be near those of the actor
+    can_run_ahead: bool = False  # it goes on with the weights that it has while the actor trains
+    gives_up: bool = False  # it takes ``needed``, and draws no more once so many prompts are whole
+    about: Callable[[Any], str] | None = None  # what the start-up says, of the config's rollouts
+
+    @property
+    def decodes_actor(self) -> bool:
+        """Whether it is the actor's own modules that compute, here."""
+        return self.in_process and self.same_model
+
+    def check(self, config: Any, inputs: Any) -> None:
+        """Refuse options that the engine does not take.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        if self.check_options:
+            package_function(self.check_options)(config, inputs)
+        elif hasattr(self.own, "check"):
+            as_object(self.own).check(config)
+
+    def prepare(self, config: Any, sources: Any, run: Any) -> Any:
+        """What has to be there before models take memory; None where nothing has, or will run."""
+        if not self.start or run.directory is None:
+            return None
+        return package_function(self.start)(config, sources, run)
+
+    def bytes_beside_training(self, config: Any) -> int:
+        """Bytes of a device that it takes while the actor trains, as far as it knows."""
+        if not hasattr(self.own, "bytes_beside_training"):
+            return 0
+        return int(as_object(self.own).bytes_beside_training(config))
+
+
+ENGINES = {
+    "own": EngineFacts(
+        make="rl.draw.own_engine:OwnEngine",
+        exact=True,
+        batches_itself=False,
+        same_model=True,
+        gives_up=True,
+    ),
+    "transformers": EngineFacts(
+        "its continuous batching",
+        make="rl.draw.transformers_engine:transformers_engine",
+        needs_whole_weights=True,
+        same_model=True,
+    ),
+    "vllm": EngineFacts(
+        "which the run starts beside itself",
+        make="rl.draw.vllm_server:vllm_engine",
+        start="rl.draw.vllm_server:start_vllm",
+        check_options="rl.draw.engine_checks:check_vllm",
+        in_process=False,
+        takes_adapter=True,
+        same_model=True,
+        can_run_ahead=True,
+        gives_up=True,
+        about=lambda rollouts: (
+            f"vLLM takes up to {rollouts.vllm_gpu_memory_utilization:.0%} of each GPU's memory"
+            f"{'' if rollouts.rollouts_ahead else ' while it draws'}, or of the host's"
+        ),
+    ),
+}
+ADDRESSES = EngineFacts(
+    "vLLM, SGLang or `dschat-lora serve`",
+    make="rl.draw.server_engine:engine_of_addresses",
+    check_options="rl.draw.engine_checks:check_servers",
+    in_process=False,
+    takes_adapter=True,
+    same_model=True,
+    can_run_ahead=True,
+    gives_up=True,
+)
+ENGINES_HELP = (
+    "what draws responses: "
+    + "; ".join(", ".join(filter(None, (name, each.help))) for name, each in ENGINES.items())
+    + f"; servers ({ADDRESSES.help}) that take adapters at run time, by their addresses with "
+    "commas between them, such as http://127.0.0.1:8000; or module:Class of your own"
+)
+
+
+def engine_facts(name: str) -> EngineFacts:
+    """What the engine of ``--rollout_engine`` says of itself; a user's is imported.
+
+    Raises:
+        ValueError: if there is none of that name, or it has no method ``draw``.
+    """
+    if not (is_held(name) or is_in_module(name)):
+        return ENGINES.get(name, ADDRESSES)
+    own: Any = load_object("rollout_engine", name)
+    if not callable(getattr(own, "draw", None)):
+        raise ValueError(f"--rollout_engine {name} has no method draw(asked, sampling)")
+    said = {each.name: getattr(own, each.name) for each in _FACTS if hasattr(own, each.name)}
+    return EngineFacts(own=own, **said)
+
+
+# The switches and words, but no names of functions of the package.
+_FACTS = [each for each in fields(EngineFacts) if each.type in (bool, "bool")]
+
+
+def is_engine(name: str) -> bool:
+    """Whether ``name`` may be one: of the package, a user's, or addresses of servers."""
+    addresses = server_addresses(name)
+    is_own = name in ENGINES or is_held(name) or is_in_module(name)
+    return is_own or (bool(addresses) and all(map(is_address, addresses)))
+
+
+def server_addresses(name: str) -> tuple[str, ...]:
+    """Addresses of the servers that are named, without the path ``/v1``."""
+    given = (each.strip().rstrip("/") for each in name.split(","))
+    return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
+
+
+def package_function(name: str) -> Callable[..., Any]:
+    """The function ``module:function`` of the package."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"dschat_lora.{module}"), function)
+    return found
+
+
+def as_object(own: Any) -> Any:
+    """A user's object, or one of their class."""
+    return own() if isinstance(own, type) else own
