@@ -101,7 +101,7 @@ FORMER = {
     "rl.setup": "RlhfSetup set_up role_settings",
     "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
     "rl.teacher": "TeacherPrompts answer_of",
-    "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter counts_over_ranks throughput_metrics",
+    "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter throughput_metrics",
     "rl.train": "NOTE run_rlhf train show_plan finish",
     "rl.trainer": ("RlhfTrainer make_generator RlhfSchedule RlhfProgress make_rlhf_schedule"),
     "rl.update": "StepResult count_deferred Updater",
