@@ -37,14 +37,10 @@ def of_divergence(help: str) -> Any:
 
 def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
     """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
-    read = read or name
 
     def message(value: Callable[[str], Any]) -> str:
-        if read in value("rules").reads:
+        if (read or name) in value("rules").reads:
             return ""
-        readers = [each for each, rules in ALGORITHMS.items() if read in rules.reads]
-        if len(readers) < 3:
-            return no_effect(name, f" without --algorithm {' or '.join(readers)}")
         return no_effect(name, f" with --algorithm {value('algorithm')}")
 
     return message
