@@ -42,7 +42,8 @@ FLOORS = [
         "report": Room(
             "config",
             "jinja2 torch tqdm trackio wandb",
-            "curves directory html log markup rollouts run_data sections terminal trackers verdict",
+            "appended_file curves directory html log markup rollouts run_data sections terminal"
+            " trackers verdict",
         ),
         "data": Room(
             "algos config",
@@ -119,7 +120,7 @@ FLOORS = [
     },
     {
         "rl.watch": Room(
-            "algos engine lora models perf rl.learn rl.options rl.response rl.score runtime",
+            "algos engine lora models perf report rl.learn rl.options rl.response rl.score runtime",
             "torch",
         ),
     },

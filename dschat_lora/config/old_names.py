@@ -54,7 +54,7 @@ OLD_NAMES = {
     "rl.throughput": "rl.watch.throughput",
     "rl.train": "rl.loop.train",
     "rl.trainer": "rl.loop.trainer rl.loop.build rl.loop.schedule rl.loop.sampler",
-    "rl.update": "rl.learn.update",
+    "rl.update": "rl.learn.update rl.learn.experience",
     "rl.validation": "rl.loop.validation",
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.vllm_server": "rl.draw.vllm_server",

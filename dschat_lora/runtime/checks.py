@@ -426,7 +426,7 @@ def imported(option: str, name: str, kind: str) -> Any:
         except (ImportError, SyntaxError) as error:
             raise ValueError(f"--{option} {name} cannot be imported: {error}") from error
     if not hasattr(module, attribute):
-        raise ValueError(f"--{option} {name}: {module_name} has no {kind} {attribute}")
+        raise ValueError(f"--{option} {name}: {module_name} has no {f'{kind} {attribute}'.strip()}")
     return getattr(module, attribute)
 
 

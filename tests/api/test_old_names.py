@@ -79,8 +79,8 @@ FORMER = {
         "find_object check_takes_responses OWN TRL SINGULAR VERL OPENRLHF named_parameters "
         "takes_all takes_responses is_singular one_at_a_time required_columns calls_of "
         "messages_after_prompt prompt_messages as_messages prompt_of RewardError RewardFunction "
-        "shortened RewardFunctions load_function INITIAL_SCORES shaped_rewards "
-        "rescale_values clipped_rewards punish_overlong"
+        "shortened RewardFunctions load_function INITIAL_SCORES "
+        "rescale_values"
     ),
     "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
     "rl.roles": "Roles build_roles frozen Network",
@@ -101,7 +101,7 @@ FORMER = {
     "rl.setup": "RlhfSetup set_up role_settings",
     "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
     "rl.teacher": "TeacherPrompts answer_of",
-    "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter counts_over_ranks throughput_metrics",
+    "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter throughput_metrics",
     "rl.train": "NOTE run_rlhf train show_plan finish",
     "rl.trainer": ("RlhfTrainer make_generator RlhfSchedule RlhfProgress make_rlhf_schedule"),
     "rl.update": "StepResult count_deferred Updater",

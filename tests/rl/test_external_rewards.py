@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dschat_lora.rl.options.config import RewardsConfig
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import Episode, Response
 from dschat_lora.rl.score import external_rewards
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import run_tests
@@ -114,7 +114,7 @@ def test_a_rubric_of_ones_own_has_columns_and_a_model_may_be_named(endpoint, tmp
     function = {"name": "now", "arguments": {}}
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     earlier = json.dumps([call, {"role": "tool", "content": "Noon."}]).encode()
-    scored(name, [replace(each, earlier=earlier) for each in responses_of((5,))])
+    scored(name, [replace(each, episode=Episode(earlier=earlier)) for each in responses_of((5,))])
     said = 'user: q\n\nassistant: {"name": "now", "arguments": {}}\n\ntool: Noon.: 5'
     assert asked[-1][2]["messages"][0]["content"] == said
 

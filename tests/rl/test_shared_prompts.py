@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dschat_lora.rl.response.batch import collate, make_minibatches, response_mask
-from dschat_lora.rl.response.response import Response, TokenSequence
+from dschat_lora.rl.response.response import Episode, Response, TokenSequence
 from helpers.iterations import ragged_responses
 from helpers.roles import asked_of, config_of, roles_of, save_adapters
 from helpers.rounding import assert_same_sums
@@ -69,9 +69,11 @@ def test_roles_say_the_same_of_branches_as_of_rows_and_learn_the_same(
 # The same, two of a prompt as one response: an agent's that gave two answers to one question.
 JOINED = replace(
     RESPONSES[4],
-    earlier_sequences=tuple(
-        TokenSequence(each.prompt, each.tokens, each.actor_mask)
-        for each in (RESPONSES[6], RESPONSES[3])
+    episode=Episode(
+        earlier_sequences=tuple(
+            TokenSequence(each.prompt, each.tokens, each.actor_mask)
+            for each in (RESPONSES[6], RESPONSES[3])
+        )
     ),
 )
 

@@ -203,14 +203,13 @@ def find_algorithm(name: str) -> Algorithm:
             f"--algorithm must be one of {', '.join(ALGORITHMS)}, or module:object of your own "
             f"such as my_algorithms:mine, got {name!r}" + (close and f"; did you mean {close}?")
         )
-    found = load_object("algorithm", name)
+    found = load_object("algorithm", name, "algorithm")
     if isinstance(found, Algorithm):
         return found
     if not callable(found):
-        what = "does not exist" if found is None else f"is a {type(found).__name__}"
         raise ValueError(
-            f"--algorithm {name} {what}; it must be a function that gives advantages, or a "
-            "dschat_lora.Algorithm"
+            f"--algorithm {name} must be a function that gives advantages, or a "
+            f"dschat_lora.Algorithm, it is of type {type(found).__name__}"
         )
     return Algorithm(found)
 

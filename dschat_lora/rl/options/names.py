@@ -55,7 +55,7 @@ def check_name(option: str, name: str) -> None:
     require(usable, option, name, allowed)
 
 
-def load_object(option: str, name: str, kind: str = "object") -> object:
+def load_object(option: str, name: str, kind: str = "") -> object:
     """What ``module:object`` or an object of Python stands for; the module is imported.
 
     Raises:
