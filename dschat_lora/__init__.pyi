@@ -786,6 +786,7 @@ def rlhf(
     per_device_training_batch_size: int = 16,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
+    parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
@@ -1004,6 +1005,7 @@ def rlhf(
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
+        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
@@ -1208,6 +1210,7 @@ def distill(
     per_device_training_batch_size: int = 16,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
+    parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
@@ -1419,6 +1422,7 @@ def distill(
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
+        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device

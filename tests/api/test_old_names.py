@@ -79,8 +79,8 @@ FORMER = {
         "find_object check_takes_responses OWN TRL SINGULAR VERL OPENRLHF named_parameters "
         "takes_all takes_responses is_singular one_at_a_time required_columns calls_of "
         "messages_after_prompt prompt_messages as_messages prompt_of RewardError RewardFunction "
-        "shortened RewardFunctions load_function INITIAL_SCORES shaped_rewards "
-        "rescale_values clipped_rewards punish_overlong"
+        "shortened RewardFunctions load_function INITIAL_SCORES "
+        "rescale_values"
     ),
     "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
     "rl.roles": "Roles build_roles frozen Network",

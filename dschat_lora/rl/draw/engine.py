@@ -192,6 +192,8 @@ class EngineDecoder:
 
     def __init__(self, engine: Any, site: EngineSite) -> None:
         self.engine, self._site, self._name = engine, site, site.config.batch.rollout_engine
+        batch = site.config.batch
+        self._at_a_time = None if batch.engine.batches_itself else batch.rows_decoded
         # A tokenizer may have fewer tokens than the model has logits.
         self._vocab_size = int(site.actor.model.config.vocab_size)
         if hasattr(engine, "close"):
@@ -206,7 +208,7 @@ class EngineDecoder:
         """
         try:
             self._told("publish", self._site.actor, self._site.version())
-            yield self.begin, None
+            yield self.begin, self._at_a_time
             self._told("pause")
         except torch.OutOfMemoryError as error:
             raise FullWhileDecodingError(str(error)) from error

@@ -1,25 +1,18 @@
 """Data of step 3: prompts, pretraining text and the data's own answers."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.models.loading import Tokenizer
+from dschat_lora.rl.draw.player import AsksForColumns
 from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import answers_data, text_data
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import read_data, read_training_data
-
-
-class AsksForColumns(Protocol):
-    """What is called with columns of the prompts' rows."""
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse rows without those that it needs, by a ValueError."""
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,10 @@ def of_divergence(help: str) -> Any:
 
 def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
     """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
-    read = read or name
 
     def message(value: Callable[[str], Any]) -> str:
-        if read in value("rules").reads:
+        if (read or name) in value("rules").reads:
             return ""
-        readers = [each for each, rules in ALGORITHMS.items() if read in rules.reads]
-        if len(readers) < 3:
-            return no_effect(name, f" without --algorithm {' or '.join(readers)}")
         return no_effect(name, f" with --algorithm {value('algorithm')}")
 
     return message
@@ -203,14 +199,13 @@ def find_algorithm(name: str) -> Algorithm:
             f"--algorithm must be one of {', '.join(ALGORITHMS)}, or module:object of your own "
             f"such as my_algorithms:mine, got {name!r}" + (close and f"; did you mean {close}?")
         )
-    found = load_object("algorithm", name)
+    found = load_object("algorithm", name, "algorithm")
     if isinstance(found, Algorithm):
         return found
     if not callable(found):
-        what = "does not exist" if found is None else f"is a {type(found).__name__}"
         raise ValueError(
-            f"--algorithm {name} {what}; it must be a function that gives advantages, or a "
-            "dschat_lora.Algorithm"
+            f"--algorithm {name} must be a function that gives advantages, or a "
+            f"dschat_lora.Algorithm, it is of type {type(found).__name__}"
         )
     return Algorithm(found)
 

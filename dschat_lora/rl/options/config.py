@@ -297,13 +297,14 @@ class RewardsConfig:
     reward_function: tuple[str, ...] = option(
         (),
         help="module:function that scores responses, one or several, instead of the reward model "
-        "or added to it, with the arguments of TRL, verl or OpenRLHF; builtin:NAME for one that "
-        "comes along; the http:// address of a server that is asked as OpenRLHF asks one",
+        "or added to it, with the arguments of TRL, verl or OpenRLHF; module:Class of one that "
+        "gives several rewards by its names; builtin:NAME for one that comes along; the http:// "
+        "address of a server that is asked as OpenRLHF asks one",
     )
     reward_weights: tuple[float, ...] = option(
         (),
-        help="weight of each reward function in the sum of scores, and last that of the reward "
-        "model, if there is one; 1 each by default",
+        help="weight of each reward in the sum of scores, those of a class in the order of its "
+        "names, and last that of the reward model, if there is one; 1 each by default",
         when="not algorithm=distill",
     )
     reward_gate: tuple[str, ...] = of_sum(

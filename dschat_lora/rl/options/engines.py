@@ -33,8 +33,8 @@ class EngineFacts:
 
     @property
     def decodes_actor(self) -> bool:
-        """Whether it is the actor's own modules that compute, here."""
-        return self.in_process and self.same_model
+        """Whether an engine of the package computes here, with the actor's own modules."""
+        return self.own is None and self.in_process and self.same_model
 
     def check(self, config: Any, inputs: Any) -> None:
         """Refuse options that the engine does not take.

@@ -42,7 +42,8 @@ class Scorer(Protocol):
         """Of its rewards in metrics."""
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse data without columns that it needs, by a ValueError."""
+        """Refuse data without columns that it needs, by a ValueError; by default none."""
+        return  # mypy takes an empty body for an abstract one
 
     def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
         """The scores of all ranks' responses; called on every rank."""
@@ -66,7 +67,7 @@ def weighted_sum(rewards: Mapping[str, Tensor], weights: Mapping[str, float]) ->
 
 
 @dataclass(frozen=True)
-class RewardSum:
+class RewardSum(Scorer):
     """The weighted sum of what scorers give, which is at most 0 where a gate is 0 or less."""
 
     scorers: tuple[Scorer, ...]
@@ -133,7 +134,7 @@ class RewardSum:
 
 
 @dataclass(frozen=True)
-class EpisodeScorer:
+class EpisodeScorer(Scorer):
     """What the environment or agent gave an episode, and what an agent logged beside it."""
 
     name: str
@@ -142,9 +143,6 @@ class EpisodeScorer:
     def names(self) -> tuple[str, ...]:
         """That of the environment or agent."""
         return (self.name,)
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        """The environment checks its own."""
 
     def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
         """The scores; NaN where none was given."""
@@ -162,13 +160,10 @@ class EpisodeScorer:
 
 
 @dataclass(frozen=True)
-class TeacherScorer:
+class TeacherScorer(Scorer):
     """Minus the divergence from the teacher, which is known once log-probabilities are."""
 
     names = ()
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        """It reads none."""
 
     def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
         """Zeros until then; NaN for a response that is left out."""
@@ -194,58 +189,39 @@ def shape(
     *,
     longest: int,
 ) -> Shaped:
-    """Rewards by all options of shaping, of responses of ``lengths`` tokens, up to ``longest``.
+    """Rewards from scores: scaled, clipped, then lowered where the response was cut off or long.
 
-    The others are those of :func:`shaped_rewards`.
+    Scaling by the scores of the first iterations, as many as have ``INITIAL_SCORES``, is that of
+    arXiv:1909.08593, section 2.2: mean 0 and variance 1 under the policy before it is trained.
+
+    Args:
+        scores: (N,) unscaled; NaN for a response that does not count.
+        ended: (N,) bool, whether the response ended by itself.
+        lengths: tokens of the N responses, at most ``longest``.
+        moments: of all scores before, or of the first ones.
+        config: the options of scale, clip and penalties.
+        longest: most tokens of a response.
     """
-    rewards, moments = shaped_rewards(scores, ended, moments, config)
-    clip_fraction = float(clipped_rewards(rewards, ended, config).double().mean())
-    if config.soft_overlong_tokens:
-        rewards = punish_overlong(rewards, lengths, longest=longest, config=config)
-    return Shaped(torch.where(scores.isnan(), 0, rewards), clip_fraction, moments)
-
-
-def shaped_rewards(
-    scores: Tensor, ended: Tensor, moments: RunningMoments, config: RewardsConfig
-) -> tuple[Tensor, RunningMoments]:
-    """Rewards from scores, and the moments with these scores counted.
-
-    Scaled, then clipped, then lowered where the response was cut off. Scaling by the scores of
-    the first iterations, as many as have ``INITIAL_SCORES``, is that of arXiv:1909.08593, section
-    2.2: mean 0 and variance 1 under the policy before it is trained. ``scores`` are (N,) unscaled
-    ones, NaN for a response that does not count, ``ended`` (N,) bool, and ``moments`` of all
-    scores before, or of the first ones.
-    """
+    counts, limit, clip_fraction = ~scores.isnan(), config.clip_reward_value, 0.0
     if config.reward_scaling == "running" or (
         config.reward_scaling == "initial" and moments.count < INITIAL_SCORES
     ):
-        moments = moments.updated(scores[~scores.isnan()])
+        moments = moments.updated(scores[counts])
     if config.reward_scaling == "initial":
         scores = rescale_values(moments, scores)
     elif config.reward_scaling == "running":
         scores = scores / moments.std
-    if config.clip_reward_value:
-        limit = config.clip_reward_value
+    if limit:
         scores = scores.clamp(-limit, limit)
-    return scores - config.missing_eos_penalty * ~ended, moments
+        clip_fraction = float((scores.abs() >= limit).double().mean())
+    rewards = scores - config.missing_eos_penalty * ~ended
+    if config.soft_overlong_tokens:
+        punishment = soft_overlong_punishment(
+            torch.tensor(lengths), max_length=longest, cache=config.soft_overlong_tokens
+        )
+        rewards = rewards + to_device(punishment.float(), rewards.device)
+    return Shaped(torch.where(counts, rewards, 0), clip_fraction, moments)
 
 
 def rescale_values(moments: RunningMoments, values: Tensor) -> Tensor:
     return (values - moments.mean) / moments.std
-
-
-def clipped_rewards(rewards: Tensor, ended: Tensor, config: RewardsConfig) -> Tensor:
-    """(N,) bool, which of :func:`shaped_rewards` are at a bound of the clip."""
-    before = rewards + config.missing_eos_penalty * ~ended
-    limit = config.clip_reward_value
-    return before.abs() >= limit if limit else torch.zeros_like(ended)
-
-
-def punish_overlong(
-    rewards: Tensor, lengths: Sequence[int], *, longest: int, config: RewardsConfig
-) -> Tensor:
-    """(N,) rewards, lowered for responses of ``lengths`` tokens that come near the ``longest``."""
-    punishment = soft_overlong_punishment(
-        torch.tensor(lengths), max_length=longest, cache=config.soft_overlong_tokens
-    )
-    return rewards + to_device(punishment.float(), rewards.device)

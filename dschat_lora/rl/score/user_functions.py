@@ -504,11 +504,11 @@ def calls_of(
     else:
         calls = [offered]
     logs = logs or [RewardLog() for _ in calls]
+    known = state or TrainerState()
+    of_run = {"trainer_state": known} | ({"state": known} if is_scorer(function) else {})
     for call, part, log in zip(calls, parts, logs, strict=True):
-        known = state or TrainerState()
-        call |= {"state": known} if is_scorer(function) else {}
-        call |= {"trainer_state": known, "log_metric": log.log_metric}
-        call |= {"log_extra": partial(log.log_extra, part)}
+        call |= of_run
+        call |= {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, part)}
     if takes_all(function):
         return calls
     return [{name: v for name, v in call.items() if name in names} for call in calls]
