@@ -293,19 +293,20 @@ def note_all_weights(run: OpenRun[StageConfig], option: str) -> None:
         )
 
 
-def say_coverage(run: OpenRun[StageConfig], models: Mapping[str, nn.Module]) -> None:
-    """Show and record which kinds of layers learn, of models that train, by role."""
-    found = {role: coverage(model) for role, model in models.items()}
+def say_coverage(
+    run: OpenRun[StageConfig], models: Mapping[str, nn.Module], trained: Collection[str]
+) -> None:
+    """Show and record which kinds of layers learn of the roles that train; show what is unknown.
+
+    That is of the memory and the FLOPs of all models, by role; roles may share one.
+    """
+    found = {role: coverage(models[role]) for role in trained}
     for role, each in found.items():
-        whose = f"{role}: " if len(models) > 1 else ""
+        whose = f"{role}: " if len(found) > 1 else ""
         run.log.say(f"  learns       {whose}{each.words}")
         if each.warning is not None:
             run.log.say(f"  warning      {whose}{each.warning}")
     run.record.update({"learns": {role: each.to_dict() for role, each in found.items()}})
-
-
-def say_uncounted(run: OpenRun[StageConfig], models: Mapping[str, nn.Module]) -> None:
-    """Say what is not known of the memory and the FLOPs of models, by role; roles may share one."""
     roles: dict[str, list[str]] = {}
     for role, model in models.items():
         try:
@@ -340,7 +341,8 @@ def record_models(
     parameters: Mapping[str, int],
     layers: list[str],
 ) -> None:
-    """Record what trains."""
+    """Record what trains, if the disk has room for it (:func:`check_room_for`); on every rank."""
+    check_room_for(run, parameters["trainable"])
     run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})
 
 

@@ -49,7 +49,6 @@ from dschat_lora.runtime.memory import (
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
-    check_room_for,
     check_same_models,
     engine_settings,
     engine_words,
@@ -60,7 +59,6 @@ from dschat_lora.runtime.setup import (
     record_models,
     resolve_recomputation,
     say_coverage,
-    say_uncounted,
     shard_model,
     state_identity,
     tensor_group,
@@ -221,8 +219,7 @@ def _describe(
     )
     if config.run.merge_adapter:
         check_mergeable(adapted.model)
-    say_coverage(run, {"model": adapted.model})
-    say_uncounted(run, {"model": adapted.model})
+    say_coverage(run, {"model": adapted.model}, ("model",))
     for fact in adapted.facts():
         run.log.say(f"  {fact}")
     if words := attention_note(adapted.model, config.model):
@@ -244,7 +241,6 @@ def _describe(
     ):
         run.log.say(f"  note         {words}")
     parameters = {"total": total, "trainable": trained}
-    check_room_for(run, parameters["trainable"])
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
 
 

@@ -88,11 +88,12 @@ class RlhfProgress(Progress):
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    @classmethod
-    def of(cls, config: PpoConfig) -> "RlhfProgress":
-        """That of a run that begins."""
-        kl, entropy = config.kl_coef, config.entropy_coef
-        return cls(kl_coef=kl, kl_start=kl, entropy_coef=entropy, entropy_start=entropy)
+    def begin_at(self, config: PpoConfig) -> None:
+        """Begin with coefficients that the user gives, unless they are those of the run before."""
+        if self.kl_start != config.kl_coef:
+            self.kl_coef = self.kl_start = config.kl_coef
+        if self.entropy_start != config.entropy_coef:
+            self.entropy_coef = self.entropy_start = config.entropy_coef
 
     def entropy_bonus(self, target: float) -> float:
         """The weight of the entropy bonus at this iteration; ``target`` is ``--target_entropy``."""

@@ -50,7 +50,8 @@ class RlhfTrainer:
         """
         self.setup, self.config = setup, setup.config
         config = self.config
-        self.progress = RlhfProgress.of(config.ppo)
+        self.progress = RlhfProgress()
+        self.progress.begin_at(config.ppo)
         self._batching = make_batching(setup, engines)
         self.generator = make_generator(setup, engines, lambda: self.progress.iteration)
         self.pretraining = make_pretraining(setup)
