@@ -278,11 +278,15 @@ def _resolve_recomputation(
         }
         return replace(config, **changed)
 
+    def estimate(config: RlhfConfig) -> int | None:
+        plan = memory_plan(config, roles, settings)
+        return None if plan is None else plan.updating
+
     config = resolve_recomputation(
         run,
         {options[role]: roles.trained[role].model for role in trained},
         with_options=with_options,
-        estimate=lambda config: (plan := memory_plan(config, roles, settings)) and plan.updating,
+        estimate=estimate,
         free=free,
     )
     for role in trained:

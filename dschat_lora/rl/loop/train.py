@@ -18,7 +18,8 @@ from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.evaluation import RlhfEvaluator
-from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
+from dschat_lora.rl.loop.sampler import make_rlhf_schedule
+from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup, set_up
 from dschat_lora.rl.loop.trainer import RlhfTrainer
 from dschat_lora.rl.loop.validation import check_rlhf

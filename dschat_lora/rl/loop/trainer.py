@@ -28,7 +28,7 @@ from dschat_lora.rl.loop.build import (
     make_throughput,
 )
 from dschat_lora.rl.loop.sampler import RolloutSampler
-from dschat_lora.rl.loop.schedule import RlhfProgress, trainer_state
+from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
@@ -58,7 +58,7 @@ class RlhfTrainer:
         self.throughput = make_throughput(setup, engines, self.pretraining)
         self.sampler = RolloutSampler(setup, self.generator, self.progress, self.throughput.timer)
         self.schedule = self.sampler.schedule
-        self.state = partial(trainer_state, self.schedule, self.progress)
+        self.state = partial(self.schedule.state, self.progress)
         retry = Retry(engines.trained.values(), self.generator.engine)
         self.engines = replace(engines, retry=retry)
         self._scorer = make_scorer(
@@ -85,7 +85,6 @@ class RlhfTrainer:
         """Draw, score, learn and watch; whether the last optimizer step was skipped."""
         phase, progress, learning = self.throughput.timer.phase, self.progress, self.learning
         responses, scores = self.sampler.draw(self._scores)
-        self.generator.engine.make_room()
         with phase("scoring"):
             steps = self._plan(responses)
             experience = make_experience(
