@@ -36,10 +36,15 @@ from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.models.architecture_checks import head_is_linear
-from dschat_lora.models.blocks import can_recompute, check_compiler
+from dschat_lora.models.blocks import (
+    can_recompute,
+    check_compiler,
+    offload_inputs,
+    recompute_blocks,
+)
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint, file_fingerprint
-from dschat_lora.models.loading import Tokenizer
+from dschat_lora.models.loading import PreTrainedModel, Tokenizer
 from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
@@ -190,17 +195,21 @@ def builds_shapes_alone(run: RunConfig, settings: Iterable[EngineSettings]) -> b
 
 def resolve_recomputation(
     run: OpenRun[StageConfig],
-    models: Mapping[str, nn.Module],
+    models: Mapping[str, PreTrainedModel],
     *,
     with_options: Callable[[Collection[str]], ConfigT],
     estimate: Callable[[ConfigT], int | None],
     free: int,
 ) -> ConfigT:
-    """The config with ``--gradient_checkpointing`` of every model on or off; on every rank.
+    """The config with ``--gradient_checkpointing`` of every model on or off, as they then do.
 
     ``models`` are the trained ones, by the option that has their blocks recomputed.
     ``with_options`` gives the config with these options on and the others off, ``estimate`` the
-    bytes that a device then needs (None where that is not understood), of ``free`` ones.
+    bytes that a device then needs (None where that is not understood), of ``free`` ones. Call on
+    every rank.
+
+    Raises:
+        ValueError: if blocks are to be recomputed, and the architecture cannot.
     """
     values, able = flatten(run.config), all(map(can_recompute, models.values()))
 
@@ -217,6 +226,10 @@ def resolve_recomputation(
             "in host memory anyway"
         )
     run.record.update(on)
+    for option in filter(on.__getitem__, on):
+        recompute_blocks(models[option], option)
+        if run.config.parallel.offload_activations:
+            offload_inputs(models[option])
     return with_options([option for option in on if on[option]])
 
 
@@ -315,9 +328,9 @@ def say_coverage(
         except ValueError as error:
             line = f"memory       unknown, and so are TFLOPs: {error}"
         roles.setdefault(line, []).append(role)
-    for line, whose in roles.items():
+    for line, names in roles.items():
         if line:
-            suffix = f" ({', '.join(whose)})" if len(models) > 1 else ""
+            suffix = f" ({', '.join(names)})" if len(models) > 1 else ""
             run.log.say(f"  {line}{suffix}")
 
 

@@ -14,7 +14,6 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
-from dschat_lora.models.blocks import offload_inputs, recompute_blocks
 from dschat_lora.models.build import as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
@@ -262,14 +261,9 @@ def _resolve_recomputation(
     *,
     free: int,
 ) -> RlhfConfig:
-    """The config with each role's recomputation on or off, as the models then do.
-
-    Raises:
-        ValueError: if blocks are to be recomputed, and the architecture cannot.
-    """
+    """The config with each role's recomputation on or off, as the models then do."""
     # The critic first: it is the smaller one as a rule, and costs less to compute again.
     options = {role: f"{role}_gradient_checkpointing" for role in ("critic", "actor")}
-    trained = [role for role in options if role in roles.trained]
 
     def with_options(on: Collection[str]) -> RlhfConfig:
         changed = {
@@ -282,20 +276,13 @@ def _resolve_recomputation(
         plan = memory_plan(config, roles, settings)
         return None if plan is None else plan.updating
 
-    config = resolve_recomputation(
+    return resolve_recomputation(
         run,
-        {options[role]: roles.trained[role].model for role in trained},
+        {o: roles.trained[role].model for role, o in options.items() if role in roles.trained},
         with_options=with_options,
         estimate=estimate,
         free=free,
     )
-    for role in trained:
-        if getattr(config, role).gradient_checkpointing:
-            with option_errors_for(role):
-                recompute_blocks(roles.trained[role].model)
-            if config.parallel.offload_activations:
-                offload_inputs(roles.trained[role].model)
-    return config
 
 
 def _describe(setup: RlhfSetup) -> None:

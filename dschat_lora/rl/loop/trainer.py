@@ -82,7 +82,7 @@ class RlhfTrainer:
         return ("critic",) if warms_up and self.config.has_critic else ("actor", "critic")
 
     def iterate(self) -> bool:
-        """Draw, score, learn and watch; whether the last optimizer step was skipped."""
+        """Draw, score, credit, learn and watch; whether the last optimizer step was skipped."""
         phase, progress, learning = self.throughput.timer.phase, self.progress, self.learning
         responses, scores = self.sampler.draw(self._scores)
         with phase("scoring"):
@@ -113,10 +113,9 @@ class RlhfTrainer:
             **of_parts,
             **self.throughput(
                 responses,
-                steps.first_batches,
+                steps,
                 {"seconds": progress.seconds, "flops": progress.flops},
-                passes=len(results) / steps.per_pass,  # the last one may have been cut short
-                shares_before=steps.shares_before,
+                taken=len(results),
                 learning=learning,
             ),
         }
