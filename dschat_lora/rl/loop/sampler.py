@@ -104,7 +104,8 @@ class RolloutSampler:
         """
         setup, config, iteration = self._setup, self._config, self.progress.iteration
         told = told_sources(config.data.data, setup.data.prompts)
-        with self._timer.phase("generation"):
+        phase = self._timer.phase
+        with phase("generation"):
             draws, ahead = self._draws(iteration), self._ahead
             drawn = ahead() if ahead else self._generate(draws.prompts, needed=draws.needed)
             places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
@@ -115,22 +116,15 @@ class RolloutSampler:
             responses = setup.teacher.reading(responses)
         scores, metrics = None, dict[str, float]()
         if tries := config.ppo.dynamic_sampling:
-
-            @self._timer.phase("generation")
-            def generate(prompts: Sequence[PromptSample], number: int) -> list[Response]:
-                return self._generate(prompts, "further", number)
-
-            @self._timer.phase("scoring")
-            def score(found: Sequence[Response]) -> Scores:
-                return scores_of(found)
-
             found = resample(
                 responses,
                 algorithm=config.ppo.rules,
                 further=draws.further,
                 tries=tries,
-                generate=generate,
-                score=score,
+                generate=phase("generation")(
+                    lambda prompts, number: self._generate(prompts, "further", number)
+                ),
+                score=phase("scoring")(scores_of),
             )
             responses, scores, metrics = found.responses, found.scores, {**found.metrics}
         if draws.needed is not None:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
@@ -134,14 +135,11 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--reward_function a function that scores: nothing tells what a response is worth"
         )
     rewards = config.rewards
-    judges = () if rewards.judge_function is None else (rewards.judge_function,)
-    for option, names in (
-        ("reward_function", rewards.reward_function),
-        ("reward_gate", rewards.reward_gate),
-        ("judge_function", judges),
-    ):
-        for name in names:
+    for option in ("reward_function", "reward_gate"):
+        for name in getattr(rewards, option):
             check_scorer(option, name)
+    if rewards.judge_function is not None:
+        check_scorer("judge_function", rewards.judge_function)
     for name in config.classic.parts:
         check_function("parts", name)
     if config.batch.environment is not None:
@@ -447,11 +445,12 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With blocks recomputed whose inputs are to be on the host."""
-    names = {f"{role}_gradient_checkpointing": role for role in config.trained}
-    switches = {name: getattr(config, role).gradient_checkpointing for name, role in names.items()}
-    changed = {
-        names[name]: replace(getattr(config, names[name]), gradient_checkpointing=value)
-        for name, value in recomputing(config.parallel, switches).items()
+    trained = config.trained
+    switches = {f"{n}_gradient_checkpointing": r.gradient_checkpointing for n, r in trained.items()}
+    values = recomputing(config.parallel, switches).values()
+    changed: dict[str, Any] = {
+        name: replace(role, gradient_checkpointing=value)
+        for (name, role), value in zip(trained.items(), values, strict=True)
     }
     return replace(config, **changed)
 
