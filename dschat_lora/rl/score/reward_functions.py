@@ -119,24 +119,20 @@ class RewardFunction(UserFunction):
         Raises:
             ValueError: if the function returns something else.
         """
-        by_group = self.batch == "group"
-        places = [each.group if by_group else n for n, each in enumerate(responses)]
-        mine = [n for n, place in enumerate(places) if place % world_size() == rank()]
-        if objects is not None:
-            mine = [n for n in range(len(responses)) if n in objects]
-        mine = [n for n in mine if not responses[n].episode.failure]
-        own = [responses[n] for n in mine]
+        mine: Collection[int] = objects or ()
+        if objects is None:
+            by_group = self.batch == "group"
+            places = [each.group if by_group else n for n, each in enumerate(responses)]
+            mine = {n for n, place in enumerate(places) if place % world_size() == rank()}
+        own = {n: r for n, r in enumerate(responses) if n in mine and not r.episode.failure}
+        made = None if objects is None else [objects[n][0] for n in own]
         # One rank's failure is everybody's: the first rank says what it was.
-        made = None if objects is None else [objects[n][0] for n in mine]
-        values = raise_together(
-            lambda: self._scores(own, by_group=by_group, state=state, objects=made)
-        )
-        count = len(self.names)
-        scores = [0.0] * (len(responses) * count)
-        for number, value in zip(mine, values, strict=True):
-            scores[number * count : (number + 1) * count] = value
-        found = torch.tensor(sum_over_processes(scores), device=device()).float()
-        return found.view(len(responses), count)
+        values = raise_together(lambda: self._scores([*own.values()], state, made))
+        table = [[0.0] * len(self.names) for _ in responses]
+        for number, scores in zip(own, values, strict=True):
+            table[number] = scores
+        flat = sum_over_processes([score for scores in table for score in scores])
+        return torch.tensor(flat, device=device()).float().view(-1, len(self.names))
 
     def own_scores(self, responses: Sequence[Response]) -> list[float]:
         """Scores of responses of this process by its only name, NaN for None.
@@ -144,22 +140,22 @@ class RewardFunction(UserFunction):
         Raises:
             ValueError: if the function returns something else.
         """
-        return [score for (score,) in self._scores(list(responses), by_group=False, state=None)]
+        return [score for (score,) in self._scores(responses)]
 
     def _scores(
         self,
-        responses: list[Response],
-        *,
-        by_group: bool,
-        state: TrainerState | None,
+        responses: Sequence[Response],
+        state: TrainerState | None = None,
         objects: Sequence[Any] | None = None,
     ) -> list[list[float]]:
+        calls: dict[int, list[int]] = {}
+        for number, response in enumerate(responses):
+            calls.setdefault(response.group if self.batch == "group" else 0, []).append(number)
         scores: dict[int, list[float]] = {}
-        for group in dict.fromkeys(each.group if by_group else 0 for each in responses):
-            chosen = [n for n, r in enumerate(responses) if not by_group or r.group == group]
-            part = [responses[n] for n in chosen]
-            found = self.call(part, state, objects and [objects[n] for n in chosen])
-            for number, entry, response in zip(chosen, found, part, strict=True):
+        for numbers in calls.values():
+            part = [responses[n] for n in numbers]
+            found = self.call(part, state, objects and [objects[n] for n in numbers])
+            for number, entry, response in zip(numbers, found, part, strict=True):
                 values = entry if self.own_names else [entry]
                 scores[number] = [self._number(value, response) for value in values]
         return [scores[n] for n in range(len(responses))]
@@ -204,13 +200,9 @@ class RewardFunctions:
     @property
     def logs(self) -> bool:
         """Whether a function may log anything, by its parameters."""
-        return any(
-            takes_all(each.function)
-            or not {"log_extra", "log_metric", "solution_str", "queries"}.isdisjoint(
-                named_parameters(each.function)
-            )
-            for each in self.functions
-        )
+        loggers = {"log_extra", "log_metric", "solution_str", "queries"}
+        functions = [each.function for each in self.functions]
+        return any(takes_all(f) or loggers & named_parameters(f).keys() for f in functions)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse functions that ask for columns which the data lacks."""
@@ -259,16 +251,14 @@ def load_scoring(
     Raises:
         ValueError: if something cannot be used, or nothing scores.
     """
-    rewards, has_model = config.rewards, config.critic.model_name_or_path is not None
-    name = rewards.judge_function
+    name = config.rewards.judge_function
     judge = None if name is None else load_function("judge_function", name, tokenizer)
-    if rewards.reward_function or episodes is not None or has_model:
-        return Scoring(
-            load_scorer(
-                rewards, tokenizer, has_model=has_model, episodes=episodes, objects=objects
-            ),
-            judge,
-        )
+    has_model = config.critic.model_name_or_path is not None
+    scorer = load_scorer(
+        config.rewards, tokenizer, has_model=has_model, episodes=episodes, objects=objects
+    )
+    if scorer.weights:
+        return Scoring(scorer, judge)
     if config.ppo.rules.distills:
         return Scoring(TeacherScorer(), judge)
     raise ValueError(
@@ -295,21 +285,17 @@ def load_scorer(
         ValueError: if one cannot be used.
     """
     log = RewardLog()
+    calls = {
+        "batch": config.reward_batch,
+        "retries": config.reward_retries,
+        "timeout": config.reward_timeout,
+    }
     functions = tuple(
-        load_function(
-            option,
-            name,
-            tokenizer,
-            batch=config.reward_batch,
-            retries=config.reward_retries,
-            timeout=config.reward_timeout,
-            log=log,
-        )
+        load_function(option, name, tokenizer, log=log, **calls)
         for option in ("reward_function", "reward_gate")
         for name in getattr(config, option)
     )
-    own = () if episodes is None else (EpisodeScorer(episodes),)
-    taken = tuple(name for each in own for name in each.names)
+    taken = () if episodes is None else (episodes,)
     scorer = RewardFunctions(functions, log, objects, (*taken, REWARD_MODEL))
     count = sum(len(each.names) for each in functions if each.option == "reward_function")
     scored, gates = scorer.names[:count], scorer.names[count:]
@@ -317,31 +303,22 @@ def load_scorer(
     check_weights(weights, count, has_model=has_model)
     of_model = {REWARD_MODEL: (*weights[count:], 1.0)[0]} if has_model else {}
     return RewardSum(
-        (*((scorer,) if functions else ()), *own),
+        (*((scorer,) if functions else ()), *map(EpisodeScorer, taken)),
         {**of_model, **dict(zip(scored, weights, strict=False)), **dict.fromkeys(taken, 1.0)},
         gates,
         tokenizer.decode,
     )
 
 
-def load_function(
-    option: str,
-    name: str,
-    tokenizer: Tokenizer,
-    *,
-    batch: str = "all",
-    retries: int = 0,
-    timeout: float = 0.0,
-    log: RewardLog | None = None,
-) -> RewardFunction:
+def load_function(option: str, name: str, tokenizer: Tokenizer, **calls: Any) -> RewardFunction:
     """The function or scorer behind ``module:name``; the module is imported, nothing is evaluated.
+
+    ``calls`` are fields of :class:`RewardFunction`: how it is called.
 
     Raises:
         ValueError: if there is none, or it takes no responses.
     """
-    function = find_function(option, name)
-    log = log or RewardLog()
-    found = RewardFunction(option, name, function, tokenizer, batch, retries, timeout, log)
+    found = RewardFunction(option, name, find_function(option, name), tokenizer, **calls)
     names = found.names
     if not all(isinstance(each, str) and each for each in names) or len({*names}) < len(names):
         raise ValueError(f"--{option} {name} has the names {names}: give texts that differ")
