@@ -101,10 +101,7 @@ class RolloutConfig:
         "responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare "
         "them (8, or fewer that divide --per_device_generation_batch_size; or 1)"
     )
-    rollout_engine: str = option(
-        "own",
-        help=ENGINES_HELP,
-    )
+    rollout_engine: str = option("own", help=ENGINES_HELP)
     vllm_command: str | None = of_vllm(
         None,
         help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
@@ -192,12 +189,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
-        require_numbers(self, ">= 0", "tokens_per_device")
+        require_numbers(self, ">= 1", *rollout, *update, "max_turns", "agent_max_calls")
+        decoding = ("top_k", "prompt_lookup_num_tokens")
+        require_numbers(self, ">= 0", "tokens_per_device", *decoding, "agent_retries")
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require_numbers(self, ">= 0", "top_k", "prompt_lookup_num_tokens")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         for name in ("environment", "agent"):
@@ -215,8 +212,6 @@ class RolloutConfig:
             f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
             f"commas between them ({ADDRESSES.help}), or module:Class of your own",
         )
-        require_numbers(self, ">= 0", "agent_retries")
-        require_numbers(self, ">= 1", "agent_max_calls")
         players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
         if len(players) > 1:
             raise ValueError(f"--{players[0]} and --{players[1]} both play episodes: give one")

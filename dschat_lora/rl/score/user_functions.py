@@ -19,12 +19,7 @@ from dschat_lora.report.terminal import note
 from dschat_lora.rl.options.names import is_builtin, is_remote, load_object
 from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.response import (
-    Response,
-    as_messages,
-    messages_after_prompt,
-    prompt_of,
-)
+from dschat_lora.rl.response.response import Response, as_messages, messages_after_prompt, prompt_of
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import RemoteReward
 
@@ -62,16 +57,10 @@ class DecodedResponse:
         """What there is to read of a response."""
         row = json.loads(response.columns or b"{}")
         prompt = tokenizer.decode(response.prompt)
-        return cls(
-            prompt,
-            tokenizer.decode(list(response.last_turn), skip_special_tokens=True),
-            prompt_of(row, prompt),
-            messages_after_prompt(response, tokenizer.decode),
-            row,
-            list(response.tokens),
-            response.group,
-            response.ended,
-        )
+        text = tokenizer.decode(list(response.last_turn), skip_special_tokens=True)
+        turns = messages_after_prompt(response, tokenizer.decode)
+        of_row = (prompt_of(row, prompt), turns, row)
+        return cls(prompt, text, *of_row, list(response.tokens), response.group, response.ended)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -83,12 +72,12 @@ class DecodedResponse:
 class RewardLog:
     """What reward functions log beside their scores, by the arguments of TRL's functions."""
 
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: dict[str, dict[int, Any]] = field(default_factory=dict)  # by identity of the response
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    columns: list[tuple[str, int, Any]] = field(default_factory=list)  # by id of the response
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number, whose mean over calls and ranks is a metric of the iteration."""
-        self.metrics.setdefault(str(name), []).append(float(value))
+        self.metrics.append((str(name), float(value)))
 
     def log_extra(self, responses: Sequence[Response], column: str, values: Sequence[Any]) -> None:
         """Keep one value for each response, for its line among the rollouts.
@@ -101,15 +90,13 @@ class RewardLog:
                 f"log_extra({column!r}, ...) got {len(values)} values for {len(responses)} "
                 "responses; give a list of one for each"
             )
-        kept = self.columns.setdefault(str(column), {})
-        kept |= {id(each): value for each, value in zip(responses, values, strict=True)}
+        for response, value in zip(responses, values, strict=True):
+            self.columns.append((str(column), id(response), value))
 
     def add(self, other: "RewardLog") -> None:
         """Keep what another log holds as well."""
-        for name, values in other.metrics.items():
-            self.metrics.setdefault(name, []).extend(values)
-        for column, by_response in other.columns.items():
-            self.columns.setdefault(column, {}).update(by_response)
+        self.metrics += other.metrics
+        self.columns += other.columns
 
     def take(self, responses: Sequence[Response]) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """Metrics by name, and columns with an entry for each response, of all ranks; begins anew.
@@ -119,26 +106,20 @@ class RewardLog:
         Raises:
             RewardError: if JSON cannot hold what was logged.
         """
-        numbers = {id(each): number for number, each in enumerate(responses)}
-        columns = {
-            column: {numbers[key]: value for key, value in kept.items() if key in numbers}
-            for column, kept in self.columns.items()
-        }
+        places = {id(each): number for number, each in enumerate(responses)}
+        own = [(column, places[key], value) for column, key, value in self.columns if key in places]
         try:
-            logged = [self.metrics, columns]
-            text = raise_together(lambda: json.dumps(logged, default=_plain))
+            text = raise_together(lambda: json.dumps([self.metrics, own], default=_plain))
         except Exception as error:
             raise RewardError from error
-        self.metrics, self.columns = {}, {}
+        self.metrics, self.columns = [], []
         values: dict[str, list[float]] = {}
         found: dict[str, list[Any]] = {}
-        for metrics, shares in map(json.loads, gather_texts(text)):
-            for name, own in metrics.items():
-                values.setdefault(name, []).extend(own)
-            for column, share in shares.items():
-                entries = found.setdefault(column, [None] * len(responses))
-                for number, value in share.items():
-                    entries[int(number)] = value
+        for metrics, entries in map(json.loads, gather_texts(text)):
+            for name, value in metrics:
+                values.setdefault(name, []).append(value)
+            for column, place, value in entries:
+                found.setdefault(column, [None] * len(responses))[place] = value
         return {name: sum(own) / len(own) for name, own in sorted(values.items())}, found
 
 
