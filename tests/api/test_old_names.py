@@ -95,6 +95,9 @@ FORMER = {
         "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
     ),
     "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.score.reward_functions": (
+        "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
+    ),
     "rl.served_teacher": (
         "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
     ),

@@ -15,13 +15,15 @@ from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
-from dschat_lora.rl.score.reward_functions import (
+from dschat_lora.rl.score.scores import (
+    EpisodeScorer,
     RewardFunction,
     RewardFunctions,
+    RewardSum,
+    Scores,
     load_function,
     load_scorer,
 )
-from dschat_lora.rl.score.scores import EpisodeScorer, RewardSum, Scores
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dschat_lora.config.groups import require
 from dschat_lora.rl.options.names import called, is_address, is_own, load_object
 
 
@@ -122,9 +123,14 @@ def engine_facts(name: str) -> EngineFacts:
     return EngineFacts(own=own, **{n: getattr(own, n) for n in switches if hasattr(own, n)})
 
 
-def is_engine(name: str) -> bool:
-    """Whether ``name`` may be one: of the package, a user's, or addresses of servers."""
-    return name in ENGINES or is_own(name) or all(map(is_address, server_addresses(name)))
+def check_engine(name: str) -> None:
+    """Refuse what is neither an engine of the package nor a user's, nor addresses of servers."""
+    is_known = name in ENGINES or is_own(name) or all(map(is_address, server_addresses(name)))
+    allowed = (
+        f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
+        f"commas between them ({ADDRESSES.help}), or module:Class of your own"
+    )
+    require(is_known, "rollout_engine", name, allowed)
 
 
 def server_addresses(name: str) -> tuple[str, ...]:
