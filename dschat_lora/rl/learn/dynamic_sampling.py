@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.options.algorithms import Algorithm, called
+from dschat_lora.rl.options.algorithms import Algorithm
+from dschat_lora.rl.options.names import called
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores
 

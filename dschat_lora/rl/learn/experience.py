@@ -13,7 +13,8 @@ from dschat_lora.algos.importance import Mismatch, importance_weights, sampler_m
 from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.options.algorithms import PpoConfig, RolloutCorrection, called
+from dschat_lora.rl.options.algorithms import PpoConfig, RolloutCorrection
+from dschat_lora.rl.options.names import called
 from dschat_lora.rl.response.batch import (
     Batching,
     Minibatch,

@@ -18,7 +18,7 @@ from dschat_lora.rl.loop.build import make_scorer
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunctions
+from dschat_lora.rl.score.scores import RewardFunctions
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.metrics import agent_metrics, rewards_by_name, turn_metrics
