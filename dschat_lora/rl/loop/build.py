@@ -21,13 +21,20 @@ from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import (
     Engines,
+    Network,
     RewardModelScorer,
     policies_of,
     resolve_architecture,
 )
-from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
+from dschat_lora.rl.loop.parts import (
+    EntropyTarget,
+    KlControl,
+    Parts,
+    RolloutLog,
+    RunOfPart,
+    UserPart,
+)
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
@@ -36,7 +43,6 @@ from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardSum, Scorer
 from dschat_lora.rl.watch.diagnostics import Diagnostics
-from dschat_lora.rl.watch.rows import RolloutLog
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 

@@ -39,13 +39,8 @@ class ResponseBatch:
     spans: Spans  # of the responses
     numbers: tuple[int, ...]  # n numbers of the responses within the iteration
     counts: StepCounts  # of this batch
-    # the same responses as the reference reads them; None: as they are here
+    # The same as the reference reads them, with tokens in the same places of tables; None: as here.
     reference: "ResponseBatch | None" = None
-
-    @property
-    def for_reference(self) -> "ResponseBatch":
-        """The responses as the reference reads them, their tokens in the same places of tables."""
-        return self if self.reference is None else self.reference
 
     def to(self, device: torch.device | str) -> "ResponseBatch":
         """The same batch on ``device``."""

@@ -4,6 +4,7 @@ import math
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,12 +54,12 @@ class RewardFunction(UserFunction):
 
     noun, entry = "scores", "one number, or None"
 
-    @property
+    @cached_property
     def own_names(self) -> tuple[str, ...]:
         """Those that a scorer has; empty for a function."""
         return tuple(getattr(self.function, "names", ()))
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of its rewards in metrics."""
         if self.own_names:
