@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
+from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.causal_lm import DivergenceHead, Policy
 from dschat_lora.models.reward_model import RewardModel
@@ -134,6 +135,11 @@ class Engines:
     def trained(self) -> Mapping[str, TrainEngine[Network]]:
         """Actor and critic by name."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    @cached_property
+    def casts(self) -> FactorCasts:
+        """Factors of adapters as optimizer steps compute with them."""
+        return FactorCasts(*(engine.module for engine in self.trained.values()))
 
     def eval(self) -> None:
         """Evaluation mode."""

@@ -12,7 +12,6 @@ from dschat_lora.algos.ppo import PolicyLoss, loss_divisor, token_weights, value
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
-from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, Steps, add_old_outputs
 from dschat_lora.rl.learn.pretraining import Pretraining, TextWindow
@@ -89,7 +88,6 @@ class Updater:
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining = pretraining if "actor" in learning else None
         self._rescale_values = rescale_values
-        self._casts = FactorCasts(*(engine.module for engine in engines.trained.values()))
         # Of tokens that the losses count.
         self._mask = experience.mask
         if config.mask_truncated_completions:
@@ -132,7 +130,7 @@ class Updater:
             rates = self._engines.set_rates(rate_factor(index))
             texts = self._pretraining.window() if self._pretraining is not None else None
             first, self._totals = self.targets is None, None
-            with self._casts.in_use():
+            with self._engines.casts.in_use():
                 sums, largest = self._engines.retry(
                     partial(self._backward, batches, divisors, texts), backward=True
                 )

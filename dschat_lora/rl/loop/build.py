@@ -234,12 +234,10 @@ def make_generator(
         setup.engine_started,
         version,
     )
-    return Generator(
-        make_engine(site),
-        eos_ids=ends,
-        batch_size=batch.rows_decoded,
-        find_end=partial(
-            end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
-        ),
-        player=setup.player,
+    generator = partial(
+        Generator, make_engine(site), setup.player, eos_ids=ends, batch_size=batch.rows_decoded
     )
+    if not batch.stop_strings:
+        return generator()
+    decode = setup.tokenizer.decode
+    return generator(find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode))

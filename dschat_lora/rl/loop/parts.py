@@ -62,10 +62,14 @@ class Parts:
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
         self._failure: PartError | None = None
+        self._called = {
+            name: [getattr(part, name) for part in parts if hasattr(part, name)]
+            for name in ("after_step", "after_iteration", "before_checkpoint")
+        }
 
     def after_step(self, result: StepResult) -> None:
         """Tell each of an optimizer step."""
-        for function in self._functions("after_step"):
+        for function in self._called["after_step"]:
             function(result)
 
     def after_iteration(
@@ -73,7 +77,7 @@ class Parts:
     ) -> dict[str, float]:
         """Tell each of an iteration; their metrics."""
         found: dict[str, float] = {}
-        for function in self._functions("after_iteration"):
+        for function in self._called["after_iteration"]:
             try:
                 found |= function(experience, targets) or {}
             except PartError as error:
@@ -91,7 +95,7 @@ class Parts:
 
     def before_checkpoint(self, _: int) -> None:
         """Tell each that a checkpoint of a step is to be written."""
-        for function in self._functions("before_checkpoint"):
+        for function in self._called["before_checkpoint"]:
             function()
 
     def stateful(self) -> dict[str, Any]:
@@ -101,9 +105,6 @@ class Parts:
     def averages(self) -> dict[str, MovingAverage]:
         """Those that keep tensors of the actor, by name."""
         return {part.name: part for part in self._parts if isinstance(part, MovingAverage)}
-
-    def _functions(self, name: str) -> list[Callable[..., Any]]:
-        return [getattr(part, name) for part in self._parts if hasattr(part, name)]
 
 
 @dataclass

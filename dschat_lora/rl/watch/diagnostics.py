@@ -134,10 +134,6 @@ class Diagnostics:
             }
         return self._new(found)
 
-    def check(self, metrics: Mapping[str, Any]) -> None:
-        """:func:`check_sampler` of an iteration's metrics."""
-        check_sampler(metrics, self.dtype, self.engine)
-
     def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""
         ends = ("", "_standard_error", "_change_standard_error")

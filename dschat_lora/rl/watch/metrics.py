@@ -50,15 +50,12 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
     Gradient norms are those of the last step.
     """
     tokens = sum(result.num_tokens for result in results)
-
-    def mean(name: str) -> float | None:
-        values = [(getattr(result, name), result.num_tokens) for result in results]
-        if any(value is None for value, _ in values):
-            return None
-        return sum(value * weight for value, weight in values) / tokens
-
+    means = dict[str, float | None]()
     names = ("loss", "policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
-    means = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
+    for name in (*names, "value_clip_fraction", "approx_kl"):
+        known = getattr(results[0], name) is not None  # in all steps or in none
+        weighted = (getattr(each, name) * each.num_tokens for each in results if known)
+        means[name] = sum(weighted) / tokens if known else None
     if means["text_loss"] is None:
         del means["text_loss"]
     last = results[-1].outcomes
