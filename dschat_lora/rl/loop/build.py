@@ -21,13 +21,20 @@ from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import (
     Engines,
+    Network,
     RewardModelScorer,
     policies_of,
     resolve_architecture,
 )
-from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
+from dschat_lora.rl.loop.parts import (
+    EntropyTarget,
+    KlControl,
+    Parts,
+    RolloutLog,
+    RunOfPart,
+    UserPart,
+)
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
@@ -36,7 +43,6 @@ from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardSum, Scorer
 from dschat_lora.rl.watch.diagnostics import Diagnostics
-from dschat_lora.rl.watch.rows import RolloutLog
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
@@ -219,12 +225,10 @@ def make_generator(
         setup.engine_started,
         version,
     )
-    return Generator(
-        make_engine(site),
-        eos_ids=ends,
-        batch_size=batch.rows_decoded,
-        find_end=partial(
-            end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
-        ),
-        player=setup.player,
+    generator = partial(
+        Generator, make_engine(site), setup.player, eos_ids=ends, batch_size=batch.rows_decoded
     )
+    if not batch.stop_strings:
+        return generator()
+    decode = setup.tokenizer.decode
+    return generator(find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode))
