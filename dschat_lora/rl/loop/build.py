@@ -21,19 +21,25 @@ from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import (
     Engines,
+    Network,
     policies_of,
     resolve_architecture,
 )
-from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
+from dschat_lora.rl.loop.parts import (
+    EntropyTarget,
+    KlControl,
+    Parts,
+    RolloutLog,
+    RunOfPart,
+    UserPart,
+)
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.response.batch import Batching
 from dschat_lora.rl.watch.diagnostics import Diagnostics
-from dschat_lora.rl.watch.rows import RolloutLog
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
@@ -201,12 +207,10 @@ def make_generator(
         setup.engine_started,
         version,
     )
-    return Generator(
-        make_engine(site),
-        eos_ids=ends,
-        batch_size=batch.rows_decoded,
-        find_end=partial(
-            end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
-        ),
-        player=setup.player,
+    generator = partial(
+        Generator, make_engine(site), setup.player, eos_ids=ends, batch_size=batch.rows_decoded
     )
+    if not batch.stop_strings:
+        return generator()
+    decode = setup.tokenizer.decode
+    return generator(find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode))

@@ -17,7 +17,7 @@ from dschat_lora.rl.learn.experience import make_experience
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunctions
+from dschat_lora.rl.score.scores import RewardFunctions
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.metrics import agent_metrics, rewards_by_name, turn_metrics
@@ -95,7 +95,8 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        return self.setup.teacher.reading(self.generator.player.checked(responses))
+        responses, prompts = self.generator.player.checked(responses), self.setup.teacher.prompts
+        return responses if prompts is None else prompts(responses)
 
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""

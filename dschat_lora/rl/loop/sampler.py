@@ -113,7 +113,8 @@ class RolloutSampler:
             responses = [replace(each, group=places[each.group]) for each in drawn]
             first = draws.needed or len(draws.prompts)
             responses += [answer_of(each, group=n) for n, each in enumerate(draws.answers, first)]
-            responses = setup.teacher.reading(responses)
+            if setup.teacher.prompts is not None:
+                responses = setup.teacher.prompts(responses)
         scores, metrics = None, dict[str, float]()
         if tries := config.ppo.dynamic_sampling:
             found = resample(

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from dschat_lora.algos.entropy import applied_entropy_coef
@@ -44,7 +45,7 @@ class RlhfSchedule:
         """Optimizer steps of a pass over the prompts."""
         return self.steps_before(self.iterations_per_epoch)
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Optimizer steps of the run."""
         total = self.num_epochs * self.steps_per_epoch

@@ -41,7 +41,7 @@ from dschat_lora.rl.options.inputs import (
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.players import load_player
-from dschat_lora.rl.score.reward_functions import Scoring, load_scoring
+from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
