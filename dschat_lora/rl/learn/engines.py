@@ -20,7 +20,7 @@ from dschat_lora.rl.learn.served_teacher import ServedTeacher
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.batch import ResponseBatch, gather_rows
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import REWARD_MODEL, Scorer, Scores
+from dschat_lora.rl.score.scores import REWARD_MODEL, RewardSum, Scorer, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
@@ -232,6 +232,17 @@ class RewardModelScorer(Scorer):
         numbers = [n for batch in batches for n in batch.numbers]
         scores = gather_rows(numbers, rows[:, None])[:, 0]
         return Scores(scores, {REWARD_MODEL: scores})
+
+
+def with_reward_model(
+    scorer: Scorer,
+    engines: Engines,
+    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
+) -> Scorer:
+    """The scorer with that of the reward model, if there is one, which reads ``batches``."""
+    if isinstance(scorer, RewardSum) and engines.reward is not None:
+        return scorer.adding(RewardModelScorer(engines, batches))
+    return scorer
 
 
 def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:

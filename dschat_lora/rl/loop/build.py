@@ -1,6 +1,6 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import (
     Engines,
     Network,
-    RewardModelScorer,
     policies_of,
     resolve_architecture,
 )
@@ -39,9 +38,7 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
-from dschat_lora.rl.response.batch import Batching, ResponseBatch
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import RewardSum, Scorer
+from dschat_lora.rl.response.batch import Batching
 from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
@@ -52,11 +49,9 @@ def build_engines(setup: RlhfSetup) -> Engines:
     config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
     reference = roles.reference and roles.reference.model
-    own: dict[str, Any] = {
-        **policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
-    }
+    policies = policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
+    own: dict[str, Any] = {**policies}
     beta = config.teacher.beta
-    scorers: dict[str, Any] = {}
     if config.ppo.rules.distills and beta is not None:
         assert roles.reference is not None, "options refuse it with a server"
         own["divergence"] = DivergenceHead(
@@ -66,10 +61,8 @@ def build_engines(setup: RlhfSetup) -> Engines:
             top_k=config.teacher.distill_top_k,
             entropy_trains=entropy_trains,
         )
-    if roles.critic is not None:
-        scorers["critic"] = RewardModel(roles.critic.model)
-    if roles.reward is not None:
-        scorers["reward"] = RewardModel(roles.reward.model)
+    found = {"critic": roles.critic, "reward": roles.reward}
+    scorers: dict[str, Any] = {n: RewardModel(m.model) for n, m in found.items() if m is not None}
     actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
@@ -89,17 +82,6 @@ def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Networ
             setup.models.roles.models[role].model, options.optim(setup.config.optim)
         )
     return TrainEngine(network, groups, setup.models.settings[role])
-
-
-def make_scorer(
-    setup: RlhfSetup,
-    engines: Engines,
-    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
-) -> Scorer:
-    """What scores; the reward model, if there is one, reads ``batches``."""
-    if isinstance(setup.scoring.scorer, RewardSum) and engines.reward is not None:
-        return setup.scoring.scorer.adding(RewardModelScorer(engines, batches))
-    return setup.scoring.scorer
 
 
 def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:

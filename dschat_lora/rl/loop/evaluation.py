@@ -12,9 +12,8 @@ from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.rl.learn.engines import Engines, with_reward_model
 from dschat_lora.rl.learn.experience import make_experience
-from dschat_lora.rl.loop.build import make_scorer
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
@@ -108,7 +107,8 @@ class RlhfEvaluator:
         starts = range(0, math.ceil(len(responses) / world), size)
         batches = [collate(responses, mine[start : start + size], pad_id) for start in starts]
         state = self.state_of_run()
-        scores = make_scorer(setup, self.engines, lambda _: batches)(responses, state)
+        scorer = with_reward_model(setup.scoring.scorer, self.engines, lambda _: batches)
+        scores = scorer(responses, state)
         experience = make_experience(self.engines, responses, batches, scores).scored()
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]

@@ -14,7 +14,7 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
-from dschat_lora.models.build import as_trained
+from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
@@ -330,13 +330,13 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
     if data_rank() != 0:
         return {}
     roles, data = setup.models.roles, setup.data
-    scorer = roles.reward or roles.critic
-    critic = None
-    if scorer is not None:
-        critic = f"{base_fingerprint(scorer.model)} {adapter_fingerprint(scorer.model)}"
-    actor = setup.models.settings["actor"]
+
+    def fingerprint(adapted: AdaptedModel) -> str:
+        return f"{base_fingerprint(adapted.model)} {adapter_fingerprint(adapted.model)}"
+
+    scorer, actor = roles.reward or roles.critic, setup.models.settings["actor"]
     found = state_identity(roles.actor, setup.tokenizer, data.prompts, actor) | {
-        "critic": critic,
+        "critic": None if scorer is None else fingerprint(scorer),
         "text": None if data.text is None else data.text.train.identity,
         "rows": len(data.prompts.train),
     }
@@ -344,8 +344,7 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
         found["teacher"] = setup.teacher.server.model
     elif roles.teaches:
         assert roles.reference is not None
-        model = roles.reference.model
-        found["teacher"] = f"{base_fingerprint(model)} {adapter_fingerprint(model)}"
+        found["teacher"] = fingerprint(roles.reference)
     if data.answers is not None:
         found["answers"] = data.answers.train.identity
     return found

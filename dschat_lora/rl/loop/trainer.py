@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.report.log import rlhf_line
-from dschat_lora.rl.learn.engines import Engines, Retry
+from dschat_lora.rl.learn.engines import Engines, Retry, with_reward_model
 from dschat_lora.rl.learn.experience import (
     Experience,
     Steps,
@@ -24,7 +24,6 @@ from dschat_lora.rl.loop.build import (
     make_generator,
     make_parts,
     make_pretraining,
-    make_scorer,
     make_throughput,
 )
 from dschat_lora.rl.loop.sampler import RolloutSampler
@@ -62,8 +61,8 @@ class RlhfTrainer:
         self.state = partial(self.schedule.state, self.progress)
         retry = Retry(engines.trained.values(), self.generator.engine)
         self.engines = replace(engines, retry=retry)
-        self._scorer = make_scorer(
-            setup,
+        self._scorer = with_reward_model(
+            setup.scoring.scorer,
             self.engines,
             lambda responses: self._batching.batches(
                 responses,
