@@ -31,8 +31,9 @@ OLD_NAMES = {
     "rl.experience": "rl.learn.experience rl.score.scores",
     "rl.external_rewards": "rl.score.external_rewards",
     "rl.inputs": "rl.options.inputs",
+    "rl.learn.network": "rl.learn.engines",
     "rl.memory": "rl.loop.memory rl.draw.own_engine",
-    "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.watch.rows",
+    "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.loop.parts",
     "rl.play.turn_tokens": "rl.play.environment",
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
     "rl.prompt_stream": "rl.draw.source",
@@ -40,7 +41,7 @@ OLD_NAMES = {
     "rl.response.transfer": "rl.response.response",
     "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores",
     "rl.role_config": "rl.options.role_config",
-    "rl.roles": "rl.learn.roles rl.learn.network",
+    "rl.roles": "rl.learn.roles rl.learn.engines",
     "rl.rollout": "rl.draw.generator rl.draw.own_engine generation.stops rl.draw.source "
     "rl.response.response",
     "rl.rollout_engines": "rl.draw.server_engine rl.draw.engine",
@@ -58,6 +59,7 @@ OLD_NAMES = {
     "rl.validation": "rl.loop.validation",
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.vllm_server": "rl.draw.vllm_server",
+    "rl.watch.rows": "rl.loop.parts",
     "world": "assets.toy_world",
 }
 

@@ -51,7 +51,8 @@ class CachedRows:
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._group, self._pad_id = model, group_of(model), pad_id
-        self._buckets, self._retains, self._steps = buckets, retains, RecordedSteps(record)
+        self._buckets, self._retains = buckets, retains
+        self._steps = None if record is None else RecordedSteps(record)
         self._recurrent = bool(recurrent_layers(model))
         self._order: list[int] = []  # which sequence each row holds, in use or ended
         self._first: list[int] = []  # column that each sequence begins in
@@ -182,8 +183,11 @@ class CachedRows:
         self._filled += 1
         assert self._responses is not None
         rows, self._cache.columns = self._rounded(self._cache.rows, self._filled)
-        shape = (self._responses, rows, self._cache.columns)
-        self._steps.run(shape, self.advance, self._ids.device)
+        if self._steps is None:
+            self.advance()
+        else:
+            shape = (self._responses, rows, self._cache.columns)
+            self._steps.run(shape, self.advance, self._ids.device)
 
     def advance(self) -> None:
         """One token for every row, in place."""

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import count
 
 import torch
@@ -103,9 +104,12 @@ class Decoder:
         self.drafted = self.accepted = 0
         self.release()
 
-    @property
+    @cached_property
     def refills(self) -> bool:
-        """Whether a call may have more responses than ``largest`` says, unless ranks keep step."""
+        """Whether a call may have more responses than ``largest`` says, unless ranks keep step.
+
+        That takes our cache.
+        """
         return takes_cache(self._model)
 
     def release(self) -> None:
@@ -165,7 +169,9 @@ class Decoder:
         if refilled:
             self._rows = None  # one cache at a time
         before = self._rows if self._retains else None
-        known, self._weights = self._weights, _weights_of(self._model)
+        known = self._weights
+        if self._keeps:
+            self._weights = _weights_of(self._model)
         fits = self._rows is None or self._rows.holds(len(flat), columns)
         key = (sampling, keep_logprobs, limits is not None)
         fits = fits and (key not in self._responses or self._responses[key].capacity >= len(flat))
@@ -239,7 +245,7 @@ class Decoder:
             self._slots = None
 
     def _rows_for(self, rows: int, columns: int) -> CachedRows | RecomputedRows:
-        if not takes_cache(self._model):
+        if not self.refills:
             return RecomputedRows(self._model, pad_id=self._pad_id, device=self._device)
         if self._rows is None:
             capacity = rows, columns
@@ -268,10 +274,11 @@ class Decoder:
                     self._linears = FastLinears(
                         self._model, merged=self._merged, unpacked=self._unpacked
                     )
-                    self._weights = _weights_of(self._model)  # some may have been moved
+                    if self._keeps:
+                        self._weights = _weights_of(self._model)  # some may have been moved
                 stack.enter_context(self._linears.in_use())
             stack.enter_context(fp32_logits(self._model))
-            if takes_cache(self._model):
+            if self.refills:
                 stack.enter_context(fast_attention(self._model))
             yield
 

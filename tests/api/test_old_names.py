@@ -58,6 +58,7 @@ FORMER = {
         "Sources RlhfInputs episode_prompt find_sources check_vocabularies other_tokenizer "
         "text_data answers_data shares_base announce note_without_effect"
     ),
+    "rl.learn.network": "Network",
     "rl.memory": (
         "memory_plan trained_models divergence_bytes unpacking_for_rollouts unpacking_note "
         "keeping_cache cache_columns cache_bytes"
@@ -119,6 +120,7 @@ FORMER = {
     ),
     "rl.verifiers_environment": "Verifiers",
     "rl.vllm_server": "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess",
+    "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
     "world": "reward rule",
 }
 

@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 
-from dschat_lora.rl.learn.dynamic_sampling import idle_groups, resample
+from dschat_lora.rl.learn.dynamic_sampling import resample
+from dschat_lora.rl.learn.experience import idle_groups
 from dschat_lora.rl.loop.validation import check_rewards
 from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig

@@ -105,7 +105,8 @@ class OwnEngine:
             raise FullWhileDecodingError(str(error)) from error
         finally:
             if not self._keeps_memory:
-                self._decoders.clear()
+                for each in self._decoders.values():
+                    each.release()
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[PreTrainedModel, KeepGoing | None]]:
@@ -126,7 +127,7 @@ class OwnEngine:
     @property
     def keeps(self) -> bool:
         """Whether anything is kept in memory for the next rollout."""
-        return bool(self._decoders)
+        return self._keeps_memory and bool(self._decoders)
 
     def release(self) -> None:
         """Free what is kept, from here on after every rollout."""

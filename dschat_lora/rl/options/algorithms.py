@@ -1,9 +1,9 @@
 """Algorithms of the update, with the options that their papers set, and pretraining text."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from dschat_lora.config.groups import require, require_numbers
@@ -33,14 +33,10 @@ def of_divergence(help: str) -> Any:
 
 def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
     """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
-    read = read or name
 
     def message(value: Callable[[str], Any]) -> str:
-        if read in value("rules").reads:
+        if (read or name) in value("rules").reads:
             return ""
-        readers = [each for each, rules in ALGORITHMS.items() if read in rules.reads]
-        if len(readers) < 3:
-            return no_effect(name, f" without --algorithm {' or '.join(readers)}")
         return no_effect(name, f" with --algorithm {value('algorithm')}")
 
     return message
@@ -48,11 +44,6 @@ def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
 
 of_critic = partial(option, when="has_critic")
 of_correction = partial(option, when="rollout_correction or importance_cap")
-
-
-def sums_differ(total: Sequence[float], rewards: Mapping[str, Sequence[float]]) -> bool:
-    """Whether two responses to a prompt have different scores (section 3.2 of arXiv:2503.14476)."""
-    return len(set(total)) > 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Algorithm:
         default_factory=lambda: CLIP | {"dual_clip": "dual_clip"}
     )
     needs: frozenset[str] = frozenset({"groups"})  # of NEEDS
-    learns_from: Function = sums_differ
+    learns_from: Function = "dschat_lora.algos.credit:sums_differ"
     by_reward: bool = False  # reads rewards by name, and not their shaped sum
     options: tuple[str, ...] = ()  # that the estimator reads, and not every one
     kl_coef: float = 0.1
@@ -93,12 +84,22 @@ class Algorithm:
             raise ValueError(f"needs of an algorithm are some of {NEEDS}, got {self.needs!r}")
         object.__setattr__(self, "needs", frozenset(self.needs))
 
+    @cached_property
+    def estimate(self) -> Callable[..., Any]:
+        """The function of advantages."""
+        return called(self.estimator)
+
+    @cached_property
+    def teaches(self) -> Callable[..., Any]:
+        """The function that says whether the responses to a prompt teach something."""
+        return called(self.learns_from)
+
     @property
     def compares(self) -> bool:
         """Whether it compares the responses to a prompt, and so needs several."""
         return "groups" in self.needs
 
-    @property
+    @cached_property
     def distills(self) -> bool:
         """Whether a teacher says what each token is worth, and stands in the reference's place."""
         return "teacher" in self.needs
@@ -390,19 +391,19 @@ class PpoConfig:
         if self.adaptive_kl_target and not self.kl_coef:
             raise ValueError("--adaptive_kl_target scales --kl_coef, which is 0: give it a start")
 
-    @property
+    @cached_property
     def rules(self) -> Algorithm:
         """What the algorithm is by its paper."""
         return find_algorithm(self.algorithm)
 
-    @property
+    @cached_property
     def surrogate(self) -> Callable[..., Any]:
         """The policy's loss with its options, of log-probabilities, old ones, advantages, mask."""
         rules = self.rules
         values = {name: getattr(self, option) for name, option in rules.loss_options.items()}
         return partial(called(rules.loss), **values)
 
-    @property
+    @cached_property
     def weighs_by_policy(self) -> bool:
         """Whether old log-probabilities of all responses are in advantages or weights."""
         return (
@@ -416,7 +417,7 @@ class PpoConfig:
         """Whether the loss may have an entropy bonus at some iteration."""
         return self.entropy_coef > 0 or self.target_entropy > 0
 
-    @property
+    @cached_property
     def correction(self) -> RolloutCorrection | None:
         """Bounds of importance weights; None: all are 1."""
         if self.importance_cap:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.data import DataConfig, SourceConfig
@@ -227,7 +227,7 @@ class RolloutConfig:
         """How many prompts are begun where so many are needed."""
         return math.ceil(self.oversample * prompts - 1e-9)
 
-    @property
+    @cached_property
     def engine(self) -> EngineFacts:
         """What the engine that draws responses says of itself."""
         return engine_facts(self.rollout_engine)
@@ -247,7 +247,7 @@ class RolloutConfig:
         """Whether responses are drawn from the very distribution that learns."""
         return self.only_filters and self.top_p == 1 and self.top_k == 0
 
-    @property
+    @cached_property
     def only_filters(self) -> bool:
         """Whether it is that distribution but for top-p and top-k."""
         return self.do_sample and self.rollout_temperature in (None, self.temperature)
