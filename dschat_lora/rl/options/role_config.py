@@ -84,14 +84,10 @@ class RoleConfig:
     ruled: tuple[float, float] | None = hidden(None)
 
     def __post_init__(self) -> None:
-        role = self.role
-        require(self.lora_dim >= 0, f"{role}_lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
-        require(bool(self.target_modules), f"{role}_target_modules", (), "one name or more")
-        rates = ("learning_rate", "lora_learning_rate", "expert_learning_rate")
-        alphas = ("lora_alpha", "expert_lora_alpha")
-        require_numbers(self, "> 0", *alphas, *rates, prefix=f"{role}_")
-        require_numbers(self, ">= 0", "weight_decay", "expert_lora_dim", prefix=f"{role}_")
-        require_numbers(self, "in [0, 1)", "dropout", prefix=f"{role}_")
+        with option_errors_for(self.role):
+            self.lora(only_optimize_lora=True)
+            self.optim(ScheduleConfig())
+            require_numbers(self, "in [0, 1)", "dropout")
 
     def rate_warning(self, parameters: int, *, given: Collection[str]) -> str | None:
         """A warning where the adapter of a model of so many parameters trains at the default rate.
