@@ -42,7 +42,8 @@ FLOORS = [
         "report": Room(
             "config",
             "jinja2 torch tqdm trackio wandb",
-            "appended_file curves directory html log markup rollouts run_data sections terminal trackers verdict",
+            "appended_file curves directory html log markup rollouts run_data sections terminal"
+            " trackers verdict",
         ),
         "data": Room(
             "algos config",

@@ -125,7 +125,7 @@ class Ours:
         self._setup, self._run = _set_up(task, _ppo_options(task), self._closing)
         assert self._run.directory is not None
         self._metrics = self._run.directory / "metrics.jsonl"
-        stored = self._setup.prompts.train
+        stored = self._setup.data.prompts.train
         found = [stored[number].input_ids.tolist() for number in range(len(stored))]
         assert found == task.prompts, "prompts are tokenised as they were drawn"
         self._engines = build_engines(self._setup)
@@ -145,7 +145,7 @@ class Ours:
     @property
     def weight_bytes(self) -> int:
         """Of all roles, what they share once."""
-        return _bytes_of([self._setup.roles.whole()])
+        return _bytes_of([self._setup.models.roles.whole()])
 
     def iterate(self, name: str) -> IterationWork:
         """The next iteration in a setting."""
@@ -268,7 +268,7 @@ def _make_iterations(
     made = RlhfTrainer(setup, engines)
     made.progress = made.sampler.progress = progress
     if numbers is not None:
-        count, samples = len(numbers), setup.prompts.train
+        count, samples = len(numbers), setup.data.prompts.train
         source = SamePrompts(count, count, SEED, samples, numbers=numbers)
         made.schedule, made.sampler.source = replace(made.schedule, source=source), source
     return made

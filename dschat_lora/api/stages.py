@@ -223,8 +223,8 @@ def rlhf(
         data: rows with prompts.
         rewards: what scores responses, one or several: functions that take ``responses`` (or
             ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
-            reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
-            has a weight.
+            reward models, names such as ``"builtin:length=12"``, or objects with ``names`` that
+            give a reward by each of them. With ``reward_weights`` each has a weight.
         environment: function that answers the actor's turns, or a class whose objects do, each
             through an episode, or a dict of classes by the rows' column ``environment``; or a
             player, an object whose ``play(tasks, draw, *, key)`` makes the responses.

@@ -39,8 +39,7 @@ OLD_NAMES = {
     "rl.prompt_stream": "rl.draw.source",
     "rl.response.messages": "rl.response.response",
     "rl.response.transfer": "rl.response.response",
-    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response "
-    "rl.score.reward_functions rl.score.scores",
+    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores",
     "rl.role_config": "rl.options.role_config",
     "rl.roles": "rl.learn.roles rl.learn.engines",
     "rl.rollout": "rl.draw.generator rl.draw.own_engine generation.stops rl.draw.source "
@@ -48,6 +47,7 @@ OLD_NAMES = {
     "rl.rollout_engines": "rl.draw.server_engine rl.draw.engine",
     "rl.rollout_servers": "rl.draw.completions rl.draw.engine_checks rl.draw.server_engine",
     "rl.rollouts_ahead": "rl.draw.rollouts_ahead",
+    "rl.score.reward_functions": "rl.score.scores",
     "rl.served_teacher": "rl.learn.served_teacher",
     "rl.setup": "rl.loop.setup rl.learn.roles",
     "rl.stateful_environment": "rl.play.stateful_environment rl.play.players",

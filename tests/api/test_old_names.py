@@ -77,11 +77,11 @@ FORMER = {
     "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
         "UserFunctionError TrainerState RewardLog UserFunction same_gradients find_function "
-        "find_object check_takes_responses OWN TRL SINGULAR VERL OPENRLHF named_parameters "
-        "takes_all takes_responses is_singular one_at_a_time required_columns calls_of "
+        "find_object check_takes_responses OWN TRL VERL OPENRLHF named_parameters "
+        "takes_all is_singular one_at_a_time calls_of "
         "messages_after_prompt prompt_messages as_messages prompt_of RewardError RewardFunction "
-        "shortened RewardFunctions load_function INITIAL_SCORES shaped_rewards "
-        "rescale_values clipped_rewards punish_overlong"
+        "shortened RewardFunctions load_function INITIAL_SCORES "
+        "rescale_values"
     ),
     "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
     "rl.roles": "Roles build_roles frozen Network",
@@ -96,6 +96,9 @@ FORMER = {
         "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
     ),
     "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.score.reward_functions": (
+        "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
+    ),
     "rl.served_teacher": (
         "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
     ),

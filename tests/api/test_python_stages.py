@@ -39,6 +39,7 @@ from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.engine.rendezvous import LAUNCHED
 from dschat_lora.models.fingerprint import saved_model
 from helpers.launcher import ROOT
+from helpers.players import BetterOfTwo
 
 pytestmark = pytest.mark.stage
 
@@ -101,6 +102,17 @@ def test_rlhf_has_the_numbers_of_the_command_bit_for_bit(sft, scorer, tmp_path, 
     }
     assert_same(run, by_command("rlhf", tmp_path, **options, **ROLLOUTS))
     assert any("reward/brevity" in line for line in run.metrics)
+
+
+def test_a_player_that_is_handed_over_has_the_numbers_of_the_command_bit_for_bit(sft, tmp_path):
+    run = dl.rlhf(sft, data=ROWS, environment=BetterOfTwo(), **ROLLOUTS)
+    options = {
+        "actor_model_name_or_path": sft.path,
+        "environment": "helpers.players:BetterOfTwo",
+        "data_path": write_rows(tmp_path / "rows.jsonl", ROWS),
+    }
+    assert_same(run, by_command("rlhf", tmp_path, **options, **ROLLOUTS))
+    assert all("reward/BetterOfTwo" in line for line in run.metrics if line["kind"] == "train")
 
 
 def test_a_scorer_of_ones_own_gives_several_rewards_as_functions_do(sft, tmp_path, monkeypatch):
@@ -410,8 +422,8 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=2), ValueError, "a list of numbers"),
         (lambda: dl.rlhf(rewards=lambda text: 1.0), ValueError, "--reward_function python:lambda"),
         (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm must be one of ppo"),
-        (lambda: dl.rlhf(algorithm=4), ValueError, "--algorithm must be one of ppo"),
-        (lambda: dl.rlhf(algorithm="json:nosuch"), ValueError, "--algorithm json:nosuch does not"),
+        (lambda: dl.rlhf(algorithm=4), ValueError, "--algorithm python:int must be a function"),
+        (lambda: dl.rlhf(algorithm="json:nosuch"), ValueError, "json has no algorithm nosuch"),
         (lambda: dl.rlhf(algorithm="nosuch:x"), ValueError, "--algorithm nosuch:x cannot be imp"),
         (lambda: dl.Algorithm(brevity, needs={"luck"}), ValueError, "needs of an algorithm are"),
         (lambda: dl.plan("sfft"), ValueError, "stage must be one of sft, reward"),

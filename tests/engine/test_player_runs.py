@@ -12,7 +12,7 @@ from helpers.rlhf_course import save_family, write_prompts
 pytestmark = pytest.mark.stage
 
 ARGV = """
-    --max_prompt_seq_len 14 --max_answer_seq_len 12 --max_steps 2 --num_train_epochs 9
+    --max_prompt_seq_len 14 --max_answer_seq_len 12 --max_steps 4 --num_train_epochs 9
     --eval_prompts 2 --eval_ratio 0 --actor_lora_learning_rate 5e-3 --stop_tokens e i n t a o
     --algorithm grpo --num_generations 2 --generation_batches 2 --log_rollouts 99
 """.split()
@@ -59,7 +59,7 @@ def test_rollouts_of_a_player_are_the_same_in_one_process_and_in_two(runs, playe
     one, two = runs[player, 1], runs[player, 2]
     assert len(one.rows) == 2 * 16
     assert one.texts == two.texts
-    assert [row["rewards"] for row in one.rows] == pytest.approx([r["rewards"] for r in two.rows])
+    assert [row["rewards"] for row in one.rows] == [row["rewards"] for row in two.rows]
 
 
 @pytest.mark.parametrize("player", PLAYERS)
@@ -71,24 +71,21 @@ def test_log_probabilities_of_what_a_player_drew_are_those_of_the_policy(runs, p
 
 def test_a_player_may_ask_twice_and_score_by_its_own_rule(runs):
     run = runs["BetterOfTwo", 1]
-    for row in run.rows:
-        tokens = row["tokens"]
-        own = len(set(tokens)) / len(tokens)
-        assert row["rewards"] == {"BetterOfTwo": pytest.approx(own)}
+    tokens = [each for rollout in run.texts if len(rollout) == 16 for each in rollout]
+    for row, own in zip(run.rows, tokens, strict=True):
+        assert row["rewards"] == {"BetterOfTwo": pytest.approx(len(set(own)) / len(own))}
     for line in run.trains:
-        assert line["turns"] == 1 if "turns" in line else True
         own = [r["reward"] for r in run.rows if r["iteration"] == line["iteration"]]
         assert line["reward/BetterOfTwo"] == pytest.approx(sum(own) / len(own))
 
 
 def test_of_a_hint_between_two_turns_nothing_is_learnt(runs):
     run = runs["Hint", 1]
-    hinted = [row for row in run.rows if "ab" in row["response"]]
-    assert 0 < len(hinted) < len(run.rows)
-    for row in hinted:
-        learnt = "".join(row["tokens"])
-        assert len(learnt) < len(row["response"])
-        assert row["length"] == len(row["tokens"])
+    tokens = [each for rollout in run.texts if len(rollout) == 16 for each in rollout]
+    read = [len(own) - row["length"] for own, row in zip(tokens, run.rows, strict=True)]
+    assert {0, 2} <= {*read} <= {0, 2, 4}  # the two letters of each hint
+    for row, count in zip(run.rows, read, strict=True):
+        assert row["response"].count("ab") >= count // 2
     for line in run.trains:
         assert line["environment_tokens"] > 0
         assert line["turns"] > 1

@@ -2,6 +2,8 @@
 
 import json
 import math
+from contextlib import ExitStack
+from types import SimpleNamespace as Has
 
 import pytest
 
@@ -12,7 +14,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.rl.draw.engine import Asked, Drawn, EngineDecoder, RolloutError
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import engine_facts
+from dschat_lora.rl.options.engines import EngineFacts, engine_facts
 from helpers.random_engine import Engine, Known
 from helpers.rlhf_course import save_family, write_prompts
 
@@ -29,11 +31,9 @@ RANDOM = "helpers.random_engine:Engine"
 class Site:
     """Of an actor of 50 tokens, of which 2 ends a response."""
 
-    def __init__(self, name):
-        from contextlib import ExitStack
-        from types import SimpleNamespace as Has
-
-        self.config = Has(batch=Has(rollout_engine=name))
+    def __init__(self, name, at_a_time=0):
+        facts = EngineFacts(batches_itself=not at_a_time)
+        self.config = Has(batch=Has(rollout_engine=name, engine=facts, rows_decoded=at_a_time))
         self.actor = Has(model=Has(config=Has(vocab_size=50)))
         self.ends, self.run, self.version = frozenset([2]), Has(closing=ExitStack()), lambda: 7
 
@@ -116,6 +116,9 @@ def test_an_engine_gets_the_weights_once_a_rollout_and_is_closed_with_the_run():
         def close(self):
             told.append("closed")
 
+    with EngineDecoder(Told(), Site("my:Engine", at_a_time=6)).decoding() as (_, at_a_time):
+        assert at_a_time == 6
+    told.clear()
     with EngineDecoder(Told(), site).decoding() as (begin, _):
         for limits in (None, [1, 9]):
             begin([[5, 6], [7]], Sampling(4), seeds=[[1, 2], [3, 4]], limits=limits)()
@@ -150,7 +153,7 @@ def test_facts_have_defaults_and_are_those_that_a_class_or_object_says():
     ("name", "words"),
     [
         ("helpers.nothing:Engine", "cannot be imported: No module named 'helpers.nothing'"),
-        ("helpers.random_engine:Nothing", "helpers.random_engine has no Nothing"),
+        ("helpers.random_engine:Nothing", "helpers.random_engine has no object Nothing"),
         ("helpers.random_engine:random", r"has no method draw\(asked, sampling\)"),
     ],
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.data.loader import Window
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.pretraining import Pretraining
@@ -13,7 +14,7 @@ from dschat_lora.rl.loop.parts import rollout_rows
 from dschat_lora.rl.options.algorithms import ALGORITHMS, RolloutCorrection
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Origin, Response
-from dschat_lora.rl.score.scores import clipped_rewards
+from dschat_lora.rl.score.scores import shape
 from dschat_lora.rl.watch.metrics import importance_metrics, response_metrics, sampler_errors
 
 
@@ -176,12 +177,13 @@ def test_metrics_of_responses_are_means_over_those_that_count():
 
 def test_clipped_scores_are_told_whatever_the_penalty():
     config = RewardsConfig(clip_reward_value=2.0, missing_eos_penalty=1.0)
-    # as they teach: 2, 2 less the penalty, -2, 1, 3 would be beyond
-    teaching = torch.tensor([2.0, 1.0, -2.0, 1.0])
-    ended = torch.tensor([True, False, True, True])
-    assert clipped_rewards(teaching, ended, config).tolist() == [True, True, True, False]
-    free = RewardsConfig(clip_reward_value=0.0)
-    assert not clipped_rewards(torch.tensor([99.0]), torch.tensor([True]), free).any()
+    scores, ended = torch.tensor([2.0, 3.0, -9.0, 1.0]), torch.tensor([True, False, True, True])
+    options = ended, [1] * 4, RunningMoments()
+    found = shape(scores, *options, replace(config, reward_scaling="none"), longest=9)
+    assert found.rewards.tolist() == [2.0, 1.0, -2.0, 1.0]
+    assert found.clip_fraction == 0.75
+    free = RewardsConfig(clip_reward_value=0.0, reward_scaling="none")
+    assert shape(99 * scores, *options, free, longest=9).clip_fraction == 0.0
 
 
 class Texts:

@@ -16,13 +16,15 @@ from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
-from dschat_lora.rl.score.reward_functions import (
+from dschat_lora.rl.score.scores import (
+    EpisodeScorer,
     RewardFunction,
     RewardFunctions,
+    RewardSum,
+    Scores,
     load_function,
     load_scorer,
 )
-from dschat_lora.rl.score.scores import EpisodeScorer, RewardSum, Scores
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
@@ -170,7 +172,7 @@ def test_only_the_calls_that_failed_are_made_again(kind, capsys):
     asked = made(function, retries=1)
     assert asked(responses)[:, 0].tolist() == [float(n) for n in range(3, 11)]
     assert sorted(map(int, calls)) == [3, 4, 5, 6, 6, 7, 8, 9, 10]
-    assert asked.log.metrics == {"calls": [1.0] * 8}
+    assert asked.log.metrics == [("calls", 1.0)] * 8
     assert "failed for 1 of 8 responses and is tried again" in capsys.readouterr().err
     calls.clear()
     failing[0] = 2

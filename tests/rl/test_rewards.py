@@ -11,8 +11,7 @@ import torch
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunction, load_function
-from dschat_lora.rl.score.scores import rescale_values, shaped_rewards
+from dschat_lora.rl.score.scores import RewardFunction, load_function, rescale_values, shape
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
@@ -227,12 +226,14 @@ def taught(scores, ended=None, moments=None, **options):
     """(scores that teach, moments after) with everything off that is not named."""
     config = RewardsConfig(**{"clip_reward_value": 0.0, "reward_scaling": "none"} | options)
     ended = torch.ones(len(scores), dtype=torch.bool) if ended is None else torch.tensor(ended)
-    return shaped_rewards(torch.tensor(scores), ended, moments or RunningMoments(), config)
+    scores, before = torch.tensor(scores), moments or RunningMoments()
+    found = shape(scores, ended, [1] * len(scores), before, config, longest=9)
+    return found.rewards, found.moments
 
 
 def test_scores_teach_as_they_are_where_nothing_is_asked():
     found, moments = taught([3.0, math.nan, -70.0])
-    torch.testing.assert_close(found, torch.tensor([3.0, math.nan, -70.0]), equal_nan=True)
+    assert found.tolist() == [3.0, 0.0, -70.0]  # 0 where no score is
     assert moments == RunningMoments()
 
 
@@ -250,8 +251,8 @@ def test_running_scale_divides_by_the_deviation_of_all_scores_so_far():
     first, second = [1.0, 4.0, math.nan, 2.0], [10.0, -6.0]
     found, moments = taught(first, reward_scaling="running")
     spread = statistics.stdev([1.0, 4.0, 2.0])
-    expected = torch.tensor([x / spread for x in first])
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    expected = torch.tensor([x / spread for x in first]).nan_to_num(0.0)
+    torch.testing.assert_close(found, expected)
     found, moments = taught(second, moments=moments, reward_scaling="running")
     every = [1.0, 4.0, 2.0, *second]
     torch.testing.assert_close(found, torch.tensor([x / statistics.stdev(every) for x in second]))
@@ -268,8 +269,8 @@ def test_initial_scale_takes_in_iterations_until_it_has_64_scores():
         seen += scores
         found, moments = taught([*scores, math.nan], moments=moments, reward_scaling="initial")
         mean, spread = statistics.mean(seen), statistics.stdev(seen)
-        expected = torch.tensor([*((x - mean) / spread for x in scores), math.nan])
-        torch.testing.assert_close(found, expected, equal_nan=True)
+        expected = torch.tensor([*((x - mean) / spread for x in scores), 0.0])
+        torch.testing.assert_close(found, expected)
     assert moments.count == 83
     found, after = taught(third, moments=moments, reward_scaling="initial")
     torch.testing.assert_close(found, torch.tensor([(x - mean) / spread for x in third]))

@@ -248,7 +248,7 @@ def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, monkeyp
         run = dl.distill(
             data=ROWS, teacher=f"{address}/v1#teacher", output_dir=tmp_path / "run", **more, **SHORT
         )
-    assert sorted(built[0].roles.models) == ["actor"]
+    assert sorted(built[0].models.roles.models) == ["actor"]
     assert [line["kind"] for line in run.metrics] == [line["kind"] for line in own.metrics]
     for line, expected in zip(run.metrics, own.metrics, strict=True):
         for name in set(NAMES) & set(expected):

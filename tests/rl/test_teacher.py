@@ -245,7 +245,7 @@ def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, 
     options = {**SHORT, "max_steps": 12, "per_device_generation_batch_size": 8}
     options |= {"per_device_training_batch_size": 8, "rewards": [brevity]}
     run = dl.distill(student, ROWS, teacher=teacher, output_dir=tmp_path / "out", **options)
-    roles = built[0].roles
+    roles = built[0].models.roles
     owned = [
         {p.data_ptr() for n, p in each.model.named_parameters() if "lora_" not in n}
         for each in (roles.actor, roles.reference)
@@ -303,5 +303,5 @@ def test_a_teacher_of_four_bits_has_a_base_of_its_own(sft, monkeypatch):
         "dschat_lora.rl.loop.train.build_engines", lambda setup: found.append(setup) or build(setup)
     )
     dl.distill(student, ROWS, teacher=teacher, teacher_bits=4, **{**SHORT, "max_steps": 1})
-    assert found[0].roles.reference.base_bits == 4
-    assert found[0].roles.actor.base_bits == 16
+    assert found[0].models.roles.reference.base_bits == 4
+    assert found[0].models.roles.actor.base_bits == 16

@@ -18,7 +18,8 @@ from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.loading import PreTrainedModel
 from dschat_lora.rl.draw.completions import EngineError, are_logprobs
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import as_object, package_function
+from dschat_lora.rl.options.engines import as_object
+from dschat_lora.rl.options.names import called
 from dschat_lora.rl.response.errors import FullWhileDecodingError, UserFunctionError
 from dschat_lora.runtime.memory import MemoryPlan
 from dschat_lora.runtime.run import OpenRun
@@ -143,7 +144,7 @@ def make_engine(site: EngineSite) -> Drawing:
     """The engine that ``--rollout_engine`` names, closed when the run is."""
     facts = site.config.batch.engine
     if facts.make:
-        made: Drawing = package_function(facts.make)(site)
+        made: Drawing = called(facts.make)(site)
         return made
     return EngineDecoder(as_object(facts.own), site)
 
@@ -192,6 +193,8 @@ class EngineDecoder:
 
     def __init__(self, engine: Any, site: EngineSite) -> None:
         self.engine, self._site, self._name = engine, site, site.config.batch.rollout_engine
+        batch = site.config.batch
+        self._at_a_time = None if batch.engine.batches_itself else batch.rows_decoded
         # A tokenizer may have fewer tokens than the model has logits.
         self._vocab_size = int(site.actor.model.config.vocab_size)
         if hasattr(engine, "close"):
@@ -206,7 +209,7 @@ class EngineDecoder:
         """
         try:
             self._told("publish", self._site.actor, self._site.version())
-            yield self.begin, None
+            yield self.begin, self._at_a_time
             self._told("pause")
         except torch.OutOfMemoryError as error:
             raise FullWhileDecodingError(str(error)) from error

@@ -20,7 +20,7 @@ from dschat_lora.rl.learn.served_teacher import ServedTeacher
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.batch import ResponseBatch, gather_rows
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import REWARD_MODEL, Scores
+from dschat_lora.rl.score.scores import REWARD_MODEL, Scorer, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
@@ -216,15 +216,12 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class RewardModelScorer:
+class RewardModelScorer(Scorer):
     """The reward model's score at the end of each response, by a forward pass over batches."""
 
     engines: Engines
     batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]]  # as many on every rank
     names = (REWARD_MODEL,)
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        """It reads none."""
 
     @torch.no_grad()
     def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:

@@ -1,4 +1,4 @@
-"""A teacher behind a server: log-probabilities of tokens that vLLM or `dschat-lora serve` give."""
+"""A teacher behind a server, which gives log-probabilities of a prompt's tokens."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -56,8 +56,8 @@ def read_prompt_logprobs(reply: Any) -> tuple[list[int], list[float]]:
         logprobs = [each["logprob"] for _, each in found]
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ServerError(
-            "its reply has no choices with prompt_logprobs, as those of vLLM and of `dschat-lora "
-            f"serve` have: {repr(reply)[:200]}"
+            "its reply has no choices with prompt_logprobs, which the servers that --help names "
+            f"give: {repr(reply)[:200]}"
         ) from error
     if not are_logprobs(logprobs):
         raise ServerError("its prompt_logprobs are no log-probabilities")

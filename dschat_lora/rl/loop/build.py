@@ -140,11 +140,7 @@ def make_throughput(
     )
 
 
-def make_parts(
-    setup: RlhfSetup,
-    progress: RlhfProgress,
-    pretraining: Pretraining | None,
-) -> Parts:
+def make_parts(setup: RlhfSetup, progress: RlhfProgress, pretraining: Pretraining | None) -> Parts:
     """The parts of a run by its options.
 
     Raises:
@@ -161,11 +157,8 @@ def make_parts(
         most=classic.log_rollouts,
         iteration=lambda: progress.iteration,
     )
-    average = (
-        MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
-        if classic.enable_ema
-        else None
-    )
+    actor = setup.models.roles.actor.model
+    average = MovingAverage(actor, classic.ema_decay) if classic.enable_ema else None
     own = [
         UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
         for name in classic.parts
@@ -177,36 +170,34 @@ def make_parts(
 
 def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
     """Unpacked rows of the pretraining text, as many a step as responses; None without any."""
-    config, seed, data = setup.config, setup.config.run.seed, text_data(setup.config)
-    texts = setup.data.text
+    config, data, texts = setup.config, text_data(setup.config), setup.data.text
     if texts is None or data is None:
         return None
+    seed, rows = config.run.seed, config.batch.per_device_training_batch_size
+    times = config.batch.gradient_accumulation_steps
     options: dict[str, Any] = {
-        "micro_batch_size": config.batch.per_device_training_batch_size,
-        "gradient_accumulation_steps": config.batch.gradient_accumulation_steps,
+        "micro_batch_size": rows,
+        "gradient_accumulation_steps": times,
         "rank": data_rank(),
         "world_size": data_world_size(),
         "seed": seed,
         "collate": SampleCollator(int(setup.tokenizer.pad_token_id)),
     }
     unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
-    coefficient = config.pretraining.unsup_coef
-    if data.streaming:
-        stream = StreamLoader(
-            setup.stream(data, texts, "samples"),
-            pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
-            steps=config.optim.max_steps,
-            taken=config.batch.per_device_training_batch_size
-            * config.batch.gradient_accumulation_steps
-            * data_world_size(),
-            names=(),
-            kind="samples",
-            say=setup.run.log.say,
-            **options,
-        )
-        return Pretraining(stream.steps, stream, coefficient=coefficient)
-    loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
-    return Pretraining(loader.steps, None, coefficient=coefficient)
+    if not data.streaming:
+        loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
+        return Pretraining(loader.steps, None, coefficient=config.pretraining.unsup_coef)
+    stream = StreamLoader(
+        setup.stream(data, texts, "samples"),
+        pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
+        steps=config.optim.max_steps,
+        taken=rows * times * data_world_size(),
+        names=(),
+        kind="samples",
+        say=setup.run.log.say,
+        **options,
+    )
+    return Pretraining(stream.steps, stream, coefficient=config.pretraining.unsup_coef)
 
 
 def make_generator(

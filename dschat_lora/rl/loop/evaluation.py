@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
@@ -19,7 +18,7 @@ from dschat_lora.rl.loop.build import make_scorer
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunctions
+from dschat_lora.rl.score.scores import RewardFunctions
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.metrics import agent_metrics, rewards_by_name, turn_metrics
@@ -37,7 +36,7 @@ class RlhfEvaluator:
     engines: Engines
     generator: Generator
     diagnostics: Diagnostics
-    state_of_run: Callable[[], TrainerState] = TrainerState
+    state_of_run: Callable[[], TrainerState]
 
     def __post_init__(self) -> None:
         run, held_out = self.setup.run, self.setup.data.prompts.eval
@@ -115,11 +114,10 @@ class RlhfEvaluator:
         kl = response_sums(experience.kl(), experience.mask)[counts]
         played = [each for each in responses if not each.episode.failure]
         found = {
-            "reward": _mean(experience.scores[counts]),
-            "reward_standard_error": _standard_error(experience.scores[counts]),
+            **_mean("reward", experience.scores[counts]),
             **(rewards_by_name(experience) if counts.any() else {}),
-            "kl": _mean(kl),
-            "response_length": _mean(torch.tensor([float(r.num_actor_tokens) for r in played])),
+            "kl": float(kl.double().mean()),
+            "response_length": sum(r.num_actor_tokens for r in played) / len(played),
             **turn_metrics(played),
             **agent_metrics(responses),
             "eos_rate": sum(r.ended for r in played) / len(played),
@@ -128,17 +126,12 @@ class RlhfEvaluator:
         if setup.scoring.judge is not None:
             judged = RewardFunctions((setup.scoring.judge,))(responses, state).total
             values["judge"] = judged
-            judged = judged[~judged.isnan()]
-            found["judge"] = _mean(judged)
-            found["judge_standard_error"] = _standard_error(judged)
+            found |= _mean("judge", judged[~judged.isnan()])
         return found, values
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean()) if len(values) else math.nan
-
-
-def _standard_error(values: Tensor) -> float:
-    if len(values) < 2:
-        return math.nan
-    return float(values.double().std()) / math.sqrt(len(values))
+def _mean(name: str, values: Tensor) -> dict[str, float]:
+    """The mean of (N,) values and its standard error; NaN where they are too few."""
+    values, count = values.double(), len(values)
+    error = float(values.std()) / math.sqrt(count) if count > 1 else math.nan
+    return {name: float(values.mean()), f"{name}_standard_error": error}

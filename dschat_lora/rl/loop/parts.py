@@ -207,15 +207,18 @@ class RunOfPart:
     earlier: Path | None = None  # directory of the run that is gone on from elsewhere
     files: dict[str, AppendedFile] = field(default_factory=dict)
 
-    def appended(self, name: str) -> AppendedFile:
-        """A file of the run's directory, to ``append`` bytes to; rank 0 alone writes.
+    def appended(self, name: str, head: str = "") -> AppendedFile:
+        """A file of the run's directory, to ``append`` text to after each step or iteration.
 
-        Where the run is resumed, what was appended after its checkpoint is cut off.
+        Rank 0 alone writes. ``head`` stands before the first of it. Where the run is resumed, what
+        was appended after its checkpoint is cut off.
         """
         source = None if self.earlier is None else self.earlier / name
-        path = self.output_dir / name
-        self.files[name] = AppendedFile(path, self.log, active=rank() == 0, source=source)
-        return self.files[name]
+        file = AppendedFile(
+            self.output_dir / name, self.log, active=rank() == 0, source=source, head=head
+        )
+        self.files[name] = file
+        return file
 
 
 class UserPart:
@@ -236,8 +239,18 @@ class UserPart:
                 f"--parts {option} must have after_iteration(experience, targets) or "
                 f"after_step(result), it is a {type(self._part).__name__} without"
             )
-        if hasattr(self._part, "begin"):
-            self._part.begin(run)
+
+        def begin() -> None:
+            self._call("begin", run)
+            # Where the run is resumed, the file would be written anew.
+            for name, file in run.files.items():
+                if file.state()["bytes"]:
+                    raise ValueError(
+                        f"--parts {option} appends to {name} in begin: give what comes first as "
+                        f"run.appended({name!r}, head=...)"
+                    )
+
+        raise_together(begin)
 
     def after_step(self, result: StepResult) -> None:
         self._call("after_step", result)

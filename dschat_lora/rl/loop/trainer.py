@@ -28,7 +28,7 @@ from dschat_lora.rl.loop.build import (
     make_throughput,
 )
 from dschat_lora.rl.loop.sampler import RolloutSampler
-from dschat_lora.rl.loop.schedule import RlhfProgress, trainer_state
+from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
@@ -51,14 +51,15 @@ class RlhfTrainer:
         """
         self.setup, self.config = setup, setup.config
         config = self.config
-        self.progress = RlhfProgress.of(config.ppo)
+        self.progress = RlhfProgress()
+        self.progress.begin_at(config.ppo)
         self._batching = make_batching(setup, engines)
         self.generator = make_generator(setup, engines, lambda: self.progress.iteration)
         self.pretraining = make_pretraining(setup)
         self.throughput = make_throughput(setup, engines, self.pretraining)
         self.sampler = RolloutSampler(setup, self.generator, self.progress, self.throughput.timer)
         self.schedule = self.sampler.schedule
-        self.state = partial(trainer_state, self.schedule, self.progress)
+        self.state = partial(self.schedule.state, self.progress)
         retry = Retry(engines.trained.values(), self.generator.engine)
         self.engines = replace(engines, retry=retry)
         self._scorer = make_scorer(
@@ -82,10 +83,9 @@ class RlhfTrainer:
         return ("critic",) if warms_up and self.config.has_critic else ("actor", "critic")
 
     def iterate(self) -> bool:
-        """Draw, score, learn and watch; whether the last optimizer step was skipped."""
+        """Draw, score, credit, learn and watch; whether the last optimizer step was skipped."""
         phase, progress, learning = self.throughput.timer.phase, self.progress, self.learning
         responses, scores = self.sampler.draw(self._scores)
-        self.generator.engine.make_room()
         with phase("scoring"):
             steps = self._plan(responses)
             experience = make_experience(
@@ -114,10 +114,9 @@ class RlhfTrainer:
             **of_parts,
             **self.throughput(
                 responses,
-                steps.first_batches,
+                steps,
                 {"seconds": progress.seconds, "flops": progress.flops},
-                passes=len(results) / steps.per_pass,  # the last one may have been cut short
-                shares_before=steps.shares_before,
+                taken=len(results),
                 learning=learning,
             ),
         }

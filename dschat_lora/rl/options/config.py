@@ -18,14 +18,7 @@ from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, opti
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
-from dschat_lora.rl.options.engines import (
-    ADDRESSES,
-    ENGINES,
-    ENGINES_HELP,
-    EngineFacts,
-    engine_facts,
-    is_engine,
-)
+from dschat_lora.rl.options.engines import ENGINES_HELP, EngineFacts, check_engine, engine_facts
 from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
 
@@ -101,10 +94,7 @@ class RolloutConfig:
         "responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare "
         "them (8, or fewer that divide --per_device_generation_batch_size; or 1)"
     )
-    rollout_engine: str = option(
-        "own",
-        help=ENGINES_HELP,
-    )
+    rollout_engine: str = option("own", help=ENGINES_HELP)
     vllm_command: str | None = of_vllm(
         None,
         help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
@@ -192,12 +182,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
-        require_numbers(self, ">= 0", "tokens_per_device")
+        require_numbers(self, ">= 1", *rollout, *update, "max_turns", "agent_max_calls")
+        decoding = ("top_k", "prompt_lookup_num_tokens")
+        require_numbers(self, ">= 0", "tokens_per_device", *decoding, "agent_retries")
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require_numbers(self, ">= 0", "top_k", "prompt_lookup_num_tokens")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         for name in ("environment", "agent"):
@@ -208,15 +198,7 @@ class RolloutConfig:
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         share = self.vllm_gpu_memory_utilization
         require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
-        require(
-            is_engine(self.rollout_engine),
-            "rollout_engine",
-            self.rollout_engine,
-            f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
-            f"commas between them ({ADDRESSES.help}), or module:Class of your own",
-        )
-        require_numbers(self, ">= 0", "agent_retries")
-        require_numbers(self, ">= 1", "agent_max_calls")
+        check_engine(self.rollout_engine)
         players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
         if len(players) > 1:
             raise ValueError(f"--{players[0]} and --{players[1]} both play episodes: give one")
@@ -297,13 +279,14 @@ class RewardsConfig:
     reward_function: tuple[str, ...] = option(
         (),
         help="module:function that scores responses, one or several, instead of the reward model "
-        "or added to it, with the arguments of TRL, verl or OpenRLHF; builtin:NAME for one that "
-        "comes along; the http:// address of a server that is asked as OpenRLHF asks one",
+        "or added to it, with the arguments of TRL, verl or OpenRLHF; module:Class of one that "
+        "gives several rewards by its names; builtin:NAME for one that comes along; the http:// "
+        "address of a server that is asked as OpenRLHF asks one",
     )
     reward_weights: tuple[float, ...] = option(
         (),
-        help="weight of each reward function in the sum of scores, and last that of the reward "
-        "model, if there is one; 1 each by default",
+        help="weight of each reward in the sum of scores, those of a class in the order of its "
+        "names, and last that of the reward model, if there is one; 1 each by default",
         when="not algorithm=distill",
     )
     reward_gate: tuple[str, ...] = of_sum(
@@ -500,9 +483,8 @@ class RlhfConfig(StageConfig):
             size = max(n for n in range(1, most + 1) if rows % n == 0)
             object.__setattr__(self, "batch", replace(self.batch, num_generations=size))
         if self.ppo.correction is not None and not self.batch.do_sample:
-            given = f"--importance_cap {self.ppo.importance_cap:g}"
-            if not self.ppo.importance_cap:
-                given = f"--rollout_correction {self.ppo.rollout_correction}"
+            cap, correction = self.ppo.importance_cap, self.ppo.rollout_correction
+            given = f"--importance_cap {cap:g}" if cap else f"--rollout_correction {correction}"
             raise ValueError(
                 f"{given} weighs by the probability that a token was drawn with, and "
                 "--no-do_sample draws none: leave one of them out"

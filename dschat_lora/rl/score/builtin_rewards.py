@@ -61,11 +61,9 @@ def check_scorer(option: str, name: str) -> None:
 
 def exact_match(argument: str) -> BuiltinReward:
     """1 where the response is the column ``answer`` (or another) but for space around, else 0."""
-
-    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
-        return float(text.strip() == str(wanted).strip())
-
-    return BuiltinReward(score, argument or "answer")
+    return BuiltinReward(
+        lambda text, wanted, _: float(text.strip() == str(wanted).strip()), argument or "answer"
+    )
 
 
 def regex(argument: str) -> BuiltinReward:
@@ -160,12 +158,11 @@ def format_tags(argument: str) -> BuiltinReward:
     tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
     parts = (f"<{re.escape(name)}>.*?</{re.escape(name)}>" for name in names)
     pattern = re.compile(r"\s*" + r"\s*".join(parts) + r"\s*", re.DOTALL)
-
-    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
-        once = all(text.count(tag) == 1 for tag in tags)
-        return float(once and pattern.fullmatch(text) is not None)
-
-    return BuiltinReward(score)
+    return BuiltinReward(
+        lambda text, wanted, ids: float(
+            all(text.count(tag) == 1 for tag in tags) and pattern.fullmatch(text) is not None
+        )
+    )
 
 
 def repetition_penalty(argument: str) -> BuiltinReward:
@@ -186,11 +183,9 @@ def soft_overlong(argument: str) -> BuiltinReward:
     if len(numbers) != 2 or numbers[1] > numbers[0]:
         raise ValueError("give most tokens and those that are punished, as in 256,64")
     longest, cache = numbers
-
-    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
-        return min(0.0, max(-1.0, (longest - cache - len(ids)) / cache))
-
-    return BuiltinReward(score)
+    return BuiltinReward(
+        lambda text, wanted, ids: min(0.0, max(-1.0, (longest - cache - len(ids)) / cache))
+    )
 
 
 def ifeval(argument: str) -> Callable[..., Any]:
