@@ -89,3 +89,9 @@ def test_what_comes_first_in_a_file_is_its_head_and_not_appended_before_a_run_is
 
     with pytest.raises(ValueError, match=r"give what comes first as run.appended\('early.csv', h"):
         user_part(Early, tmp_path)
+
+
+def test_two_parts_of_one_name_are_refused_as_checkpoints_keep_them_by_it(tmp_path):
+    twins = [user_part(Counting, tmp_path / name) for name in "ab"]
+    with pytest.raises(ValueError, match=r"--parts names Counting twice"):
+        Parts(twins)

@@ -60,6 +60,16 @@ class Parts:
     """All parts of a run, in order; call methods on every rank."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
+        """Take the parts.
+
+        Raises:
+            ValueError: if two have one name, under which checkpoints keep them.
+        """
+        names = [part.name for part in parts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"--parts names {twice[0].removeprefix('part ')} twice: give each a name of its own"
+            )
         self._parts = parts
         self._failure: PartError | None = None
         self._called = {
@@ -221,24 +231,35 @@ class RunOfPart:
         return file
 
 
+def find_part(option: str) -> Any:
+    """The class or object of the user's that ``--parts`` names.
+
+    Raises:
+        ValueError: if there is none, or it has no method that is called.
+    """
+    found = load_object("parts", option)
+    if not any(hasattr(found, name) for name in ("after_step", "after_iteration")):
+        kind = found if isinstance(found, type) else type(found)
+        raise ValueError(
+            f"--parts {option} must have after_iteration(experience, targets) or "
+            f"after_step(result), it is a {kind.__name__} without"
+        )
+    return found
+
+
 class UserPart:
     """A part of the user's, any method of which may be missing; its files are kept with it."""
 
     def __init__(self, option: str, run: RunOfPart) -> None:
-        """Load the part that ``option`` names, of a class an object, and begin.
+        """Make an object of the class that ``option`` names, or take the object, and begin.
 
         Raises:
-            ValueError: if there is none, or it has no method that is called.
+            ValueError: as :func:`find_part`, or if it appends to a file as it begins.
         """
-        found = load_object("parts", option)
+        found = find_part(option)
         self._part = found() if isinstance(found, type) else found
         self._files = run.files
         self.name = f"part {getattr(self._part, 'name', type(self._part).__name__)}"
-        if not any(hasattr(self._part, name) for name in ("after_step", "after_iteration")):
-            raise ValueError(
-                f"--parts {option} must have after_iteration(experience, targets) or "
-                f"after_step(result), it is a {type(self._part).__name__} without"
-            )
 
         def begin() -> None:
             self._call("begin", run)

@@ -18,6 +18,7 @@ from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.evaluation import RlhfEvaluator
+from dschat_lora.rl.loop.parts import find_part
 from dschat_lora.rl.loop.sampler import make_rlhf_schedule
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup, set_up
@@ -48,6 +49,8 @@ NOTE = (
 def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
     with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
+        for name in config.classic.parts:
+            find_part(name)  # before models are loaded
         setup = set_up(run)
         schedule = make_rlhf_schedule(setup)
         check_repeats(config.data, setup.data.prompts.times, schedule)

@@ -340,9 +340,10 @@ def check_takes_responses(option: str, name: str, function: Callable[..., object
         ValueError: naming what it takes.
     """
     if not (_SEES_RESPONSES & named_parameters(function).keys() or takes_all(function)):
+        plays = ", or have play(tasks, draw, *, key)" if option == "environment" else ""
         raise ValueError(
             f"--{option} {name} must take responses, completions or messages (one at a time: "
-            f"response or completion), it takes {inspect.signature(function)}"
+            f"response or completion){plays}, it takes {inspect.signature(function)}"
         )
 
 

@@ -182,17 +182,17 @@ class Diagnostics:
         kl = row.get("rollout_kl", 0.0)
         if kl <= MISMATCH_TOLERANCE or not self.samples_tokens:
             return None
-        weighs, lag = "importance_weight" in row, row.get("rollout_version_lag")
-        remedy = "--rollout_correction tis weighs tokens for it, and"
+        words = "weights become noisy"
+        if "importance_weight" not in row:
+            words = "the gradient is biased; --rollout_correction tis weighs tokens for it"
+        remedy = "the same types for weights, adapter and cache on both sides make it smaller"
+        if row.get("rollout_version_lag"):
+            remedy = "fewer --rollouts_ahead, or a smaller learning rate, make it smaller"
+        if engine_facts(self.engine).same_model:
+            words += f"; {remedy}"
         return (
             f"responses are drawn from a policy that is {kl:.2g} nats per token from the one "
-            f"that learns, by a ratio of up to {row['rollout_ratio_max']:.2g}: "
-            + ("weights become noisy; " if weighs else f"the gradient is biased; {remedy} ")
-            + (
-                "fewer --rollouts_ahead, or a smaller learning rate, make it smaller"
-                if lag
-                else "the same types for weights, adapter and cache on both sides make it smaller"
-            )
+            f"that learns, by a ratio of up to {row['rollout_ratio_max']:.2g}: {words}"
         )
 
     def _masked(self, row: dict[str, float]) -> str | None:
