@@ -31,7 +31,6 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
-from dschat_lora.rl.watch.diagnostics import check_sampler
 from dschat_lora.rl.watch.metrics import iteration_metrics
 from dschat_lora.runtime.loop import standard_schedule
 
@@ -209,7 +208,7 @@ class RlhfTrainer:
         """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
         config, log = self.config, self.setup.run.log
         iteration, total = self.progress.iteration, self.schedule.num_iterations
-        check_sampler(metrics, self.diagnostics.dtype, self.diagnostics.engine)
+        self.diagnostics.check(metrics)
         log.write("train", self.progress.step, metrics)
         log.advance()
         if iteration % config.run.logging_steps == 0 or iteration == total:

@@ -106,6 +106,10 @@ class Diagnostics:
     evaluations: list[dict[str, float]] = field(default_factory=list)
     active: list[str] = field(default_factory=list)  # failures that were warned of
 
+    def check(self, metrics: Mapping[str, Any]) -> None:
+        """Stop a run by :func:`check_sampler`."""
+        check_sampler(metrics, self.dtype, self.engine)
+
     def iteration(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an iteration with these metrics."""
         row = _numbers(metrics, _METRICS)
