@@ -109,7 +109,6 @@ class RlhfTrainer:
             "iteration": progress.iteration,
             **iteration_metrics(results, updater, experience, shaped, self.config),
             **self.generator.engine.metrics(),
-            **of_parts,
             **self.throughput(
                 responses,
                 steps,
@@ -118,7 +117,7 @@ class RlhfTrainer:
                 learning=learning,
             ),
         }
-        self._report(metrics, experience)
+        self._report(metrics, of_parts, experience)
         return results[-1].skipped
 
     def _plan(self, responses: Sequence[Response]) -> Steps:
@@ -204,8 +203,13 @@ class RlhfTrainer:
         )
         self.parts.check()
 
-    def _report(self, metrics: dict[str, Any], experience: Experience) -> None:
+    def _report(
+        self, metrics: dict[str, Any], of_parts: dict[str, float], experience: Experience
+    ) -> None:
         """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
+        if taken := sorted(metrics.keys() & of_parts.keys()):
+            raise ValueError(f"--parts gives the metric {taken[0]}, which is the run's: rename it")
+        metrics |= of_parts
         config, log = self.config, self.setup.run.log
         iteration, total = self.progress.iteration, self.schedule.num_iterations
         self.diagnostics.check(metrics)

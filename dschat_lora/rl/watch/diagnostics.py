@@ -210,7 +210,7 @@ class Diagnostics:
 
     def _sampler(self, row: dict[str, float]) -> str | None:
         limit = SAMPLER_TOLERANCE[self.dtype]
-        if row.get("sampler_error", 0.0) <= limit or self.engine != "own":
+        if row.get("sampler_error", 0.0) <= limit or not engine_facts(self.engine).exact:
             return None
         return (
             f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "
