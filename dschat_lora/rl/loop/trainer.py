@@ -63,11 +63,11 @@ class RlhfTrainer:
         self._scorer = with_reward_model(
             setup.scoring.scorer,
             self.engines,
-            lambda responses: self._batching.batches(
-                responses,
-                # Dynamic sampling scores further prompts alone: those of one step.
-                rows_per_step=0 if config.ppo.dynamic_sampling else self.schedule.rows_per_step,
-                iteration=self.progress.iteration,
+            # Those that are planned, but where dynamic sampling may yet replace prompts.
+            lambda responses: (
+                self._batching.in_one_step(responses, self.progress.iteration)
+                if config.ppo.dynamic_sampling
+                else self._planned.first_batches
             ),
         )
         self.diagnostics = make_diagnostics(setup)
@@ -131,6 +131,7 @@ class RlhfTrainer:
         )
         if self.pretraining is not None and "actor" in self.learning:
             self.pretraining.read(len(steps.minibatches))
+        self._planned = steps
         return steps
 
     def _scores(self, responses: Sequence[Response]) -> Scores:
