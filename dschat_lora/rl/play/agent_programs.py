@@ -12,42 +12,19 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from dschat_lora.engine.children import environment_of_no_launch
+from dschat_lora.rl.play.conversations import MODEL_NAME
 from dschat_lora.rl.response.coroutines import in_thread
 from dschat_lora.rl.score.user_functions import (
-    find_object,
     named_parameters,
     same_gradients,
     takes_all,
 )
 
-MODEL_NAME = "actor"
 # What a function may take beside the columns of its row.
 OFFERED = ("row", "client", "model", "base_url", "api_key")
-
-
-class Program(Protocol):
-    """What plays episodes."""
-
-    @property
-    def label(self) -> str:
-        """The name of its reward."""
-
-    @property
-    def option(self) -> str:
-        """What the user typed to name it."""
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse data without the columns that it asks for.
-
-        Raises:
-            ValueError: naming both.
-        """
-
-    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """Play the episode of a row with the model behind an address; gives its reward."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +206,9 @@ class AgentCommand:
             ) from error
 
 
+Program = AgentFunction | AgentCommand
+
+
 class NoRewardError(ValueError):
     """A command printed no reward."""
 
@@ -277,16 +257,3 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
-
-
-def load_program(agent: str | None, command: str | None, *, is_scored: bool) -> Program | None:
-    """What ``--agent`` or ``--agent_command`` names; None where neither is given.
-
-    ``is_scored`` says whether a ``--reward_function`` scores its episodes.
-
-    Raises:
-        ValueError: if it is not there.
-    """
-    if command is not None:
-        return AgentCommand(command, is_scored)
-    return None if agent is None else AgentFunction(agent, find_object("agent", agent))
