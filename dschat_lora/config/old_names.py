@@ -9,7 +9,6 @@ from types import ModuleType
 _PACKAGE = __name__.partition(".")[0]
 # By the old name the modules that have what was in it; names begin behind that of the package.
 OLD_NAMES = {
-    "generation.transformers_engine": "rl.draw.transformers_engine rl.draw.engine",
     "rl.advice": "rl.loop.advice rl.response.errors",
     "rl.agent_programs": "rl.play.agent_programs rl.play.conversations rl.play.agents",
     "rl.agent_server": "rl.play.agents",

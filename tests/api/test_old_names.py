@@ -10,7 +10,6 @@ from dschat_lora.config.old_names import OLD_NAMES
 
 # What users could import, by the module that had it.
 FORMER = {
-    "generation.transformers_engine": "DrawnResponses",
     "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "

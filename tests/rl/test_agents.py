@@ -68,12 +68,9 @@ class Script:
                     answer = self.tokenizer.encode(answer, add_special_tokens=False)
                     answer = [*answer, end_ids(self.tokenizer)[0]]
                 rows.append(answer[:limit])
-        return lambda: SimpleNamespace(
-            tokens=lambda: rows,
-            logprobs=lambda: [[-0.5] * len(row) for row in rows],
-            sampler_logprobs=lambda: [[-0.25] * len(row) for row in rows],
-            undrawn=lambda: [False] * len(rows),
-        )
+        return lambda: [
+            DecodedTurn(row, [-0.5] * len(row), [-0.25] * len(row), undrawn=False) for row in rows
+        ]
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ class Agents(Player):
                 calls = self._round(current)
                 with self.changed:
                     conversations = [c.episode.conversations.continued_by(c.prompt) for c in calls]
-                turns, _ = draw.ask([*map(self._asked, calls, conversations)])()
+                turns = draw.ask([*map(self._asked, calls, conversations)])()
                 self._answer(calls, conversations, turns, draw.is_end)
         finally:
             with self.changed:
