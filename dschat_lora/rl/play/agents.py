@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from starlette.requests import Request
@@ -156,7 +155,7 @@ class Agents(Player):
                 calls = self._round(current)
                 with self.changed:
                     conversations = [c.episode.conversations.continued_by(c.prompt) for c in calls]
-                turns = draw.ask([*map(self._asked, calls, conversations)])()
+                turns = draw.ask([*map(_asked, calls, conversations)])()
                 self._answer(calls, conversations, turns, draw.is_end)
         finally:
             with self.changed:
@@ -190,12 +189,10 @@ class Agents(Player):
             BusyError: if the episode has had its calls.
             StoppedError: if it is over.
         """
-        if options.grammar is not None:
-            field = options.grammar.field
+        unknown = ("stop_token_ids", "ignore_eos", "prompt_logprobs")
+        asked = [] if options.grammar is None else [options.grammar.field]
+        for field in (*asked, *(name for name in unknown if getattr(options, name))):
             raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
-        for field in ("stop_token_ids", "ignore_eos", "prompt_logprobs"):
-            if getattr(options, field):
-                raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
         if options.logprobs:
             field = "top_logprobs"
             raise UnsupportedError("no other tokens' log-probabilities are kept", field)
@@ -295,9 +292,7 @@ class Agents(Player):
                         return []
                     wait = min(wait, rest)
                 self.changed.wait(wait)
-            calls = [
-                call for each in asking for call in sorted(each.calls, key=attrgetter("order"))
-            ]
+            calls = [each for own in asking for each in sorted(own.calls, key=Call.order)]
             return calls[: self.limits.calls_at_a_time]
 
     def _expire(self, current: Sequence[Episode]) -> float:
@@ -330,14 +325,6 @@ class Agents(Player):
                 key = each.key[:-2] if each.attempt else each.key
                 current[number] = self._begin(each.blank, key, each.attempt + 1)
 
-    def _asked(self, call: Call, conversation: Conversation) -> AskedTurn:
-        number = conversation.num_answers + 1
-        key = (*call.episode.key, *conversation.key)
-        seed = stream_seed(*key, *(("turn", number) if number > 1 else ()))
-        # All but the last token that the actor chose were computed.
-        known, limit = len(conversation) - 1, call.options.max_new_tokens
-        return AskedTurn(call.prompt, seed, limit, repr(key), known)
-
     def _answer(
         self,
         calls: Sequence[Call],
@@ -355,7 +342,8 @@ class Agents(Player):
                     continue
                 turn = decoded.cut(is_end, partial(self._end_of_text, call.options.stop))
                 conversation.add(call.prompt[len(conversation) :], turn)
-                episode.answer(call, ended=turn.ended)
+                if call.allowed >= episode.most_allowed:
+                    episode.most_allowed, episode.ended = call.allowed, turn.ended
                 messages, columns = call.model.asked[-1] if call.model.asked else ((), {})
                 piece, answer = self._piece(call, turn, columns)
                 episode.conversations.answered(conversation, messages, columns, answer)
@@ -381,6 +369,15 @@ class Agents(Player):
         )
         said = Turn(tokenizer, "chat", reads_calls=bool(columns.get("tools")), stop=stop).add(piece)
         return piece, {"role": "assistant", "content": said.text, "tool_calls": said.calls}
+
+
+def _asked(call: Call, conversation: Conversation) -> AskedTurn:
+    number = conversation.num_answers + 1
+    key = (*call.episode.key, *conversation.key)
+    seed = stream_seed(*key, *(("turn", number) if number > 1 else ()))
+    # All but the last token that the actor chose were computed.
+    known, limit = len(conversation) - 1, call.options.max_new_tokens
+    return AskedTurn(call.prompt, seed, limit, repr(key), known)
 
 
 def _where(episode: Episode) -> str:
@@ -471,11 +468,8 @@ class AgentServer:
 
     async def _answer(self, request: Request, kind: Kind) -> AnswerResponse:
         number = request.headers.get(CALL_NUMBER, "")
-        model = AgentModel(
-            self._episode(request),
-            self._agents.to,
-            int(number) if number.isdecimal() and len(number) < 20 else 0,
-        )
+        order = int(number) if number.isdecimal() and len(number) < 20 else 0
+        model = AgentModel(self._episode(request), self._agents.to, order)
         body = await read_json(request)
         if isinstance(body, dict):
             body["model"] = MODEL_NAME  # whatever a program calls it

@@ -221,7 +221,7 @@ class Episode:
         self.error: BaseException | None = None
         self.failure = ""
         self.undrawn = self.is_over = self.is_slow = self.ended = False
-        self._most_allowed = 0
+        self.most_allowed = 0  # tokens of an answer
         self.task: concurrent.futures.Future[Any] | None = None
         self._spent, self._since = 0.0, time.monotonic()
 
@@ -241,11 +241,6 @@ class Episode:
         self.calls.append(call)
         self.num_calls += 1
         self.is_slow = False
-
-    def answer(self, call: "Call", *, ended: bool) -> None:
-        """Take note of whether the answer to a call ended by itself."""
-        if call.allowed >= self._most_allowed:
-            self._most_allowed, self.ended = call.allowed, ended
 
     def drop(self, call: "Call") -> None:
         """Let go of a call that has its answer, or that nobody waits for."""
@@ -313,7 +308,6 @@ class Call:
     allowed: int  # tokens of the answer, were there any room
     emit: Emit
 
-    @property
     def order(self) -> tuple[int, str]:
         """Of calls that came together, in whatever order they were received."""
         return self.model.number, hashlib.sha256(repr(self.prompt).encode()).hexdigest()
