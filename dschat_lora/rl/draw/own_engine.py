@@ -114,15 +114,12 @@ class OwnEngine(Drawing):
         parameters: list[Any] = list(self._rollout.parameters())
         if self._trained.zero_stage < 3:
             yield self._rollout, None
-        elif self._fits(parameters):
+        elif whole_weights_fit(parameters, self._trained.device):
             with gathered(parameters):
                 yield self._rollout, None
         else:
             self._trained.eval()
             yield self._sharded, lambda done: max_over_ranks(float(not done)) > 0
-
-    def _fits(self, parameters: list[Any]) -> bool:
-        return whole_weights_fit(parameters, self._trained.device)
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]

@@ -123,9 +123,8 @@ class Draw:
         order = [*chain.from_iterable(places.values())]
         options: dict[str, Any] = {"keep_logprobs": self.keep_logprobs}
         if any(each.limit is not None for each in first):
-            options["limits"] = [
-                self.max_tokens if each.limit is None else each.limit for each in first
-            ]
+            limits = (each.limit for each in first)
+            options["limits"] = [self.max_tokens if n is None else n for n in limits]
         if prefixes and len(prefixes) == len(first):
             options["prefixes"] = prefixes
         if self.needed is not None:

@@ -25,11 +25,7 @@ from dschat_lora.rl.play.environment import (
 from dschat_lora.rl.play.environment_adapters import find_adapter
 from dschat_lora.rl.response.response import Response, messages_after_prompt
 from dschat_lora.rl.response.turn_tokens import TurnTokens
-from dschat_lora.rl.score.user_functions import (
-    check_takes_responses,
-    find_object,
-    same_gradients,
-)
+from dschat_lora.rl.score.user_functions import check_takes_responses, find_object, same_gradients
 
 
 def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) -> Player:
