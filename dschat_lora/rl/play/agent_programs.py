@@ -152,12 +152,10 @@ class AgentCommand:
             "OPENAI_MODEL": MODEL_NAME,
             "OPENAI_API_BASE": base_url,  # the name of it before version 1 of openai
             "REWARD_URL": f"{base_url.removesuffix('/v1')}/reward",
-            # A proxy would be told of the address, and does not reach it.
-            **{
-                name: ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
-                for name in proxies
-            },
         }
+        # A proxy would be told of the address, and does not reach it.
+        for name in ("NO_PROXY", "no_proxy"):
+            address[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         process = await asyncio.create_subprocess_exec(
             *shlex.split(self.command),
             stdin=asyncio.subprocess.PIPE,
