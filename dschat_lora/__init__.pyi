@@ -821,7 +821,7 @@ def rlhf(
     reward_scaling: Literal['none', 'running', 'initial'] = 'initial',
     missing_eos_penalty: float = 0.0,
     soft_overlong_tokens: int = 0,
-    algorithm: str | Callable[..., Any] | Algorithm = 'ppo',
+    algorithm: Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm = 'ppo',
     ppo_epochs: int = 1,
     kl_coef: float | None = None,
     kl_estimator: Literal['k1', 'k2', 'k3'] | None = None,
@@ -926,8 +926,8 @@ def rlhf(
         data: rows with prompts.
         rewards: what scores responses, one or several: functions that take ``responses`` (or
             ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
-            reward models, or names such as ``"builtin:length=12"``. With ``reward_weights`` each
-            has a weight.
+            reward models, names such as ``"builtin:length=12"``, or objects with ``names`` that
+            give a reward by each of them. With ``reward_weights`` each has a weight.
         environment: function that answers the actor's turns, or a class whose objects do, each
             through an episode, or a dict of classes by the rows' column ``environment``; or a
             player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
@@ -1031,7 +1031,7 @@ def rlhf(
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
-        reward_weights (float | Sequence[float]): weight of each reward function in the sum of scores, and last that of the reward model, if there is one; 1 each by default
+        reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
         reward_retries (int): further calls of a reward function, or an environment, that failed
@@ -1040,7 +1040,7 @@ def rlhf(
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
         soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        algorithm (str | Callable[..., Any] | Algorithm): ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
+        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
         ppo_epochs (int): passes over the responses of an iteration
         kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
         kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
@@ -1450,7 +1450,7 @@ def distill(
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
-        reward_weights (float | Sequence[float]): weight of each reward function in the sum of scores, and last that of the reward model, if there is one; 1 each by default
+        reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
         reward_retries (int): further calls of a reward function, or an environment, that failed

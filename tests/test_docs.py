@@ -115,6 +115,23 @@ def test_quoted_files_of_the_checkout_exist(name):
     assert not gone
 
 
+def test_modules_and_names_of_the_walk_through_the_code_exist():
+    """A module without a folder lies in that of the one before it."""
+    package, gone, folder = ROOT / "dschat_lora", [], ROOT
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8").split("## Where things are")[0]
+    walk = "".join(re.findall(r"^\|.*", page, re.MULTILINE))
+    code = "\n".join(path.read_text("utf-8") for path in package.rglob("*.py"))
+    defined = set(re.findall(r"(?:class|def) (\w+)", code))
+    for quoted in re.findall(r"`([\w./]+)`", walk):
+        if quoted.endswith(".py"):
+            folder = (package / quoted).parent if "/" in quoted else folder
+            gone += [quoted] * (not (folder / quoted.rpartition("/")[2]).is_file())
+        elif "/" not in quoted and quoted != "metrics.jsonl":
+            gone += [name for name in quoted.split(".") if name not in defined]
+    assert len(defined) > 1000
+    assert not gone
+
+
 VERBS = {
     **{verb: STAGES[stage][""] for verb, stage in (
         ("sft", "step1_sft"), ("reward", "step2_reward"), ("dpo", "step2_dpo"),

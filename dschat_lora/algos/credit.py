@@ -4,7 +4,7 @@ An estimator takes an :class:`Outcome`. It gives advantages, (N,) of responses o
 tokens, or a pair of (N, R) advantages and returns for a critic; without gradient.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,6 +72,11 @@ class Outcome:
             )
         found = KL_ESTIMATORS[estimator](self.logprobs, self.ref_logprobs)
         return torch.where(self.mask, found, 0)
+
+
+def sums_differ(total: Sequence[float], rewards: Mapping[str, Sequence[float]]) -> bool:
+    """Whether two responses to a prompt have different scores (section 3.2 of arXiv:2503.14476)."""
+    return len(set(total)) > 1
 
 
 def ppo(outcome: Outcome) -> tuple[Tensor, Tensor]:

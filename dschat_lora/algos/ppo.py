@@ -111,7 +111,8 @@ def cispo_loss(
     """
     logprobs, old_logprobs, advantages = masked(logprobs, old_logprobs, advantages, mask)
     ratios = torch.exp(logprobs.detach() - old_logprobs)
-    bounded = ratios.clamp(1 - cliprange, 1 + _or(cliprange_high, cliprange))
+    high = cliprange if cliprange_high is None else cliprange_high
+    bounded = ratios.clamp(1 - cliprange, 1 + high)
     return summed(-advantages * bounded * logprobs, bounded != ratios, logprobs, old_logprobs)
 
 
@@ -178,10 +179,6 @@ def value_loss(
     )
 
 
-def _or(value: float | None, other: float) -> float:
-    return other if value is None else value
-
-
 def masked(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,7 +196,7 @@ def _clipped_losses(
 ) -> tuple[Tensor, Tensor]:
     """(N, R) losses, and which of them do not move with the ratio."""
     unclipped = -advantages * ratios
-    clipped = -advantages * ratios.clamp(1 - low, 1 + _or(high, low))
+    clipped = -advantages * ratios.clamp(1 - low, 1 + (low if high is None else high))
     losses, held = torch.maximum(unclipped, clipped), clipped > unclipped
     if dual_clip:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)

@@ -16,6 +16,7 @@ from dschat_lora.config.held import held
 from dschat_lora.config.options import option_fields
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
+from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.engines import ENGINES
 from dschat_lora.rl.options.names import is_builtin
 from dschat_lora.runtime.stage_main import late
@@ -45,7 +46,7 @@ _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
-    "algorithm": "str | Callable[..., Any] | Algorithm",
+    "algorithm": f"Literal{[*ALGORITHMS]} | str | Callable[..., Any] | Algorithm",
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",

@@ -30,8 +30,9 @@ OLD_NAMES = {
     "rl.experience": "rl.learn.experience rl.score.scores",
     "rl.external_rewards": "rl.score.external_rewards",
     "rl.inputs": "rl.options.inputs",
+    "rl.learn.network": "rl.learn.engines",
     "rl.memory": "rl.loop.memory rl.draw.own_engine",
-    "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.watch.rows",
+    "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.loop.parts",
     "rl.play.agent_server": "rl.play.agents",
     "rl.play.mcp_tools": "rl.play.environment_adapters",
     "rl.play.stateful_environment": "rl.play.environment",
@@ -40,15 +41,15 @@ OLD_NAMES = {
     "rl.prompt_stream": "rl.draw.source",
     "rl.response.messages": "rl.response.response",
     "rl.response.transfer": "rl.response.response",
-    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response "
-    "rl.score.reward_functions rl.score.scores",
+    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores",
     "rl.role_config": "rl.options.role_config",
-    "rl.roles": "rl.learn.roles rl.learn.network",
+    "rl.roles": "rl.learn.roles rl.learn.engines",
     "rl.rollout": "rl.draw.generator rl.draw.own_engine generation.stops rl.draw.source "
     "rl.response.response",
     "rl.rollout_engines": "rl.draw.server_engine rl.draw.engine",
     "rl.rollout_servers": "rl.draw.completions rl.draw.engine_checks rl.draw.server_engine",
     "rl.rollouts_ahead": "rl.draw.rollouts_ahead",
+    "rl.score.reward_functions": "rl.score.scores",
     "rl.served_teacher": "rl.learn.served_teacher",
     "rl.setup": "rl.loop.setup rl.learn.roles",
     "rl.stateful_environment": "rl.play.environment rl.play.players",
@@ -60,6 +61,7 @@ OLD_NAMES = {
     "rl.validation": "rl.loop.validation",
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.vllm_server": "rl.draw.vllm_server",
+    "rl.watch.rows": "rl.loop.parts",
     "world": "assets.toy_world",
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -228,9 +229,14 @@ def device() -> torch.device:
     """
     from deepspeed.accelerator import get_accelerator
 
-    choose_attention_kernels()
     kind = get_accelerator().device_name()
-    return gpu.usable(torch.device("cpu") if kind == "cpu" else torch.device(kind, local_rank()))
+    return _usable_device(kind, 0 if kind == "cpu" else local_rank())
+
+
+@cache
+def _usable_device(kind: str, number: int) -> torch.device:
+    choose_attention_kernels()
+    return gpu.usable(torch.device("cpu") if kind == "cpu" else torch.device(kind, number))
 
 
 def choose_attention_kernels() -> None:

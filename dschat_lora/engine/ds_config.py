@@ -7,12 +7,14 @@ import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import parse_json, read_json
-from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from dschat_lora.config.groups import BatchConfig, LoadConfig, ParallelConfig, ScheduleConfig
 
+LoadT = TypeVar("LoadT", bound=LoadConfig)
+ScheduleT = TypeVar("ScheduleT", bound=ScheduleConfig)
 AUTO = "auto"
 # JSON field -> the option that sets the same thing.
 _SHARED = {
@@ -107,14 +109,14 @@ def _check_fields(path: str, content: Mapping[str, Any]) -> None:
 
 
 def reconcile(
-    model: ModelConfig,
+    model: LoadT,
     batch: BatchConfig,
-    optim: OptimConfig,
+    optim: ScheduleT,
     parallel: ParallelConfig,
     *,
     given: frozenset[str],
     world_size: int,
-) -> tuple[ModelConfig, BatchConfig, OptimConfig, ParallelConfig]:
+) -> tuple[LoadT, BatchConfig, ScheduleT, ParallelConfig]:
     """The options with what ``--deepspeed_config`` says filled in where no option was given.
 
     ``world_size`` counts processes, for ``train_batch_size``.

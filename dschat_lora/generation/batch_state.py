@@ -10,7 +10,7 @@ from dschat_lora.algos.segments import block_causal_mask, to_device
 from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
-from dschat_lora.lora.parallel import group_of
+from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.backbone import attends, attention_windows, recurrent_layers
 
 ROW_BUCKETS = (8, 16, 32, 64, 128)
@@ -34,6 +34,7 @@ class CachedRows:
         retains: keep the keys and values of sequences that have ended, which later prompts begin
             with.
         record: see :class:`RecordedSteps`; the options of sampling are part of a step.
+        group: the ranks that the model is divided among; None where it is whole.
 
     Attributes:
         sequences: which sequence each row in use holds.
@@ -49,9 +50,11 @@ class CachedRows:
         buckets: bool = False,
         retains: bool = False,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
-        self._model, self._group, self._pad_id = model, group_of(model), pad_id
-        self._buckets, self._retains, self._steps = buckets, retains, RecordedSteps(record)
+        self._model, self._group, self._pad_id = model, group, pad_id
+        self._buckets, self._retains = buckets, retains
+        self._steps = None if record is None else RecordedSteps(record)
         self._recurrent = bool(recurrent_layers(model))
         self._order: list[int] = []  # which sequence each row holds, in use or ended
         self._first: list[int] = []  # column that each sequence begins in
@@ -182,8 +185,11 @@ class CachedRows:
         self._filled += 1
         assert self._responses is not None
         rows, self._cache.columns = self._rounded(self._cache.rows, self._filled)
-        shape = (self._responses, rows, self._cache.columns)
-        self._steps.run(shape, self.advance, self._ids.device)
+        if self._steps is None:
+            self.advance()
+        else:
+            shape = (self._responses, rows, self._cache.columns)
+            self._steps.run(shape, self.advance, self._ids.device)
 
     def advance(self) -> None:
         """One token for every row, in place."""
@@ -253,9 +259,15 @@ class RecomputedRows:
     Rows are padded on the right, which no token before the padding attends to.
     """
 
-    def __init__(self, model: PreTrainedModel, *, pad_id: int, device: torch.device) -> None:
-        self._model, self._pad_id, self._device = model, pad_id, device
-        self._group = group_of(model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_id: int,
+        device: torch.device,
+        group: TensorGroup | None = None,
+    ) -> None:
+        self._model, self._pad_id, self._device, self._group = model, pad_id, device, group
         self._texts: list[list[int]] = []
         self._chosen = torch.zeros(1, dtype=torch.int64, device=device)
         self.sequences: list[int] = []

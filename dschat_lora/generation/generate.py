@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import count
 
 import torch
@@ -18,7 +19,7 @@ from dschat_lora.generation.prompt_lookup import usable_drafts
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.generation.slots import SlotRows, draw_in_slots
 from dschat_lora.lora.model import adapter_layers
-from dschat_lora.lora.parallel import whole_sequences
+from dschat_lora.lora.parallel import group_of, whole_sequences
 from dschat_lora.models.causal_lm import fp32_logits
 
 # Steps between two checks of which sequences have ended.
@@ -95,7 +96,7 @@ class Decoder:
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
         self._device, self._largest, self._merged = device, largest, merged
-        self._unpacked = unpacked
+        self._unpacked, self._group = unpacked, group_of(model)
         self._record, self._retains = record, retains
         self._keeps = device.type == "cuda" or record is not None
         self._weights: object = None
@@ -103,9 +104,12 @@ class Decoder:
         self.drafted = self.accepted = 0
         self.release()
 
-    @property
+    @cached_property
     def refills(self) -> bool:
-        """Whether a call may have more responses than ``largest`` says, unless ranks keep step."""
+        """Whether a call may have more responses than ``largest`` says, unless ranks keep step.
+
+        That takes our cache.
+        """
         return takes_cache(self._model)
 
     def release(self) -> None:
@@ -165,7 +169,9 @@ class Decoder:
         if refilled:
             self._rows = None  # one cache at a time
         before = self._rows if self._retains else None
-        known, self._weights = self._weights, _weights_of(self._model)
+        known = self._weights
+        if self._keeps:
+            self._weights = _weights_of(self._model)
         fits = self._rows is None or self._rows.holds(len(flat), columns)
         key = (sampling, keep_logprobs, limits is not None)
         fits = fits and (key not in self._responses or self._responses[key].capacity >= len(flat))
@@ -239,8 +245,10 @@ class Decoder:
             self._slots = None
 
     def _rows_for(self, rows: int, columns: int) -> CachedRows | RecomputedRows:
-        if not takes_cache(self._model):
-            return RecomputedRows(self._model, pad_id=self._pad_id, device=self._device)
+        if not self.refills:
+            return RecomputedRows(
+                self._model, pad_id=self._pad_id, device=self._device, group=self._group
+            )
         if self._rows is None:
             capacity = rows, columns
             if self._keeps:
@@ -256,22 +264,25 @@ class Decoder:
                 buckets=self._keeps,
                 retains=self._retains,
                 record=record,
+                group=self._group,
             )
         return self._rows
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(whole_sequences(self._model))
+            if self._group is not None:
+                stack.enter_context(self._group.whole_sequences())
             if not in_shards(self._model):
                 if self._linears is None:
                     self._linears = FastLinears(
                         self._model, merged=self._merged, unpacked=self._unpacked
                     )
-                    self._weights = _weights_of(self._model)  # some may have been moved
+                    if self._keeps:
+                        self._weights = _weights_of(self._model)  # some may have been moved
                 stack.enter_context(self._linears.in_use())
             stack.enter_context(fp32_logits(self._model))
-            if takes_cache(self._model):
+            if self.refills:
                 stack.enter_context(fast_attention(self._model))
             yield
 
@@ -374,7 +385,8 @@ def _cache_error(model: PreTrainedModel) -> float:
     answers = [draw(_STEPS) for _ in prompts for _ in range(_COPIES)]
     forced = _Forced(to_device(torch.tensor(answers), model.device))
     columns = max(_PROMPTS) + _STEPS
-    rows = CachedRows(model, (len(answers), columns), pad_id=0, device=model.device)
+    capacity, group = (len(answers), columns), group_of(model)
+    rows = CachedRows(model, capacity, pad_id=0, device=model.device, group=group)
     try:
         with fast_attention(model):
             rows.start(prompts, forced, copies=_COPIES)  # type: ignore[arg-type]

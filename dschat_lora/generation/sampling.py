@@ -70,8 +70,9 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor
     else:
         if sampling.temperature != 1:
             logits = logits.float() / sampling.temperature
-        kept = keep_top(logits, sampling)
-        sums = kept.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
+        if sampling.top_k or sampling.top_p < 1:
+            logits = keep_top(logits, sampling)
+        sums = logits.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
         total = sums[:, -1]
         drawn = torch.searchsorted(sums, (uniform * total)[:, None])[:, 0]
         undrawn = total != total  # NaN where a logit is NaN or infinity, or all are -infinity

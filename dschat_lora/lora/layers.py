@@ -66,7 +66,9 @@ class LoraLinear(nn.Module):
                 output: Tensor = state.linear(x, self.weight, self.bias)
                 return output
             return (conv1d if self.transposed else F.linear)(x, self.weight, self.bias)
-        scaling, keep = adapter_dropout(x, self.scaling, self.dropout if self.training else 0.0)
+        scaling, keep = self.scaling, None
+        if self.training and self.dropout:
+            scaling, keep = adapter_dropout(x, scaling, self.dropout)
         return lora_linear(
             x,
             self.weight,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dschat_lora.config.groups import LoraConfig, OptimConfig
+from dschat_lora.config.groups import LoraConfig, OptimConfig, ScheduleConfig
 from dschat_lora.lora.layers import LoraEmbedding, full_shape
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.names import is_of_expert
@@ -66,12 +66,13 @@ def ruled_rates(model_type: str, width: int, *, stage: str, lora: LoraConfig) ->
     return RuledRates(base, base * BEST_MULTIPLIER * stretch, words)
 
 
-def length_warning(*, num_steps: int, num_warmup_steps: int, scheduler: str) -> str | None:
+def length_warning(config: ScheduleConfig, num_steps: int) -> str | None:
     """A warning where a run ends before its warm-up, or None."""
-    if not 0 < num_steps <= num_warmup_steps or scheduler == "constant":
+    warmup = config.num_warmup_steps
+    if not 0 < num_steps <= warmup or config.lr_scheduler_type == "constant":
         return None
     return (
-        f"the run has {num_steps} optimizer steps and --num_warmup_steps {num_warmup_steps}: the "
+        f"the run has {num_steps} optimizer steps and --num_warmup_steps {warmup}: the "
         f"rate never reaches its peak; warm up for {num_steps // 10} steps, or train longer"
     )
 

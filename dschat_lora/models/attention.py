@@ -70,7 +70,7 @@ def _attend(
     options: Mapping[str, Any],
 ) -> Tensor:
     """(1, N, heads, D) of heads of which all tokens are here, see :func:`attend_by_spans`."""
-    if varlen_takes(query, key, value, options):
+    if query.device.type == "cuda" and varlen_takes(query, key, value, options):
         scaling, window = options.get("scaling"), options.get("sliding_window")
         return varlen_attend(query, key, value, spans, scaling=scaling, window=window)
     window = options.get("sliding_window")
@@ -88,17 +88,17 @@ def _attend(
                 torch.cat([x[:, :, :shared], own], dim=2)
                 for x, own in zip(before, (k, v), strict=True)
             )
-        mask = _mask(queries, keys, window, q.device)
+        mask = None  # all that precedes
+        if queries < keys or (window is not None and window < keys):
+            mask = _mask(queries, keys, window, q.device)
         outputs.append(sdpa_attention_forward(module, q, seen_k, seen_v, mask, **options)[0])
         if keys == queries:
             before = k, v
     return torch.cat(outputs, dim=1)
 
 
-def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(1, 1, queries, keys) bool, True where a query sees a key; None: all that precedes."""
-    if queries == keys and (window is None or keys <= window):
-        return None
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(1, 1, queries, keys) bool, True where a query sees a key; of the last queries."""
     earlier = keys - queries
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(earlier)
     if window is not None:

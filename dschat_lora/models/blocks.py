@@ -23,16 +23,15 @@ _MOST_VARIANTS = 64
 FLEX_ATTENTION = "--attn_implementation flex_attention"
 
 
-def recompute_blocks(model: PreTrainedModel) -> None:
+def recompute_blocks(model: PreTrainedModel, option: str = "gradient_checkpointing") -> None:
     """Keep the input of each block only, and compute its inside again in the backward pass.
 
     Raises:
-        ValueError: if the architecture cannot.
+        ValueError: if the architecture cannot, naming the ``option`` that asks for it.
     """
     if not can_recompute(model):
         raise ValueError(
-            f"--gradient_checkpointing: {type(model).__name__} cannot recompute its blocks; use "
-            "--no-gradient_checkpointing"
+            f"--{option}: {type(model).__name__} cannot recompute its blocks; use --no-{option}"
         )
     # The name changed within transformers 5; the first argument did not.
     old = model.gradient_checkpointing_enable

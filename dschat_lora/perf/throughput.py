@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, astuple, dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -42,21 +43,21 @@ class LinearShape:
     def output_needs_grad(self) -> bool:
         return self.input_needs_grad or self.saves_input or self.bias_trained
 
-    @property
+    @cached_property
     def base(self) -> float:
         """FLOPs of ``x W^T``, and of each of the two products of its backward pass."""
         return 2 * self.uses * self.in_features * self.out_features
 
-    @property
+    @cached_property
     def low_rank(self) -> float:
         """FLOPs of a product of the update for each feature of its input or output."""
         return 2 * self.uses * self.rank
 
-    @property
+    @cached_property
     def forward(self) -> float:
         return self.base + self.low_rank * (self.in_features + self.out_features)
 
-    @property
+    @cached_property
     def backward(self) -> float:
         flops = (self.input_needs_grad + self.trained) * self.base
         if self.adapter_trained:  # gradients of A and B
@@ -86,11 +87,11 @@ class BlockShape:
     has_state: bool = False  # carried from token to token, as in linear attention
     uncounted: tuple[str, ...] = ()  # weights of products that are not understood
 
-    @property
+    @cached_property
     def linears(self) -> tuple[LinearShape, ...]:
         return (*self.attention, *self.mlp)
 
-    @property
+    @cached_property
     def pair(self) -> int:
         """FLOPs of a query with a key: its score, and its share of the values."""
         return 2 * (self.score_width + self.attention_width)
@@ -107,11 +108,11 @@ class ModelShape:
     vocab_size: int
     fused_attention: bool  # the kernel forms the scores again in the backward pass
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return len(self.blocks)
 
-    @property
+    @cached_property
     def lora_dim(self) -> int:
         """The largest rank in use, 0 without LoRA."""
         linears = (*self.outside, *(x for block in self.blocks for x in block.linears))

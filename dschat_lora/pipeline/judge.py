@@ -27,7 +27,7 @@ from dschat_lora.lora.model import adapters_disabled
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer
 from dschat_lora.report.terminal import prints_on_stderr
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import load_function
+from dschat_lora.rl.score.scores import load_function
 from dschat_lora.supervised.generate import Answer
 from dschat_lora.supervised.inference import LossMeter, load_policy
 from dschat_lora.supervised.measure import Judge

@@ -28,21 +28,25 @@ class AppendedFile:
         *,
         active: bool,
         source: Path | None = None,
+        head: str = "",
         whole: Callable[[bytes], int] = _whole_lines,
     ) -> None:
         """Begin anew.
 
-        ``source`` is the file of an earlier run that a checkpoint is of. ``whole`` gives the bytes
-        of whole blocks in a content that was cut off; those of whole lines by default.
+        ``source`` is the file of an earlier run that a checkpoint is of, and ``head`` what stands
+        before the first block. ``whole`` gives the bytes of whole blocks in a content that was cut
+        off; those of whole lines by default.
         """
         self._path, self._log, self._active = path, log, active
-        self._source, self._whole = source or path, whole
+        self._source, self._head, self._whole = source or path, head, whole
         self._size = 0
 
-    def append(self, block: bytes) -> None:
-        """Append a block; nothing on ranks other than the first."""
+    def append(self, block: bytes | str) -> None:
+        """Append a block, of text as UTF-8; nothing on ranks other than the first."""
         if not self._active or not block or self._log.failure is not None:
             return
+        block = block.encode() if isinstance(block, str) else block
+        block = block if self._size else self._head.encode() + block
         try:
             with open_in_place(self._path, "r+b" if self._size else "wb", buffering=0) as file:
                 file.seek(self._size)

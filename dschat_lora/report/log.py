@@ -46,6 +46,8 @@ class RunLog:
         """
         self._start = time.monotonic()
         self._active = active
+        #: who shows the run in the place of the standard output; whether nothing is printed
+        self._viewer, self._is_quiet = current_viewer(), is_quiet()
         self._file: TextIO | None = None
         self._trackers = trackers if active else ()
         self._bar: tqdm[Any] | None = None
@@ -99,10 +101,10 @@ class RunLog:
 
     def expect(self, total_steps: int, done: int = 0) -> None:
         """Show how far the run is: by a bar on a terminal, elsewhere by a line a minute."""
-        if self._file is None or not total_steps or is_quiet():
+        if self._file is None or not total_steps or self._is_quiet:
             return
-        if (viewer := current_viewer()) is not None:
-            viewer.expect(total_steps, done)
+        if self._viewer is not None:
+            self._viewer.expect(total_steps, done)
         elif sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -124,8 +126,8 @@ class RunLog:
                 tracker.add(step, numbers_of(kind, fields))
         except OSError as error:
             self.failure = named(error, Path(self._file.name))
-        if (viewer := current_viewer()) is not None:
-            viewer.add(kind, record)
+        if self._viewer is not None:
+            self._viewer.add(kind, record)
         for callback in self.callbacks:
             self.is_stopped |= callback(kind, step, dict(record)) == "stop"
 
@@ -164,12 +166,12 @@ class RunLog:
 
         A run whose terminal or reader is gone goes on silently.
         """
-        if not self._active or is_quiet():
+        if not self._active or self._is_quiet:
             return
         if self._file is None:
             text = wrapped(text)
-        if (viewer := current_viewer()) is not None:
-            viewer.say(text)
+        if self._viewer is not None:
+            self._viewer.say(text)
             return
         try:
             from tqdm import tqdm
@@ -181,7 +183,7 @@ class RunLog:
 
     def say_metrics(self, text: str) -> None:
         """Print what a line of metrics.jsonl says, unless a viewer shows those lines."""
-        if current_viewer() is None:
+        if self._viewer is None:
             self.say(text)
 
     def advance(self) -> None:

@@ -29,8 +29,8 @@ from dschat_lora.checkpoint.manifest import (
     weight_map,
 )
 from dschat_lora.checkpoint.quantization import stored_bits
-from dschat_lora.config.bundled import BUNDLED_MODEL
-from dschat_lora.config.data import DataConfig
+from dschat_lora.config.bundled import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.held import held_object, is_held
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT")
 ResumableT = TypeVar("ResumableT", bound="Resumable")
+DataT = TypeVar("DataT", bound=SourceConfig)
 StageT = TypeVar("StageT", bound=StageConfig)
 InputsT = TypeVar("InputsT")
 Check = Callable[[ConfigT, InputsT], ConfigT | None]
@@ -361,12 +362,22 @@ def note_without_effect(config: StageConfig) -> None:
         note_once(message)
 
 
-def check_data_is_named(given: frozenset[str]) -> None:
-    """Refuse ``--data_path`` without a value, before the bundled data takes its place."""
+def with_bundled(data: DataT, given: frozenset[str], **lengths: int) -> DataT:
+    """The bundled rows in the place of data that is not named, by these lengths unless given.
+
+    Raises:
+        ValueError: if ``--data_path`` has no value.
+    """
     if "data_path" in given:
         raise ValueError(
             "--data_path names no data; give a file, or leave it out for the bundled data"
         )
+    return replace(
+        data,
+        data_path=(str(BUNDLED_DATA["train"]),),
+        eval_data_path=data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
+        **{name: length for name, length in lengths.items() if name not in given},  # type: ignore[arg-type]
+    )
 
 
 def check_bundled_data_fits(source: ModelSource, *, stage: str, role: str = "") -> None:

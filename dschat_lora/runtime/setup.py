@@ -36,10 +36,15 @@ from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.models.architecture_checks import head_is_linear
-from dschat_lora.models.blocks import can_recompute, check_compiler
+from dschat_lora.models.blocks import (
+    can_recompute,
+    check_compiler,
+    offload_inputs,
+    recompute_blocks,
+)
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint, file_fingerprint
-from dschat_lora.models.loading import Tokenizer
+from dschat_lora.models.loading import PreTrainedModel, Tokenizer
 from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
@@ -190,17 +195,21 @@ def builds_shapes_alone(run: RunConfig, settings: Iterable[EngineSettings]) -> b
 
 def resolve_recomputation(
     run: OpenRun[StageConfig],
-    models: Mapping[str, nn.Module],
+    models: Mapping[str, PreTrainedModel],
     *,
     with_options: Callable[[Collection[str]], ConfigT],
     estimate: Callable[[ConfigT], int | None],
     free: int,
 ) -> ConfigT:
-    """The config with ``--gradient_checkpointing`` of every model on or off; on every rank.
+    """The config with ``--gradient_checkpointing`` of every model on or off, as they then do.
 
     ``models`` are the trained ones, by the option that has their blocks recomputed.
     ``with_options`` gives the config with these options on and the others off, ``estimate`` the
-    bytes that a device then needs (None where that is not understood), of ``free`` ones.
+    bytes that a device then needs (None where that is not understood), of ``free`` ones. Call on
+    every rank.
+
+    Raises:
+        ValueError: if blocks are to be recomputed, and the architecture cannot.
     """
     values, able = flatten(run.config), all(map(can_recompute, models.values()))
 
@@ -217,6 +226,10 @@ def resolve_recomputation(
             "in host memory anyway"
         )
     run.record.update(on)
+    for option in filter(on.__getitem__, on):
+        recompute_blocks(models[option], option)
+        if run.config.parallel.offload_activations:
+            offload_inputs(models[option])
     return with_options([option for option in on if on[option]])
 
 
@@ -293,19 +306,20 @@ def note_all_weights(run: OpenRun[StageConfig], option: str) -> None:
         )
 
 
-def say_coverage(run: OpenRun[StageConfig], models: Mapping[str, nn.Module]) -> None:
-    """Show and record which kinds of layers learn, of models that train, by role."""
-    found = {role: coverage(model) for role, model in models.items()}
+def say_coverage(
+    run: OpenRun[StageConfig], models: Mapping[str, nn.Module], trained: Collection[str]
+) -> None:
+    """Show and record which kinds of layers learn of the roles that train; show what is unknown.
+
+    That is of the memory and the FLOPs of all models, by role; roles may share one.
+    """
+    found = {role: coverage(models[role]) for role in trained}
     for role, each in found.items():
-        whose = f"{role}: " if len(models) > 1 else ""
+        whose = f"{role}: " if len(found) > 1 else ""
         run.log.say(f"  learns       {whose}{each.words}")
         if each.warning is not None:
             run.log.say(f"  warning      {whose}{each.warning}")
     run.record.update({"learns": {role: each.to_dict() for role, each in found.items()}})
-
-
-def say_uncounted(run: OpenRun[StageConfig], models: Mapping[str, nn.Module]) -> None:
-    """Say what is not known of the memory and the FLOPs of models, by role; roles may share one."""
     roles: dict[str, list[str]] = {}
     for role, model in models.items():
         try:
@@ -314,9 +328,9 @@ def say_uncounted(run: OpenRun[StageConfig], models: Mapping[str, nn.Module]) ->
         except ValueError as error:
             line = f"memory       unknown, and so are TFLOPs: {error}"
         roles.setdefault(line, []).append(role)
-    for line, whose in roles.items():
+    for line, names in roles.items():
         if line:
-            suffix = f" ({', '.join(whose)})" if len(models) > 1 else ""
+            suffix = f" ({', '.join(names)})" if len(models) > 1 else ""
             run.log.say(f"  {line}{suffix}")
 
 
@@ -340,7 +354,8 @@ def record_models(
     parameters: Mapping[str, int],
     layers: list[str],
 ) -> None:
-    """Record what trains."""
+    """Record what trains, if the disk has room for it (:func:`check_room_for`); on every rank."""
+    check_room_for(run, parameters["trainable"])
     run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})
 
 

@@ -45,7 +45,6 @@ from dschat_lora.runtime.checks import (
     check_adapter_files,
     check_bundled_data_fits,
     check_compile,
-    check_data_is_named,
     check_divided,
     check_lora_options,
     check_task,
@@ -59,6 +58,7 @@ from dschat_lora.runtime.checks import (
     resolve_stage,
     settled_base_bits,
     task_of,
+    with_bundled,
     with_trackers,
 )
 from dschat_lora.runtime.directory import (
@@ -227,13 +227,7 @@ def with_bundled_data(config: ConfigT) -> ConfigT:
     if "sft_only_data_path" in config.when:
         data = replace(data, sft_only_data_path=())
     if not (data.data_path or data.sft_only_data_path):
-        check_data_is_named(config.given)
-        data = replace(
-            data,
-            data_path=(str(BUNDLED_DATA["train"]),),
-            eval_data_path=data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
-            max_seq_len=data.max_seq_len if "max_seq_len" in config.given else BUNDLED_SEQ_LEN,
-        )
+        data = with_bundled(data, config.given, max_seq_len=BUNDLED_SEQ_LEN)
     return replace(config, data=data)
 
 

@@ -1,6 +1,5 @@
 """Setup of the supervised stages: data, model and engine of one trained model."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +18,6 @@ from dschat_lora.lora.rates import (
 from dschat_lora.models.blocks import (
     FLEX_ATTENTION,
     compile_blocks,
-    offload_inputs,
-    recompute_blocks,
 )
 from dschat_lora.models.build import (
     AdaptedModel,
@@ -49,7 +46,6 @@ from dschat_lora.runtime.memory import (
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
-    check_room_for,
     check_same_models,
     engine_settings,
     engine_words,
@@ -60,7 +56,6 @@ from dschat_lora.runtime.setup import (
     record_models,
     resolve_recomputation,
     say_coverage,
-    say_uncounted,
     shard_model,
     state_identity,
     tensor_group,
@@ -145,7 +140,16 @@ def set_up(
         meta=builds_shapes_alone(config.run, [settings]),
         group=group,
     )
-    config = _resolve_recomputation(config, settings, adapted, run, free=free)
+    option, asked = "gradient_checkpointing", config
+    config = resolve_recomputation(
+        run,
+        {option: adapted.model},
+        with_options=lambda on: replace(
+            asked, model=replace(asked.model, gradient_checkpointing=option in on)
+        ),
+        estimate=lambda config: estimate_memory_of(adapted, config, settings),
+        free=free,
+    )
     run = replace(run, config=config)
     _describe(config, settings, adapted, run)
     identity: dict[str, Any] = {}
@@ -174,38 +178,6 @@ def _ruled(
     return optim
 
 
-def _resolve_recomputation(
-    config: SupervisedConfig,
-    settings: EngineSettings,
-    adapted: AdaptedModel,
-    run: OpenRun[SupervisedConfig],
-    *,
-    free: int,
-) -> SupervisedConfig:
-    """The config with ``--gradient_checkpointing`` on or off, as the model then does.
-
-    Raises:
-        ValueError: if blocks are to be recomputed, and the architecture cannot.
-    """
-    option = "gradient_checkpointing"
-
-    def with_options(on: Collection[str]) -> SupervisedConfig:
-        return replace(config, model=replace(config.model, gradient_checkpointing=option in on))
-
-    config = resolve_recomputation(
-        run,
-        {option: adapted.model},
-        with_options=with_options,
-        estimate=lambda config: estimate_memory_of(adapted, config, settings),
-        free=free,
-    )
-    if config.model.gradient_checkpointing:
-        recompute_blocks(adapted.model)
-        if config.parallel.offload_activations:
-            offload_inputs(adapted.model)
-    return config
-
-
 def _describe(
     config: SupervisedConfig,
     settings: EngineSettings,
@@ -221,8 +193,7 @@ def _describe(
     )
     if config.run.merge_adapter:
         check_mergeable(adapted.model)
-    say_coverage(run, {"model": adapted.model})
-    say_uncounted(run, {"model": adapted.model})
+    say_coverage(run, {"model": adapted.model}, ("model",))
     for fact in adapted.facts():
         run.log.say(f"  {fact}")
     if words := attention_note(adapted.model, config.model):
@@ -244,7 +215,6 @@ def _describe(
     ):
         run.log.say(f"  note         {words}")
     parameters = {"total": total, "trainable": trained}
-    check_room_for(run, parameters["trainable"])
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
 
 

@@ -183,11 +183,7 @@ def size_warnings(
 ) -> list[str]:
     """What is doubtful about the run's length, its batches, and the rank for so much data."""
     optim = setup.config.optim
-    own = length_warning(
-        num_steps=schedule.num_steps,
-        num_warmup_steps=optim.num_warmup_steps,
-        scheduler=optim.lr_scheduler_type,
-    )
+    own = length_warning(optim, schedule.num_steps)
     found = [] if own is None else [own]
     if isinstance(loader, StreamLoader):
         return found

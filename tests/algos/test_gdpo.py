@@ -8,7 +8,7 @@ import torch
 
 from dschat_lora.algos.credit import Outcome
 from dschat_lora.algos.gdpo import gdpo
-from dschat_lora.rl.learn.dynamic_sampling import idle_groups
+from dschat_lora.rl.learn.experience import idle_groups
 from dschat_lora.rl.options.algorithms import ALGORITHMS, PpoConfig
 
 NAN = math.nan

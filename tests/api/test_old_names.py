@@ -57,6 +57,7 @@ FORMER = {
         "Sources RlhfInputs episode_prompt find_sources check_vocabularies other_tokenizer "
         "text_data answers_data shares_base announce note_without_effect"
     ),
+    "rl.learn.network": "Network",
     "rl.memory": (
         "memory_plan trained_models divergence_bytes unpacking_for_rollouts unpacking_note "
         "keeping_cache cache_columns cache_bytes"
@@ -78,8 +79,8 @@ FORMER = {
     "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
         "UserFunctionError TrainerState RewardLog UserFunction same_gradients find_function "
-        "find_object check_takes_responses OWN TRL SINGULAR VERL OPENRLHF named_parameters "
-        "takes_all takes_responses is_singular one_at_a_time required_columns calls_of "
+        "find_object check_takes_responses OWN TRL VERL OPENRLHF named_parameters "
+        "takes_all is_singular one_at_a_time calls_of "
         "messages_after_prompt prompt_messages as_messages prompt_of RewardError RewardFunction "
         "shortened RewardFunctions load_function INITIAL_SCORES "
         "rescale_values"
@@ -97,6 +98,9 @@ FORMER = {
         "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
     ),
     "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.score.reward_functions": (
+        "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
+    ),
     "rl.served_teacher": (
         "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
     ),
@@ -118,6 +122,7 @@ FORMER = {
     ),
     "rl.verifiers_environment": "Verifiers",
     "rl.vllm_server": "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess",
+    "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
     "world": "reward rule",
 }
 

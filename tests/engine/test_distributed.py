@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dschat_lora.engine.distributed import device
+from dschat_lora.engine.distributed import choose_attention_kernels
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_cudnns_attention_is_taken_where_torchs_variable_asks_for_it(value, enab
         monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", value)
     try:
         torch.backends.cuda.enable_cudnn_sdp(not enabled)
-        device()
+        choose_attention_kernels()
         assert torch.backends.cuda.cudnn_sdp_enabled() is enabled
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

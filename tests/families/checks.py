@@ -25,8 +25,7 @@ from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLoss, Policy
 from dschat_lora.models.source import find_model
-from dschat_lora.rl.learn.engines import Engines, resolve_architecture
-from dschat_lora.rl.learn.network import Network
+from dschat_lora.rl.learn.engines import Engines, Network, resolve_architecture
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 from dschat_lora.supervised.batching import resolve_head, resolve_packing

@@ -31,8 +31,7 @@ from dschat_lora.generation.search import BeamSearch, TextRules
 from dschat_lora.rl.play.environment import Environment
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunction
-from dschat_lora.rl.score.scores import RewardSum, ScoreError, Scores
+from dschat_lora.rl.score.scores import RewardFunction, RewardSum, ScoreError, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
 from helpers.glue_toys import save_encoder, write_task
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template

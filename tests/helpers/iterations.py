@@ -28,8 +28,7 @@ from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, make_minibatches
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunction
-from dschat_lora.rl.score.scores import Scores
+from dschat_lora.rl.score.scores import RewardFunction, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.setup import shard_model
 from helpers.plain_ppo import LONGEST

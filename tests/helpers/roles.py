@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
-from dschat_lora.rl.learn.engines import Engines, policies_of
-from dschat_lora.rl.learn.network import Network
+from dschat_lora.rl.learn.engines import Engines, Network, policies_of
 from dschat_lora.rl.learn.roles import build_roles
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from toy import toy_model
 
-from dschat_lora.config.groups import LoraConfig, OptimConfig
+from dschat_lora.config.groups import LoraConfig, OptimConfig, ScheduleConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.rates import (
     adapter_learning_rate,
@@ -258,10 +260,11 @@ def test_the_reason_of_a_rate_names_each_factor():
 
 
 def test_a_run_that_ends_before_its_warm_up_is_warned_of():
-    assert length_warning(num_steps=11, num_warmup_steps=10, scheduler="cosine") is None
-    assert length_warning(num_steps=0, num_warmup_steps=10, scheduler="cosine") is None
-    assert length_warning(num_steps=50, num_warmup_steps=50, scheduler="constant") is None
-    warning = length_warning(num_steps=50, num_warmup_steps=50, scheduler="cosine")
+    config = ScheduleConfig(lr_scheduler_type="cosine", num_warmup_steps=10)
+    assert length_warning(config, 11) is None
+    assert length_warning(config, 0) is None
+    assert length_warning(replace(config, lr_scheduler_type="constant"), 5) is None
+    warning = length_warning(replace(config, num_warmup_steps=50), 50)
     assert warning.startswith("the run has 50 optimizer steps and --num_warmup_steps 50")
     assert "warm up for 5 steps" in warning
 

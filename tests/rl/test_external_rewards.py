@@ -16,7 +16,7 @@ from dschat_lora.rl.response.response import Episode, Response
 from dschat_lora.rl.score import external_rewards
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import run_tests
-from dschat_lora.rl.score.reward_functions import load_scorer
+from dschat_lora.rl.score.scores import load_scorer
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 

@@ -10,12 +10,12 @@ from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.data.loader import Window
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.pretraining import Pretraining
+from dschat_lora.rl.loop.parts import rollout_rows
 from dschat_lora.rl.options.algorithms import ALGORITHMS, RolloutCorrection
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Origin, Response
 from dschat_lora.rl.score.scores import shape
 from dschat_lora.rl.watch.metrics import importance_metrics, response_metrics, sampler_errors
-from dschat_lora.rl.watch.rows import rollout_rows
 
 
 def test_sampler_error_is_over_the_tokens_that_count():

@@ -16,11 +16,11 @@ class Counting:
     """Counts iterations, in a file too."""
 
     def begin(self, run):
-        self.count, self.file = 0, run.appended("counts.csv")
+        self.count, self.file = 0, run.appended("counts.csv", head="count,score\n")
 
     def after_iteration(self, experience, targets):
         self.count += 1
-        self.file.append(f"{self.count},{float(experience.scores.sum())}\n".encode())
+        self.file.append(f"{self.count},{float(experience.scores.sum())}\n")
         return {"count": self.count}
 
     def state(self):
@@ -65,7 +65,7 @@ def test_state_and_file_of_a_part_are_those_of_the_checkpoint_again(tmp_path):
     again = user_part(Counting, tmp_path)
     again.restore(state)
     assert iterate(again, 1) == [{"count": 3.0}]
-    assert (tmp_path / "counts.csv").read_text() == "1,3.0\n2,3.0\n3,3.0\n"
+    assert (tmp_path / "counts.csv").read_text() == "count,score\n1,3.0\n2,3.0\n3,3.0\n"
 
 
 def test_what_fails_ends_the_run_once_the_others_have_had_the_iteration(tmp_path):
@@ -80,3 +80,18 @@ def test_what_fails_ends_the_run_once_the_others_have_had_the_iteration(tmp_path
 def test_something_without_a_method_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--parts python:part must have after_iteration"):
         user_part(SimpleNamespace(), tmp_path)
+
+
+def test_what_comes_first_in_a_file_is_its_head_and_not_appended_before_a_run_is_restored(tmp_path):
+    class Early(Counting):
+        def begin(self, run):
+            run.appended("early.csv").append("count\n")
+
+    with pytest.raises(ValueError, match=r"give what comes first as run.appended\('early.csv', h"):
+        user_part(Early, tmp_path)
+
+
+def test_two_parts_of_one_name_are_refused_as_checkpoints_keep_them_by_it(tmp_path):
+    twins = [user_part(Counting, tmp_path / name) for name in "ab"]
+    with pytest.raises(ValueError, match=r"--parts names Counting twice"):
+        Parts(twins)

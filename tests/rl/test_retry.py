@@ -43,7 +43,7 @@ def generator(monkeypatch, *, free=0, reserved=0, update=0, keeps=True):
     found = OwnEngine(site)
     found.emptied = emptied
     if keeps:
-        found._decoders[0] = object()
+        found._decoders[0], found._keeps_memory = object(), True
     return found
 
 
@@ -63,35 +63,35 @@ class Full:
 def test_a_second_attempt_follows_once_memory_was_given_back(monkeypatch):
     kept, engines = generator(monkeypatch), [engine(), engine()]
     retry = Retry(engines, kept)
-    assert retry.forward(Full(0)) == 1
+    assert retry(Full(0)) == 1
     assert kept.keeps
-    assert retry.step(Full(1)) == 2
+    assert retry(Full(1), backward=True) == 2
     assert (kept.keeps, kept.released, kept.emptied) == (False, True, [True])
     assert [each.noted for each in engines] == [["forgotten"]] * 2
     # nothing is kept any more
     with pytest.raises(torch.OutOfMemoryError):
-        retry.forward(Full(1))
+        retry(Full(1))
 
 
 def test_a_forward_pass_drops_no_gradient(monkeypatch):
     own = engine(backward=False)
-    assert Retry([own], generator(monkeypatch)).forward(Full(1)) == 2
+    assert Retry([own], generator(monkeypatch))(Full(1)) == 2
     assert own.noted == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "keeps", "engines"),
+    ("backward", "keeps", "engines"),
     [
-        ("forward", True, [engine(), engine(forward=False)]),
-        ("step", True, [engine(), engine(backward=False)]),
-        ("step", False, [engine()]),
+        (False, True, [engine(), engine(forward=False)]),
+        (True, True, [engine(), engine(backward=False)]),
+        (True, False, [engine()]),
     ],
     ids=["ZeRO 3 of one role", "ZeRO 2 of one role", "nothing to free"],
 )
-def test_elsewhere_the_first_failure_is_the_last(monkeypatch, kind, keeps, engines):
+def test_elsewhere_the_first_failure_is_the_last(monkeypatch, backward, keeps, engines):
     compute, kept = Full(1), generator(monkeypatch, keeps=keeps)
     with pytest.raises(torch.OutOfMemoryError):
-        getattr(Retry(engines, kept), kind)(compute)
+        Retry(engines, kept)(compute, backward=backward)
     assert compute.calls == 1
     assert kept.keeps == keeps
 
@@ -104,7 +104,7 @@ def test_what_fails_where_processes_meet_is_not_tried_again(monkeypatch):
             return compute()
 
     with pytest.raises(torch.OutOfMemoryError):
-        retry.step(meets)
+        retry(meets, backward=True)
     assert compute.calls == 1
 
 
@@ -122,7 +122,7 @@ def test_the_first_attempt_is_gone_before_the_second():
         held.append(weakref.ref(made))
         return Full(len(held) == 1)()
 
-    assert Retry([engine()], Kept()).forward(compute) == 1
+    assert Retry([engine()], Kept())(compute) == 1
     assert released == [[None]]
 
 

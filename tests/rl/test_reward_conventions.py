@@ -9,7 +9,7 @@ import torch
 
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions, load_scorer
+from dschat_lora.rl.score.scores import RewardFunction, RewardFunctions, load_scorer
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 

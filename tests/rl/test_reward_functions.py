@@ -1,6 +1,7 @@
 """How reward functions are called, built-in ones, several at once, and dynamic sampling."""
 
 import asyncio
+import inspect
 import json
 import math
 import sys
@@ -9,19 +10,22 @@ import time
 import pytest
 import torch
 
-from dschat_lora.rl.learn.dynamic_sampling import idle_groups, resample
+from dschat_lora.rl.learn.dynamic_sampling import resample
+from dschat_lora.rl.learn.experience import idle_groups
 from dschat_lora.rl.loop.validation import check_rewards
 from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
-from dschat_lora.rl.score.reward_functions import (
+from dschat_lora.rl.score.scores import (
+    EpisodeScorer,
     RewardFunction,
     RewardFunctions,
+    RewardSum,
+    Scores,
     load_function,
     load_scorer,
 )
-from dschat_lora.rl.score.scores import EpisodeScorer, RewardSum, Scores
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
@@ -169,7 +173,7 @@ def test_only_the_calls_that_failed_are_made_again(kind, capsys):
     asked = made(function, retries=1)
     assert asked(responses)[:, 0].tolist() == [float(n) for n in range(3, 11)]
     assert sorted(map(int, calls)) == [3, 4, 5, 6, 6, 7, 8, 9, 10]
-    assert asked.log.metrics == {"calls": [1.0] * 8}
+    assert asked.log.metrics == [("calls", 1.0)] * 8
     assert "failed for 1 of 8 responses and is tried again" in capsys.readouterr().err
     calls.clear()
     failing[0] = 2
@@ -465,7 +469,9 @@ def test_weights_of_a_scorer_are_of_its_names_and_checked_once_it_is_known(tmp_p
 def test_built_in_reward(name, response, row, expected):
     function = builtin_function(f"builtin:{name}")
     ids = list(range(len(response.split())))
-    assert function(response=response, row=row, token_ids=ids) == pytest.approx(expected)
+    offered = {"response": response, "row": row, "token_ids": ids}
+    taken = {name: offered[name] for name in inspect.signature(function).parameters}
+    assert function(**taken) == pytest.approx(expected)
 
 
 def test_every_built_in_is_one_that_the_table_tests():

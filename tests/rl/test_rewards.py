@@ -11,8 +11,7 @@ import torch
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunction, load_function
-from dschat_lora.rl.score.scores import rescale_values, shape
+from dschat_lora.rl.score.scores import RewardFunction, load_function, rescale_values, shape
 from helpers.roles import Words
 
 CPU = torch.device("cpu")

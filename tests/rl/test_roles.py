@@ -13,7 +13,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.rl.learn import engines
-from dschat_lora.rl.learn.network import Network
+from dschat_lora.rl.learn.engines import Network
 from dschat_lora.rl.loop.memory import cache_bytes, memory_plan
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response

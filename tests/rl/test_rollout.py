@@ -94,6 +94,25 @@ def test_a_second_turn_of_the_same_prompt_is_another_and_reuses_nothing_of_the_f
     assert not hasattr(decoder.asked[2], "prefixes")
 
 
+def test_what_the_decoder_did_not_compute_is_no_prefix():
+    decoder = Decoder((5, 6, 7), (5, 6), (7, 2))
+    draw = draw_of(decoder, copies=1)
+    tasks = tasks_of(PROMPTS[:1], 1)
+    first, _ = draw(tasks), draw(tasks)
+    draw([first[0].read([8])])  # of whose tokens 6, the last of the second turn, is one
+    assert not hasattr(decoder.asked[2], "prefixes")
+
+
+def test_a_turn_that_was_drawn_twice_at_once_goes_on_from_its_own_row():
+    decoder = Decoder((5, 6), (7, 2))
+    draw = draw_of(decoder, copies=1)
+    (task,), (other,) = tasks_of(PROMPTS[:1], 1), [unanswered(*PROMPTS[1], 1)]
+    found = draw([task, task, other])
+    draw([found[2].read([8])])
+    # Row 2, behind both of the first prompt's; all but the last token that was chosen.
+    assert decoder.asked[1].prefixes == [(2, 3)]
+
+
 def test_a_response_without_room_for_a_token_stays_as_it_is():
     decoder = Decoder((6, 2))
     full = Response((9,), (5,) * 8, F, 0)

@@ -17,8 +17,7 @@ from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import episode_prompt
 from dschat_lora.rl.play.environment import EnvironmentFailedError, is_stateful
 from dschat_lora.rl.play.players import load_environment
-from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions
-from dschat_lora.rl.score.scores import EpisodeScorer, RewardSum
+from dschat_lora.rl.score.scores import EpisodeScorer, RewardFunction, RewardFunctions, RewardSum
 from dschat_lora.rl.score.user_functions import TrainerState
 from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
 

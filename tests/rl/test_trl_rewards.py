@@ -17,8 +17,7 @@ from transformers import AutoTokenizer
 from dschat_lora.algos.advantages import grpo_advantages
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunction, RewardFunctions
-from dschat_lora.rl.score.scores import weighted_sum
+from dschat_lora.rl.score.scores import RewardFunction, RewardFunctions, weighted_sum
 from dschat_lora.rl.score.user_functions import RewardError, RewardLog, TrainerState, calls_of
 
 trl = pytest.importorskip("trl")

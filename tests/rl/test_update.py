@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
+from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.rl.learn.engines import Engines, Retry, RewardModelScorer
 from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
@@ -55,7 +56,7 @@ class Roles:
         self.actor, self.critic = Engine(), Engine() if critic else None
         self.logprob, self.value, self.text = logprob, value, text
         self.passes, self.factors, self.modes = [], [], []
-        self.retry, self.teacher = Retry(), None
+        self.retry, self.teacher, self.casts = Retry(), None, FactorCasts()
 
     @property
     def trained(self):

@@ -358,7 +358,7 @@ DANGEROUS = {
     "dist.broadcast_object_list": set(),
     "dist.all_gather_object": set(),
     "dist.gather_object": set(),
-    "importlib.import_module": {"rl/score/user_functions.py"},
+    "importlib.import_module": {"runtime/checks.py"},
     # These name modules of the package itself, and of an attention kernel.
     "import_module": {
         *("__init__.py", "config/old_names.py", "models/attention.py", "runtime/stage_main.py"),

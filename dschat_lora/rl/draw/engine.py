@@ -17,7 +17,8 @@ from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.loading import PreTrainedModel
 from dschat_lora.rl.draw.completions import EngineError, are_logprobs
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import as_object, package_function
+from dschat_lora.rl.options.engines import as_object
+from dschat_lora.rl.options.names import called
 from dschat_lora.rl.response.errors import FullWhileDecodingError, UserFunctionError
 from dschat_lora.rl.response.response import DecodedTurn
 from dschat_lora.runtime.memory import MemoryPlan
@@ -148,7 +149,7 @@ def make_engine(site: EngineSite) -> Drawing:
     """The engine that ``--rollout_engine`` names, closed when the run is."""
     facts = site.config.batch.engine
     if facts.make:
-        made: Drawing = package_function(facts.make)(site)
+        made: Drawing = called(facts.make)(site)
         return made
     return EngineDecoder(as_object(facts.own), site)
 

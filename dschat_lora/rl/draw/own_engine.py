@@ -106,7 +106,8 @@ class OwnEngine(Drawing):
             raise FullWhileDecodingError(str(error)) from error
         finally:
             if not self._keeps_memory:
-                self._decoders.clear()
+                for each in self._decoders.values():
+                    each.release()
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[PreTrainedModel, KeepGoing | None]]:
@@ -124,7 +125,7 @@ class OwnEngine(Drawing):
     @property
     def keeps(self) -> bool:  # type: ignore[override]
         """Whether anything is kept in memory for the next rollout."""
-        return bool(self._decoders)
+        return self._keeps_memory and bool(self._decoders)
 
     def release(self) -> None:
         """Free what is kept, from here on after every rollout."""

@@ -51,8 +51,8 @@ class Draw:
     needed: int | None = None
     asks_once: bool = False
     _num_turns: dict[int, int] = field(default_factory=dict)  # by place
-    # What was drawn last, by sequence in the decoder's order: all tokens.
-    _drawn: dict[int | str, list[int]] = field(default_factory=dict)
+    # What was drawn last, by sequence: the decoder's row, and all tokens.
+    _drawn: dict[int | str, tuple[int, list[int]]] = field(default_factory=dict)
 
     def __call__(
         self, responses: Sequence[Response], limits: Sequence[int] | None = None
@@ -110,13 +110,7 @@ class Draw:
         places: dict[Any, list[int]] = {}
         for n, each in enumerate(asked):
             places.setdefault((each.group, each.ids, each.limit), []).append(n)
-        rows = {name: row for row, name in enumerate(self._drawn)}
-        prefixes = [
-            (rows[each.sequence], each.known)
-            for each in asked
-            if each.known
-            and [*each.ids[: each.known]] == self._drawn.get(each.sequence, [])[: each.known]
-        ]
+        prefixes = [each for each in map(self._prefix, asked) if each is not None]
         if len({len(own) for own in places.values()}) > 1 or prefixes:
             places = {n: [n] for n in range(len(asked))}
         first = [asked[own[0]] for own in places.values()]
@@ -137,10 +131,22 @@ class Draw:
 
         def drawn() -> list[DecodedTurn]:
             turns = dict(zip(order, wait(), strict=True))
-            self._drawn = {asked[n].sequence: [*asked[n].ids, *turns[n].tokens] for n in order}
+            self._drawn = {
+                asked[n].sequence: (row, [*asked[n].ids, *turns[n].tokens])
+                for row, n in enumerate(order)
+            }
             return [turns[n] for n in range(len(asked))]
 
         return drawn
+
+    def _prefix(self, turn: AskedTurn) -> tuple[int, int] | None:
+        """The row that was drawn last and how many of its tokens the turn goes on with."""
+        row, before = self._drawn.get(turn.sequence, (0, list[int]()))
+        known = turn.known
+        # The last token of the sequence was not computed.
+        if 0 < known < len(before) and [*turn.ids[:known]] == before[:known]:
+            return row, known
+        return None
 
 
 class AsksForColumns(Protocol):

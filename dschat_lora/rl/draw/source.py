@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from dschat_lora.algos.seeds import permutation
@@ -91,7 +92,7 @@ class PromptOrder:
     times: Mapping[str, float] = field(default_factory=dict)
     end = None
 
-    @property
+    @cached_property
     def iterations_per_epoch(self) -> int:
         """The last one of an epoch may have fewer prompts."""
         return -(-self.num_prompts // self.per_iteration)

@@ -1,15 +1,14 @@
 """DAPO's dynamic sampling: prompts whose responses teach nothing are replaced."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.options.algorithms import Algorithm, called
+from dschat_lora.rl.learn.experience import idle_groups
+from dschat_lora.rl.options.algorithms import Algorithm
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores
 
@@ -32,35 +31,6 @@ class Resampled:
             "resampled_prompts": self.replaced,
             "resampled_responses": self.generated,
         }
-
-
-def idle_groups(
-    algorithm: Algorithm,
-    groups: Sequence[int],
-    total: Tensor,
-    rewards: Mapping[str, Tensor],
-    weights: Mapping[str, float],
-) -> list[int]:
-    """Groups of responses that teach the algorithm nothing, in ascending order.
-
-    ``groups`` say which prompt each of the N responses belongs to. ``total`` are their (N,) scores,
-    NaN for those that do not count, and ``rewards`` those by name, of which some have ``weights``.
-    """
-    columns = [total, *(weight * rewards[name] for name, weight in weights.items())]
-    scores, *named = torch.stack(columns).tolist()  # read at once
-    rows: dict[int, list[int]] = {group: [] for group in groups}
-    for row, group in enumerate(groups):
-        if not math.isnan(scores[row]):
-            rows[group].append(row)
-    teaches = called(algorithm.learns_from)
-    return sorted(
-        group
-        for group, own in rows.items()
-        if not teaches(
-            [scores[row] for row in own],
-            {name: [c[row] for row in own] for name, c in zip(weights, named, strict=True)},
-        )
-    )
 
 
 def resample(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,20 +11,65 @@ from torch import Tensor, nn
 
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
+from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.models.architecture_checks import check_architecture
-from dschat_lora.models.causal_lm import Policy
+from dschat_lora.models.causal_lm import DivergenceHead, Policy
+from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.draw.engine import Drawing
-from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.served_teacher import ServedTeacher
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.batch import ResponseBatch, gather_rows
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import REWARD_MODEL, Scorer, Scores
+from dschat_lora.rl.score.scores import REWARD_MODEL, RewardSum, Scorer, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
 
 ResultT = TypeVar("ResultT")
+
+
+class Network(nn.Module):
+    """The roles of one engine; each call names the role to run."""
+
+    roles: Mapping[str, Policy | RewardModel]
+
+    def __init__(
+        self, *, divergence: DivergenceHead | None = None, **roles: Policy | RewardModel
+    ) -> None:
+        """Hold the roles, and the head that compares actor and reference where one is wanted."""
+        super().__init__()
+        self.roles = nn.ModuleDict(roles)  # type: ignore[assignment]
+        self.divergence = divergence
+
+    def policy(self, role: str) -> Policy:
+        """The actor or the reference."""
+        policy = self.roles[role]
+        assert isinstance(policy, Policy)
+        return policy
+
+    def forward(self, role: str, *args: Any) -> object:
+        """What the role returns; of ``divergence``, :meth:`compare`."""
+        return self.compare(*args) if role == "divergence" else self.roles[role](*args)
+
+    def compare(
+        self, own: ResponseBatch, read: ResponseBatch, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What :class:`~dschat_lora.models.causal_lm.DivergenceHead` returns of a batch.
+
+        ``own`` is the batch as the actor reads it, ``read`` as the reference does.
+        """
+        assert self.divergence is not None
+        actor, reference = self.policy("actor"), self.policy("reference")
+        with torch.no_grad():
+            other = reference.before_head(read.logit_positions, *read.inputs, None, read.spans)
+        states = actor.before_head(own.logit_positions, *own.inputs, None, own.spans)
+        return self.divergence(
+            states,
+            other,
+            own.target_ids,
+            temperature,
+            are_logits=(actor.full_logits, reference.full_logits),
+        )
 
 
 class Retry:
@@ -35,7 +80,7 @@ class Retry:
     leave gradients, which can be dropped at ZeRO 0 alone. What other processes took part in is not
     repeated: they would not do so again.
 
-        found = retry.forward(compute)
+        found = retry(compute)
 
     Args:
         engines: all that compute. drawing: of responses; None: nothing is tried again.
@@ -47,25 +92,12 @@ class Retry:
         self._engines, self._drawing = engines, drawing
         self._in_collective = False
 
-    def forward(self, compute: Callable[[], ResultT]) -> ResultT:
-        """What forward passes give, at the first attempt or, where memory runs out, the second."""
-        return self._result(compute, "repeats_forward")
+    def __call__(self, compute: Callable[[], ResultT], *, backward: bool = False) -> ResultT:
+        """What passes give, at the first attempt or, where memory runs out, the second.
 
-    def step(self, compute: Callable[[], ResultT]) -> ResultT:
-        """The same of all passes of an optimizer step."""
-        return self._result(compute, "repeats_backward", forgets=True)
-
-    @contextmanager
-    def collective(self) -> Iterator[None]:
-        """Within, all processes take part: what fails there is not tried again."""
-        self._in_collective = True
-        yield
-        self._in_collective = False
-
-    def _result(
-        self, compute: Callable[[], ResultT], repeats: str, *, forgets: bool = False
-    ) -> ResultT:
-        drawing = self._drawing
+        They are forward passes or, with ``backward``, all of an optimizer step.
+        """
+        drawing, repeats = self._drawing, "repeats_backward" if backward else "repeats_forward"
         try:
             return compute()
         except torch.OutOfMemoryError:
@@ -75,9 +107,16 @@ class Retry:
                 raise
         # The error is gone, and with it the frames that held what the first attempt had made.
         drawing.release()
-        for engine in self._engines if forgets else ():
+        for engine in self._engines if backward else ():
             engine.forget_gradients()
         return compute()
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Within, all processes take part: what fails there is not tried again."""
+        self._in_collective = True
+        yield
+        self._in_collective = False
 
 
 @dataclass(frozen=True)
@@ -92,10 +131,15 @@ class Engines:
     retry: Retry = field(default_factory=Retry)  # of passes that run out of memory
     teacher: ServedTeacher | None = None  # in the place of a reference
 
-    @property
+    @cached_property
     def trained(self) -> Mapping[str, TrainEngine[Network]]:
         """Actor and critic by name."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    @cached_property
+    def casts(self) -> FactorCasts:
+        """Factors of adapters as optimizer steps compute with them."""
+        return FactorCasts(*(engine.module for engine in self.trained.values()))
 
     def eval(self) -> None:
         """Evaluation mode."""
@@ -130,9 +174,9 @@ class Engines:
         ``role`` is the actor or the reference.
         """
         if role == "reference":
-            batch = batch.for_reference
+            batch = batch.reference or batch
         inputs = *batch.inputs, batch.logit_positions, batch.target_ids
-        logprobs, entropies = self.retry.forward(
+        logprobs, entropies = self.retry(
             lambda: self.actor(role, *inputs, self.temperature, batch.spans)
         )
         return batch.table(logprobs, width), batch.table(entropies, width)
@@ -142,8 +186,8 @@ class Engines:
 
         The divergences alone have a gradient, and entropies where there is a bonus for them.
         """
-        logprobs, entropies, divergences = self.retry.forward(
-            lambda: self.actor("divergence", batch, batch.for_reference, self.temperature)
+        logprobs, entropies, divergences = self.retry(
+            lambda: self.actor("divergence", batch, batch.reference or batch, self.temperature)
         )
         known = batch.table(logprobs.detach(), width), batch.table(entropies, width)
         return *known, batch.table(divergences, width)
@@ -152,13 +196,13 @@ class Engines:
         """(n, width) values before each response token."""
         assert self.critic is not None
         inputs = *batch.inputs, None, batch.logit_positions, batch.spans
-        return batch.table(self.retry.forward(partial(self.critic, "critic", *inputs)), width)
+        return batch.table(self.retry(partial(self.critic, "critic", *inputs)), width)
 
     def scores(self, batch: ResponseBatch) -> Tensor:
         """(n,) scores of the reward model at the end of each response."""
         assert self.reward is not None
         inputs = *batch.inputs, None, batch.ends, batch.spans
-        return self.retry.forward(partial(self.reward, "reward", *inputs))
+        return self.retry(partial(self.reward, "reward", *inputs))
 
     def text_loss(self, batch: Batch) -> Tensor:
         """Summed loss of the actor on text, in nats."""
@@ -168,7 +212,7 @@ class Engines:
             logprobs, _ = self.actor("actor", *places, batch.target_ids, 1.0, batch.spans)
             return -logprobs.sum()
 
-        return self.retry.forward(compute)
+        return self.retry(compute)
 
 
 @dataclass(frozen=True)
@@ -188,6 +232,17 @@ class RewardModelScorer(Scorer):
         numbers = [n for batch in batches for n in batch.numbers]
         scores = gather_rows(numbers, rows[:, None])[:, 0]
         return Scores(scores, {REWARD_MODEL: scores})
+
+
+def with_reward_model(
+    scorer: Scorer,
+    engines: Engines,
+    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
+) -> Scorer:
+    """The scorer with that of the reward model, if there is one, which reads ``batches``."""
+    if isinstance(scorer, RewardSum) and engines.reward is not None:
+        return scorer.adding(RewardModelScorer(engines, batches))
+    return scorer
 
 
 def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:

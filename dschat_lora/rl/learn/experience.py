@@ -1,5 +1,6 @@
 """Experience: responses with log-probabilities, values and scores, and their advantages."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from dschat_lora.algos.importance import Mismatch, importance_weights, sampler_m
 from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.options.algorithms import PpoConfig, RolloutCorrection, called
+from dschat_lora.rl.options.algorithms import Algorithm, PpoConfig, RolloutCorrection
 from dschat_lora.rl.response.batch import (
     Batching,
     Minibatch,
@@ -112,6 +113,34 @@ def padded(
     for row, values in enumerate(rows):
         found[row, : len(values)] = torch.tensor(values, dtype=dtype)
     return to_device(found, mask.device)
+
+
+def idle_groups(
+    algorithm: Algorithm,
+    groups: Sequence[int],
+    total: Tensor,
+    rewards: Mapping[str, Tensor],
+    weights: Mapping[str, float],
+) -> list[int]:
+    """Groups of responses that teach the algorithm nothing, in ascending order.
+
+    ``groups`` say which prompt each of the N responses belongs to. ``total`` are their (N,) scores,
+    NaN for those that do not count, and ``rewards`` those by name, of which some have ``weights``.
+    """
+    columns = [total, *(weight * rewards[name] for name, weight in weights.items())]
+    scores, *named = torch.stack(columns).tolist()  # read at once
+    rows: dict[int, list[int]] = {group: [] for group in groups}
+    for row, group in enumerate(groups):
+        if not math.isnan(scores[row]):
+            rows[group].append(row)
+    return sorted(
+        group
+        for group, own in rows.items()
+        if not algorithm.teaches(
+            [scores[row] for row in own],
+            {name: [c[row] for row in own] for name, c in zip(weights, named, strict=True)},
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -264,7 +293,7 @@ def advantages_and_returns(
         ValueError: if an estimator of the user's gives something else than advantages.
     """
     mask, by_name = experience.mask, experience.rewards or {"reward_model": experience.scores}
-    found = called(config.rules.estimator)(
+    found = config.rules.estimate(
         Outcome(
             rewards=by_name,
             weights=experience.weights or dict.fromkeys(by_name, 1.0),

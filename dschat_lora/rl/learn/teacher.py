@@ -85,10 +85,6 @@ class Teacher:
     server: ServedTeacher | None  # in the place of a reference among the roles
     prompts: TeacherPrompts | None  # None: the reference reads what the actor reads
 
-    def reading(self, responses: list[Response]) -> list[Response]:
-        """The responses with what the teacher reads in the place of their prompts."""
-        return responses if self.prompts is None else self.prompts(responses)
-
 
 def load_teacher(
     config: RlhfConfig, tokenizer: Tokenizer, sources: Sources, run: OpenRun[RlhfConfig]

@@ -1,7 +1,7 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,7 +12,6 @@ from dschat_lora.algos.ppo import PolicyLoss, loss_divisor, token_weights, value
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
-from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, Steps, add_old_outputs
 from dschat_lora.rl.learn.pretraining import Pretraining, TextWindow
@@ -44,36 +43,9 @@ class StepResult:
         return any(outcome.skipped for outcome in self.outcomes.values())
 
 
-@dataclass
-class _Sums:
-    """Sums over tokens of this rank, later of all ranks."""
-
-    loss: Tensor
-    policy: Tensor
-    clipped: Tensor
-    approx_kl: Tensor
-    entropy: Tensor
-    value: Tensor
-    value_clipped: Tensor
-    text: Tensor
-
-    @classmethod
-    def zero(cls, device: torch.device) -> "_Sums":
-        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
-
-    def add(self, **parts: Tensor) -> None:
-        for name, part in parts.items():
-            setattr(self, name, getattr(self, name) + part.detach().double())
-
-    def numbers(self) -> dict[str, float]:
-        """All of them, for which the host waits once."""
-        return dict(zip(vars(self), self._stacked().tolist(), strict=True))
-
-    def over_ranks(self) -> "_Sums":
-        return _Sums(*sum_tensor_(self._stacked()))
-
-    def _stacked(self) -> Tensor:
-        return torch.stack([*vars(self).values()])
+# Sums over tokens, of this rank and later of all, in fp64.
+_SUMS = ("loss", "policy", "clipped", "approx_kl", "entropy", "value", "value_clipped", "text")
+Sums = dict[str, Tensor]
 
 
 class Updater:
@@ -116,7 +88,6 @@ class Updater:
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining = pretraining if "actor" in learning else None
         self._rescale_values = rescale_values
-        self._casts = FactorCasts(*(engine.module for engine in engines.trained.values()))
         # Of tokens that the losses count.
         self._mask = experience.mask
         if config.mask_truncated_completions:
@@ -131,7 +102,7 @@ class Updater:
         self.experience = experience  # complete from the first step on
         self.looked = experience  # with old log-probabilities of forward passes alone
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
-        self._totals: _Sums | None = None  # of the step, of all ranks; None before they are
+        self._totals: Sums | None = None  # of the step, of all ranks; None before they are
 
     def steps(
         self, rate_factor: Callable[[int], float], *, most: int | None = None
@@ -156,32 +127,33 @@ class Updater:
                 "critic": sum(lengths),
             }
             self._engines.train(self._learning)
-            learning_rates = self._engines.set_rates(rate_factor(index))
+            rates = self._engines.set_rates(rate_factor(index))
             texts = self._pretraining.window() if self._pretraining is not None else None
             first, self._totals = self.targets is None, None
-            with self._casts.in_use():
-                sums, largest = self._engines.retry.step(
-                    partial(self._backward, batches, divisors, texts)
+            with self._engines.casts.in_use():
+                sums, largest = self._engines.retry(
+                    partial(self._backward, batches, divisors, texts), backward=True
                 )
             ratio_error = max_over_ranks(float(largest)) if first else None
             if texts is not None:
-                sums.text = sum_tensor_(sums.text) / texts.num_targets
+                sums["text"] = sum_tensor_(sums["text"]) / texts.num_targets
             outcomes = self._engines.step(self._learning)
-            yield self._result(sums, divisors, outcomes, learning_rates, ratio_error)
+            yield self._result(sums, divisors, outcomes, rates, ratio_error)
 
     def _backward(
         self,
         batches: Sequence[ResponseBatch],
         divisors: Mapping[str, int],
         texts: TextWindow | None,
-    ) -> tuple[_Sums, Tensor]:
+    ) -> tuple[Sums, Tensor]:
         """Backward passes of a step; this rank's largest |ratio - 1|, and its loss of texts.
 
         ``divisors`` are those of each role's sums. All may be made again, as long as no gradient
         is taken twice: what ranks have told each other is not asked for again.
         """
         engines, width = self._engines, self.experience.mask.shape[1]
-        sums = _Sums.zero(engines.actor.device)
+        zeros = torch.zeros(len(_SUMS), dtype=torch.float64, device=engines.actor.device)
+        sums = dict(zip(_SUMS, zeros, strict=True))
         actor_learns = "actor" in self._learning
         largest, own = torch.zeros((), device=engines.actor.device), list[Tensor]()
         for batch in batches:
@@ -205,14 +177,14 @@ class Updater:
             largest = torch.maximum(largest, ratio_error)
             if last:
                 with engines.retry.collective():
-                    sums = self._totals = self._totals or sums.over_ranks()
+                    sums = self._totals = self._totals or _over_ranks(sums)
             for role, loss in losses.items():
                 if last:
-                    loss = broken_unless_finite(loss, sums.loss + sums.value)
+                    loss = broken_unless_finite(loss, sums["loss"] + sums["value"])
                 ends = last and (texts is None or role == "critic")
                 engines.trained[role].backward(loss / divisors[role], last=ends)
         if texts is not None:
-            sums.text = self._backward_texts(texts)
+            sums["text"] = self._backward_texts(texts)
         return sums, largest
 
     def _look(
@@ -251,12 +223,22 @@ class Updater:
         rows: Tensor,
         logprobs: Tensor,
         entropy: Tensor,
-        sums: _Sums,
+        sums: Sums,
         divergence: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
         config, mask, weights = self._config, self._mask[rows], self._weights[rows]
-        parts = self._surrogate(rows, logprobs)
+        assert self.targets is not None
+        if self._deferred and self._looks:
+            old = logprobs
+        else:
+            assert self.experience.logprobs is not None
+            old = self.experience.logprobs[rows]
+        # The losses are linear in the size of advantages: there stand the weights of tokens.
+        advantages = self.targets.advantages[rows] * weights
+        if self.importance is not None:
+            advantages = advantages * self.importance[rows]
+        parts: PolicyLoss = config.surrogate(logprobs, old, advantages, mask)
         entropy = torch.where(mask, entropy, 0)
         loss = parts.total
         if divergence is not None:
@@ -265,26 +247,11 @@ class Updater:
         if config.kl_in == "loss" and self._kl_coef and not config.rules.distills:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
             loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()
-        sums.add(loss=loss, policy=policy, entropy=entropy.sum())
-        sums.add(clipped=parts.clipped, approx_kl=parts.approx_kl)
+        _add(sums, loss=loss, policy=policy, entropy=entropy.sum())
+        _add(sums, clipped=parts.clipped, approx_kl=parts.approx_kl)
         return loss, parts.ratio_error
 
-    def _surrogate(self, rows: Tensor, logprobs: Tensor) -> PolicyLoss:
-        targets = self.targets
-        assert targets is not None
-        if self._deferred and self._looks:
-            old = logprobs
-        else:
-            assert self.experience.logprobs is not None
-            old = self.experience.logprobs[rows]
-        # The losses are linear in the size of advantages: there stand the weights of tokens.
-        advantages = targets.advantages[rows] * self._weights[rows]
-        if self.importance is not None:
-            advantages = advantages * self.importance[rows]
-        loss: PolicyLoss = self._config.surrogate(logprobs, old, advantages, self._mask[rows])
-        return loss
-
-    def _value_loss(self, rows: Tensor, values: Tensor, sums: _Sums) -> Tensor:
+    def _value_loss(self, rows: Tensor, values: Tensor, sums: Sums) -> Tensor:
         """The critic's loss summed over the tokens of ``rows``."""
         experience, targets = self.experience, self.targets
         assert experience.values is not None
@@ -297,7 +264,7 @@ class Updater:
             self._mask[rows],
             cliprange_value=self._config.cliprange_value,
         )
-        sums.add(value=parts.total, value_clipped=parts.clipped)
+        _add(sums, value=parts.total, value_clipped=parts.clipped)
         return parts.total
 
     def _backward_texts(self, texts: TextWindow) -> Tensor:
@@ -313,13 +280,15 @@ class Updater:
 
     def _result(
         self,
-        sums: _Sums,
+        sums: Sums,
         divisors: Mapping[str, int],
         outcomes: dict[str, StepOutcome],
         learning_rates: dict[str, dict[str, float]],
         ratio_error: float | None,
     ) -> StepResult:
-        has_critic, found = self._engines.critic is not None, sums.numbers()
+        has_critic = self._engines.critic is not None
+        numbers = torch.stack([*sums.values()]).tolist()  # the host waits once
+        found = dict(zip(sums, numbers, strict=True))
         tokens = divisors["critic"]
         return StepResult(
             loss=found["loss"] / divisors["actor"],
@@ -335,3 +304,12 @@ class Updater:
             learning_rates=learning_rates,
             num_tokens=tokens,
         )
+
+
+def _over_ranks(sums: Sums) -> Sums:
+    return dict(zip(sums, sum_tensor_(torch.stack([*sums.values()])), strict=True))
+
+
+def _add(sums: Sums, **parts: Tensor) -> None:
+    for name, part in parts.items():
+        sums[name] = sums[name] + part.detach().double()

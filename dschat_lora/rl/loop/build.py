@@ -1,6 +1,6 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,25 @@ from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import (
     Engines,
-    RewardModelScorer,
+    Network,
     policies_of,
     resolve_architecture,
 )
-from dschat_lora.rl.learn.network import Network
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RunOfPart, UserPart
+from dschat_lora.rl.loop.parts import (
+    EntropyTarget,
+    KlControl,
+    Parts,
+    RolloutLog,
+    RunOfPart,
+    UserPart,
+)
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
-from dschat_lora.rl.response.batch import Batching, ResponseBatch
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import RewardSum, Scorer
+from dschat_lora.rl.response.batch import Batching
 from dschat_lora.rl.watch.diagnostics import Diagnostics
-from dschat_lora.rl.watch.rows import RolloutLog
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
@@ -46,11 +49,9 @@ def build_engines(setup: RlhfSetup) -> Engines:
     config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
     reference = roles.reference and roles.reference.model
-    own: dict[str, Any] = {
-        **policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
-    }
+    policies = policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
+    own: dict[str, Any] = {**policies}
     beta = config.teacher.beta
-    scorers: dict[str, Any] = {}
     if config.ppo.rules.distills and beta is not None:
         assert roles.reference is not None, "options refuse it with a server"
         own["divergence"] = DivergenceHead(
@@ -60,10 +61,8 @@ def build_engines(setup: RlhfSetup) -> Engines:
             top_k=config.teacher.distill_top_k,
             entropy_trains=entropy_trains,
         )
-    if roles.critic is not None:
-        scorers["critic"] = RewardModel(roles.critic.model)
-    if roles.reward is not None:
-        scorers["reward"] = RewardModel(roles.reward.model)
+    found = {"critic": roles.critic, "reward": roles.reward}
+    scorers: dict[str, Any] = {n: RewardModel(m.model) for n, m in found.items() if m is not None}
     actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
@@ -83,17 +82,6 @@ def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Networ
             setup.models.roles.models[role].model, options.optim(setup.config.optim)
         )
     return TrainEngine(network, groups, setup.models.settings[role])
-
-
-def make_scorer(
-    setup: RlhfSetup,
-    engines: Engines,
-    batches: Callable[[Sequence[Response]], Sequence[ResponseBatch]],
-) -> Scorer:
-    """What scores; the reward model, if there is one, reads ``batches``."""
-    if isinstance(setup.scoring.scorer, RewardSum) and engines.reward is not None:
-        return setup.scoring.scorer.adding(RewardModelScorer(engines, batches))
-    return setup.scoring.scorer
 
 
 def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:
@@ -134,11 +122,7 @@ def make_throughput(
     )
 
 
-def make_parts(
-    setup: RlhfSetup,
-    progress: RlhfProgress,
-    pretraining: Pretraining | None,
-) -> Parts:
+def make_parts(setup: RlhfSetup, progress: RlhfProgress, pretraining: Pretraining | None) -> Parts:
     """The parts of a run by its options.
 
     Raises:
@@ -155,11 +139,8 @@ def make_parts(
         most=classic.log_rollouts,
         iteration=lambda: progress.iteration,
     )
-    average = (
-        MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
-        if classic.enable_ema
-        else None
-    )
+    actor = setup.models.roles.actor.model
+    average = MovingAverage(actor, classic.ema_decay) if classic.enable_ema else None
     own = [
         UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
         for name in classic.parts
@@ -171,36 +152,34 @@ def make_parts(
 
 def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
     """Unpacked rows of the pretraining text, as many a step as responses; None without any."""
-    config, seed, data = setup.config, setup.config.run.seed, text_data(setup.config)
-    texts = setup.data.text
+    config, data, texts = setup.config, text_data(setup.config), setup.data.text
     if texts is None or data is None:
         return None
+    seed, rows = config.run.seed, config.batch.per_device_training_batch_size
+    times = config.batch.gradient_accumulation_steps
     options: dict[str, Any] = {
-        "micro_batch_size": config.batch.per_device_training_batch_size,
-        "gradient_accumulation_steps": config.batch.gradient_accumulation_steps,
+        "micro_batch_size": rows,
+        "gradient_accumulation_steps": times,
         "rank": data_rank(),
         "world_size": data_world_size(),
         "seed": seed,
         "collate": SampleCollator(int(setup.tokenizer.pad_token_id)),
     }
     unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
-    coefficient = config.pretraining.unsup_coef
-    if data.streaming:
-        stream = StreamLoader(
-            setup.stream(data, texts, "samples"),
-            pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
-            steps=config.optim.max_steps,
-            taken=config.batch.per_device_training_batch_size
-            * config.batch.gradient_accumulation_steps
-            * data_world_size(),
-            names=(),
-            kind="samples",
-            say=setup.run.log.say,
-            **options,
-        )
-        return Pretraining(stream.steps, stream, coefficient=coefficient)
-    loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
-    return Pretraining(loader.steps, None, coefficient=coefficient)
+    if not data.streaming:
+        loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
+        return Pretraining(loader.steps, None, coefficient=config.pretraining.unsup_coef)
+    stream = StreamLoader(
+        setup.stream(data, texts, "samples"),
+        pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
+        steps=config.optim.max_steps,
+        taken=rows * times * data_world_size(),
+        names=(),
+        kind="samples",
+        say=setup.run.log.say,
+        **options,
+    )
+    return Pretraining(stream.steps, stream, coefficient=config.pretraining.unsup_coef)
 
 
 def make_generator(
@@ -228,12 +207,10 @@ def make_generator(
         setup.engine_started,
         version,
     )
-    return Generator(
-        make_engine(site),
-        eos_ids=ends,
-        batch_size=batch.rows_decoded,
-        find_end=partial(
-            end_of_text, stop_strings=batch.stop_strings, decode=setup.tokenizer.decode
-        ),
-        player=setup.player,
+    generator = partial(
+        Generator, make_engine(site), setup.player, eos_ids=ends, batch_size=batch.rows_decoded
     )
+    if not batch.stop_strings:
+        return generator()
+    decode = setup.tokenizer.decode
+    return generator(find_end=partial(end_of_text, stop_strings=batch.stop_strings, decode=decode))

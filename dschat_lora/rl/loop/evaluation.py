@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
@@ -13,13 +12,12 @@ from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.rl.learn.engines import Engines, with_reward_model
 from dschat_lora.rl.learn.experience import make_experience
-from dschat_lora.rl.loop.build import make_scorer
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.reward_functions import RewardFunctions
+from dschat_lora.rl.score.scores import RewardFunctions
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.metrics import agent_metrics, rewards_by_name, turn_metrics
@@ -37,7 +35,7 @@ class RlhfEvaluator:
     engines: Engines
     generator: Generator
     diagnostics: Diagnostics
-    state_of_run: Callable[[], TrainerState] = TrainerState
+    state_of_run: Callable[[], TrainerState]
 
     def __post_init__(self) -> None:
         run, held_out = self.setup.run, self.setup.data.prompts.eval
@@ -97,7 +95,8 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        return self.setup.teacher.reading(self.generator.player.checked(responses))
+        responses, prompts = self.generator.player.checked(responses), self.setup.teacher.prompts
+        return responses if prompts is None else prompts(responses)
 
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""
@@ -108,17 +107,17 @@ class RlhfEvaluator:
         starts = range(0, math.ceil(len(responses) / world), size)
         batches = [collate(responses, mine[start : start + size], pad_id) for start in starts]
         state = self.state_of_run()
-        scores = make_scorer(setup, self.engines, lambda _: batches)(responses, state)
+        scorer = with_reward_model(setup.scoring.scorer, self.engines, lambda _: batches)
+        scores = scorer(responses, state)
         experience = make_experience(self.engines, responses, batches, scores).scored()
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
         played = [each for each in responses if not each.episode.failure]
         found = {
-            "reward": _mean(experience.scores[counts]),
-            "reward_standard_error": _standard_error(experience.scores[counts]),
+            **_mean("reward", experience.scores[counts]),
             **(rewards_by_name(experience) if counts.any() else {}),
-            "kl": _mean(kl),
-            "response_length": _mean(torch.tensor([float(r.num_actor_tokens) for r in played])),
+            "kl": float(kl.double().mean()),
+            "response_length": sum(r.num_actor_tokens for r in played) / len(played),
             **turn_metrics(played),
             **agent_metrics(responses),
             "eos_rate": sum(r.ended for r in played) / len(played),
@@ -127,17 +126,12 @@ class RlhfEvaluator:
         if setup.scoring.judge is not None:
             judged = RewardFunctions((setup.scoring.judge,))(responses, state).total
             values["judge"] = judged
-            judged = judged[~judged.isnan()]
-            found["judge"] = _mean(judged)
-            found["judge_standard_error"] = _standard_error(judged)
+            found |= _mean("judge", judged[~judged.isnan()])
         return found, values
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.double().mean()) if len(values) else math.nan
-
-
-def _standard_error(values: Tensor) -> float:
-    if len(values) < 2:
-        return math.nan
-    return float(values.double().std()) / math.sqrt(len(values))
+def _mean(name: str, values: Tensor) -> dict[str, float]:
+    """The mean of (N,) values and its standard error; NaN where they are too few."""
+    values, count = values.double(), len(values)
+    error = float(values.std()) / math.sqrt(count) if count > 1 else math.nan
+    return {name: float(values.mean()), f"{name}_standard_error": error}

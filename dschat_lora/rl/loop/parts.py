@@ -5,8 +5,12 @@ logs, and those of the user's own.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
 from dschat_lora.algos.entropy import adapted_entropy_coef
@@ -15,6 +19,7 @@ from dschat_lora.engine.distributed import raise_together, rank
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.appended_file import AppendedFile
 from dschat_lora.report.log import RunLog
+from dschat_lora.report.rollouts import as_member
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.update import StepResult
@@ -22,6 +27,10 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.options.names import load_object
 from dschat_lora.rl.response.errors import UserFunctionError
+from dschat_lora.rl.response.response import messages_after_prompt
+
+# Responses of an iteration whose advantages, KL and values are kept token by token.
+ROWS_BY_TOKEN = 4
 
 
 class Part(Protocol):
@@ -51,12 +60,26 @@ class Parts:
     """All parts of a run, in order; call methods on every rank."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
+        """Take the parts.
+
+        Raises:
+            ValueError: if two have one name, under which checkpoints keep them.
+        """
+        names = [part.name for part in parts]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"--parts names {twice[0].removeprefix('part ')} twice: give each a name of its own"
+            )
         self._parts = parts
         self._failure: PartError | None = None
+        self._called = {
+            name: [getattr(part, name) for part in parts if hasattr(part, name)]
+            for name in ("after_step", "after_iteration", "before_checkpoint")
+        }
 
     def after_step(self, result: StepResult) -> None:
         """Tell each of an optimizer step."""
-        for function in self._functions("after_step"):
+        for function in self._called["after_step"]:
             function(result)
 
     def after_iteration(
@@ -64,7 +87,7 @@ class Parts:
     ) -> dict[str, float]:
         """Tell each of an iteration; their metrics."""
         found: dict[str, float] = {}
-        for function in self._functions("after_iteration"):
+        for function in self._called["after_iteration"]:
             try:
                 found |= function(experience, targets) or {}
             except PartError as error:
@@ -82,7 +105,7 @@ class Parts:
 
     def before_checkpoint(self, _: int) -> None:
         """Tell each that a checkpoint of a step is to be written."""
-        for function in self._functions("before_checkpoint"):
+        for function in self._called["before_checkpoint"]:
             function()
 
     def stateful(self) -> dict[str, Any]:
@@ -92,9 +115,6 @@ class Parts:
     def averages(self) -> dict[str, MovingAverage]:
         """Those that keep tensors of the actor, by name."""
         return {part.name: part for part in self._parts if isinstance(part, MovingAverage)}
-
-    def _functions(self, name: str) -> list[Callable[..., Any]]:
-        return [getattr(part, name) for part in self._parts if hasattr(part, name)]
 
 
 @dataclass
@@ -154,6 +174,32 @@ class EntropyTarget:
         return {"entropy_coef": self.progress.entropy_bonus(self.target)}
 
 
+class RolloutLog:
+    """Writes the first ``most`` responses of each iteration to ``file``, on the first rank."""
+
+    name = "rollouts"
+
+    def __init__(
+        self,
+        file: AppendedFile,
+        decode: Callable[..., str],
+        *,
+        most: int,
+        iteration: Callable[[], int],
+    ) -> None:
+        self._file, self._decode, self._most, self._iteration = file, decode, most, iteration
+        self.state, self.restore, self.before_checkpoint = file.state, file.restore, file.sync
+
+    def after_iteration(self, experience: Experience, targets: AdvantagesAndReturns | None) -> None:
+        """Append an iteration's responses."""
+        if self._most and rank() == 0:
+            iteration = self._iteration()
+            rows = rollout_rows(
+                experience, targets, self._decode, iteration=iteration, most=self._most
+            )
+            self._file.append(as_member(rows))
+
+
 class PartError(UserFunctionError):
     """A part of the user's failed; the cause is its error. Raised on every rank."""
 
@@ -171,37 +217,61 @@ class RunOfPart:
     earlier: Path | None = None  # directory of the run that is gone on from elsewhere
     files: dict[str, AppendedFile] = field(default_factory=dict)
 
-    def appended(self, name: str) -> AppendedFile:
-        """A file of the run's directory, to ``append`` bytes to; rank 0 alone writes.
+    def appended(self, name: str, head: str = "") -> AppendedFile:
+        """A file of the run's directory, to ``append`` text to after each step or iteration.
 
-        Where the run is resumed, what was appended after its checkpoint is cut off.
+        Rank 0 alone writes. ``head`` stands before the first of it. Where the run is resumed, what
+        was appended after its checkpoint is cut off.
         """
         source = None if self.earlier is None else self.earlier / name
-        path = self.output_dir / name
-        self.files[name] = AppendedFile(path, self.log, active=rank() == 0, source=source)
-        return self.files[name]
+        file = AppendedFile(
+            self.output_dir / name, self.log, active=rank() == 0, source=source, head=head
+        )
+        self.files[name] = file
+        return file
+
+
+def find_part(option: str) -> Any:
+    """The class or object of the user's that ``--parts`` names.
+
+    Raises:
+        ValueError: if there is none, or it has no method that is called.
+    """
+    found = load_object("parts", option)
+    if not any(hasattr(found, name) for name in ("after_step", "after_iteration")):
+        kind = found if isinstance(found, type) else type(found)
+        raise ValueError(
+            f"--parts {option} must have after_iteration(experience, targets) or "
+            f"after_step(result), it is a {kind.__name__} without"
+        )
+    return found
 
 
 class UserPart:
     """A part of the user's, any method of which may be missing; its files are kept with it."""
 
     def __init__(self, option: str, run: RunOfPart) -> None:
-        """Load the part that ``option`` names, of a class an object, and begin.
+        """Make an object of the class that ``option`` names, or take the object, and begin.
 
         Raises:
-            ValueError: if there is none, or it has no method that is called.
+            ValueError: as :func:`find_part`, or if it appends to a file as it begins.
         """
-        found = load_object("parts", option)
+        found = find_part(option)
         self._part = found() if isinstance(found, type) else found
         self._files = run.files
         self.name = f"part {getattr(self._part, 'name', type(self._part).__name__)}"
-        if not any(hasattr(self._part, name) for name in ("after_step", "after_iteration")):
-            raise ValueError(
-                f"--parts {option} must have after_iteration(experience, targets) or "
-                f"after_step(result), it is a {type(self._part).__name__} without"
-            )
-        if hasattr(self._part, "begin"):
-            self._part.begin(run)
+
+        def begin() -> None:
+            self._call("begin", run)
+            # Where the run is resumed, the file would be written anew.
+            for name, file in run.files.items():
+                if file.state()["bytes"]:
+                    raise ValueError(
+                        f"--parts {option} appends to {name} in begin: give what comes first as "
+                        f"run.appended({name!r}, head=...)"
+                    )
+
+        raise_together(begin)
 
     def after_step(self, result: StepResult) -> None:
         self._call("after_step", result)
@@ -244,3 +314,98 @@ class UserPart:
         """What a method returns; None where there is none."""
         function = getattr(self._part, method, None)
         return None if function is None else function(*args)
+
+
+def rollout_rows(
+    experience: Experience,
+    targets: AdvantagesAndReturns | None,
+    decode: Callable[..., str],
+    *,
+    iteration: int,
+    most: int,
+) -> list[dict[str, Any]]:
+    """The first ``most`` responses for :func:`dschat_lora.report.rollouts.as_member`.
+
+    The advantage is the mean over a response's tokens. What is not known, such as the reward of a
+    response that does not count, is None. The first few have advantage, KL and value of each of the
+    actor's tokens under ``token_advantage`` and so on, beside ``tokens``.
+    """
+    count = min(most, len(experience.responses))
+    lengths = experience.mask.sum(1).clamp(min=1)
+    names = dict(experience.rewards) or {"reward_model": experience.scores}
+    columns = {f"rewards/{name}": scores for name, scores in names.items()}
+    columns["reward"] = experience.scores
+    if targets is not None:
+        columns["advantage"] = response_sums(targets.advantages, experience.mask) / lengths
+    if experience.logprobs is not None:
+        columns["kl"] = response_sums(experience.kl(), experience.mask)
+    of_tokens = {
+        "token_advantage": None if targets is None else targets.advantages,
+        "token_kl": None if experience.logprobs is None else experience.kl(),
+        "token_value": experience.values,
+    }
+    known_of_tokens = {name: column for name, column in of_tokens.items() if column is not None}
+    table, by_token = _on_host(columns, known_of_tokens, count)
+    rows: list[dict[str, Any]] = []
+    for response, numbers in zip(experience.responses[:count], table, strict=True):
+        known = {n: None if math.isnan(x) else x for n, x in zip(columns, numbers, strict=True)}
+        counts = known["reward"] is not None
+        rows.append(
+            {
+                "iteration": iteration,
+                "prompt": decode(response.prompt),
+                "response": decode(response.tokens, skip_special_tokens=True),
+                "ended": response.ended,
+                "rewards": {name: known[f"rewards/{name}"] for name in names},
+                "reward": known["reward"],
+                "advantage": known.get("advantage") if counts else None,
+                "kl": known.get("kl") if counts else None,
+                "length": response.num_actor_tokens,
+                **({} if (n := response.origin.policy_version) is None else {"policy_version": n}),
+            }
+        )
+        if response.episode.earlier:
+            rows[-1]["messages"] = messages_after_prompt(response, decode)
+        if response.episode.earlier_sequences:
+            rows[-1]["earlier_sequences"] = [
+                {"prompt": decode(each.prompt), "response": decode(each.tokens)}
+                for each in response.episode.earlier_sequences
+            ]
+        if response.episode.failure:
+            rows[-1]["failure"] = response.episode.failure
+        if logged := experience.logged_columns:
+            rows[-1]["extra"] = {name: entries[len(rows) - 1] for name, entries in logged.items()}
+    for row, response, found in zip(rows, experience.responses, by_token, strict=False):
+        tokens = [
+            token
+            for each in response.sequences
+            for token in compress(each.tokens, each.actor_mask or repeat(True))
+        ]
+        if row["reward"] is not None:
+            row["tokens"] = [decode([token]) for token in tokens]
+            row |= {name: values[: len(tokens)] for name, values in found.items()}
+    return rows
+
+
+def _on_host(
+    columns: Mapping[str, Tensor], of_tokens: Mapping[str, Tensor], count: int
+) -> tuple[list[list[float]], list[dict[str, list[float]]]]:
+    """Rows of the first ``count`` of (N,) columns and, of fewer, (N, R) columns by name.
+
+    The device is waited for once.
+    """
+    detailed = min(count, ROWS_BY_TOKEN)
+    parts = [torch.stack([column[:count].double() for column in columns.values()], dim=1)]
+    parts += [column[:detailed].double() for column in of_tokens.values()]
+    flat = iter(torch.cat([part.flatten() for part in parts]).tolist())
+    table, *tokens = (
+        [[next(flat) for _ in range(part.shape[1])] for _ in range(part.shape[0])] for part in parts
+    )
+    rounded = [
+        {
+            name: [float(f"{value:.4g}") for value in rows[row]]
+            for name, rows in zip(of_tokens, tokens, strict=True)
+        }
+        for row in range(detailed)
+    ]
+    return table, rounded

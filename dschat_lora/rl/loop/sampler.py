@@ -6,16 +6,28 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from dschat_lora.algos.seeds import permutation, stream_seed
-from dschat_lora.data.loader import told_sources
-from dschat_lora.data.samples import PromptSample
+from dschat_lora.config.data import DataConfig
+from dschat_lora.data.loader import sample_sources, told_sources
+from dschat_lora.data.prepare import Prepared
+from dschat_lora.data.rows import DataKind
+from dschat_lora.data.samples import PromptSample, SourcedSamples
+from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
-from dschat_lora.rl.draw.source import Draws, Source
+from dschat_lora.rl.draw.source import (
+    Draws,
+    PromptOrder,
+    PromptStream,
+    Source,
+    prompts_per_iteration,
+)
 from dschat_lora.rl.learn.dynamic_sampling import resample
 from dschat_lora.rl.learn.teacher import answer_of
-from dschat_lora.rl.loop.schedule import RlhfProgress, make_rlhf_schedule, make_source
+from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import answers_data
 from dschat_lora.rl.response.response import Response
@@ -32,29 +44,22 @@ class RolloutSampler:
     """
 
     def __init__(
-        self,
-        setup: RlhfSetup,
-        generator: Generator,
-        progress: RlhfProgress,
-        timer: PhaseTimer,
+        self, setup: RlhfSetup, generator: Generator, progress: RlhfProgress, timer: PhaseTimer
     ) -> None:
         self._setup, self._config, self._generator = setup, setup.config, generator
         self.progress, self._timer = progress, timer
         config, batch = setup.config, setup.config.batch
-        self._sources = told_sources(config.data.data, setup.data.prompts)
-        self.schedule = make_rlhf_schedule(setup, iteration=lambda: progress.iteration)
-        self.source = self.schedule.source
-        self._answers: Source | None = None
-        if setup.data.answers is not None:
+
+        def iteration() -> int:
+            return progress.iteration
+
+        self.schedule = make_rlhf_schedule(setup, iteration)
+        self.source, self._answers = self.schedule.source, None
+        if (answers := setup.data.answers) is not None:
             responses = self.source.per_iteration * batch.num_generations
             count = max(1, round((1 - config.teacher.on_policy_share) * responses))
-            self._answers = make_source(
-                setup,
-                answers_data(config),
-                setup.data.answers,
-                kind="samples",
-                per_iteration=count,
-                iteration=lambda: progress.iteration,
+            self._answers = _source(
+                setup, answers_data(config), answers, iteration, count, kind="samples"
             )
         sampling = Sampling(
             max_new_tokens=config.data.max_answer_seq_len,
@@ -72,7 +77,7 @@ class RolloutSampler:
             self._ahead = RolloutsAhead(
                 batch.rollouts_ahead,
                 lambda: self.schedule.num_iterations,
-                iteration=lambda: progress.iteration,
+                iteration=iteration,
                 draws_of=self._draws,
                 begin=lambda draws, iteration: generator.begin(
                     draws.prompts,
@@ -81,8 +86,8 @@ class RolloutSampler:
                     **self._how,
                 ),
             )
-        stateful = {"stream": self.source, "answers": self._answers}
-        self.parts: dict[str, Stateful] = {n: s for n, s in stateful.items() if s and s.state()}
+        sources = {"stream": self.source, "answers": self._answers}
+        self.parts: dict[str, Stateful] = {n: s for n, s in sources.items() if s and s.state()}
         if self._ahead is not None:
             self.parts["rollouts_ahead"] = self._ahead
         self._metrics: dict[str, float] = {}
@@ -98,7 +103,9 @@ class RolloutSampler:
             BrokenWeightsError, RolloutError, StreamError: if they could not be drawn.
         """
         setup, config, iteration = self._setup, self._config, self.progress.iteration
-        with self._timer.phase("generation"):
+        told = told_sources(config.data.data, setup.data.prompts)
+        phase = self._timer.phase
+        with phase("generation"):
             draws, ahead = self._draws(iteration), self._ahead
             drawn = ahead() if ahead else self._generate(draws.prompts, needed=draws.needed)
             places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
@@ -106,31 +113,26 @@ class RolloutSampler:
             responses = [replace(each, group=places[each.group]) for each in drawn]
             first = draws.needed or len(draws.prompts)
             responses += [answer_of(each, group=n) for n, each in enumerate(draws.answers, first)]
-            responses = setup.teacher.reading(responses)
+            if setup.teacher.prompts is not None:
+                responses = setup.teacher.prompts(responses)
         scores, metrics = None, dict[str, float]()
         if tries := config.ppo.dynamic_sampling:
-
-            @self._timer.phase("generation")
-            def generate(prompts: Sequence[PromptSample], number: int) -> list[Response]:
-                return self._generate(prompts, "further", number)
-
-            @self._timer.phase("scoring")
-            def score(found: Sequence[Response]) -> Scores:
-                return scores_of(found)
-
             found = resample(
                 responses,
                 algorithm=config.ppo.rules,
                 further=draws.further,
                 tries=tries,
-                generate=generate,
-                score=score,
+                generate=phase("generation")(
+                    lambda prompts, number: self._generate(prompts, "further", number)
+                ),
+                score=phase("scoring")(scores_of),
             )
             responses, scores, metrics = found.responses, found.scores, {**found.metrics}
         if draws.needed is not None:
             metrics["cut_prompts"] = len(draws.prompts) - draws.needed
         metrics |= version_metrics(responses, iteration)
-        self._metrics = metrics | source_metrics(responses, self._sources)
+        self._metrics = metrics | source_metrics(responses, told)
+        self._generator.engine.make_room()
         return responses, scores
 
     def metrics(self, iteration: int) -> dict[str, float]:
@@ -170,3 +172,50 @@ class RolloutSampler:
         key = (self._config.run.seed, iteration, *more)
         found = self._generator(prompts, key=key, keep_logprobs=True, needed=needed, **self._how)
         return found if self._ahead is None else [each.drawn_by(iteration) for each in found]
+
+
+def _source(
+    setup: RlhfSetup,
+    data: DataConfig,
+    prepared: Prepared,
+    iteration: Callable[[], int],
+    per_iteration: int,
+    kind: DataKind = "prompts",
+) -> Source:
+    """The samples of each iteration: ``prepared``, or those of a stream of which it is the head.
+
+    ``iteration`` is the one that is next.
+    """
+    config = setup.config
+    if data.streaming:
+        return PromptStream(
+            setup.stream(data, prepared, kind),
+            per_iteration=per_iteration,
+            most=max(1, config.optim.max_steps),
+            kind=kind,
+            seed=config.run.seed,
+            iteration=iteration,
+            say=setup.run.log.say,
+        )
+    count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
+    numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
+    samples = SourcedSamples(prepared.train, numbers)
+    times = {name: prepared.times[name] for name in told}
+    return PromptOrder(count, per_iteration, config.run.seed, samples, times)
+
+
+def make_rlhf_schedule(setup: RlhfSetup, iteration: Callable[[], int] = lambda: 0) -> RlhfSchedule:
+    """The schedule of a run; ``iteration`` is the one that is next."""
+    config, batch = setup.config, setup.config.batch
+    rows = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
+    return RlhfSchedule(
+        _source(
+            setup, config.data.data, setup.data.prompts, iteration, prompts_per_iteration(batch)
+        ),
+        num_generations=batch.num_generations,
+        rows_per_step=rows * data_world_size(),
+        ppo_epochs=config.ppo.ppo_epochs,
+        num_epochs=config.optim.num_train_epochs,
+        max_steps=config.optim.max_steps,
+        eval_interval=config.run.eval_interval,
+    )

@@ -1,21 +1,14 @@
 """The schedule and the progress of a run."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from dschat_lora.algos.entropy import applied_entropy_coef
-from dschat_lora.config.data import DataConfig
-from dschat_lora.data.loader import sample_sources, told_sources
-from dschat_lora.data.prepare import Prepared
-from dschat_lora.data.rows import DataKind
-from dschat_lora.data.samples import SourcedSamples
-from dschat_lora.engine.distributed import data_world_size, local_rank, rank
-from dschat_lora.rl.draw.source import PromptOrder, PromptStream, Source, prompts_per_iteration
-from dschat_lora.rl.loop.setup import RlhfSetup
+from dschat_lora.engine.distributed import local_rank, rank
+from dschat_lora.rl.draw.source import Source
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.user_functions import TrainerState
@@ -52,7 +45,7 @@ class RlhfSchedule:
         """Optimizer steps of a pass over the prompts."""
         return self.steps_before(self.iterations_per_epoch)
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Optimizer steps of the run."""
         total = self.num_epochs * self.steps_per_epoch
@@ -69,6 +62,17 @@ class RlhfSchedule:
         steps = self.num_steps
         total = bisect_left(range(steps), steps, key=self.steps_before)
         return total if self.source.end is None else min(total, self.source.end)
+
+    def state(self, progress: "RlhfProgress") -> TrainerState:
+        """How far a run is, for reward functions."""
+        return TrainerState(
+            global_step=progress.step,
+            max_steps=self.num_steps,
+            epoch=self.source.passes(progress.iteration)["epoch"],
+            num_train_epochs=self.num_epochs,
+            is_world_process_zero=rank() == 0,
+            is_local_process_zero=local_rank() == 0,
+        )
 
 
 @dataclass
@@ -88,11 +92,12 @@ class RlhfProgress(Progress):
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    @classmethod
-    def of(cls, config: PpoConfig) -> "RlhfProgress":
-        """That of a run that begins."""
-        kl, entropy = config.kl_coef, config.entropy_coef
-        return cls(kl_coef=kl, kl_start=kl, entropy_coef=entropy, entropy_start=entropy)
+    def begin_at(self, config: PpoConfig) -> None:
+        """Begin with coefficients that the user gives, unless they are those of the run before."""
+        if self.kl_start != config.kl_coef:
+            self.kl_coef = self.kl_start = config.kl_coef
+        if self.entropy_start != config.entropy_coef:
+            self.entropy_coef = self.entropy_start = config.entropy_coef
 
     def entropy_bonus(self, target: float) -> float:
         """The weight of the entropy bonus at this iteration; ``target`` is ``--target_entropy``."""
@@ -113,67 +118,3 @@ class RlhfProgress(Progress):
         self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)
         self.entropy = float(self.entropy)
         self.moments = {name: float(value) for name, value in self.moments.items()}
-
-
-def make_source(
-    setup: RlhfSetup,
-    data: DataConfig,
-    prepared: Prepared,
-    *,
-    kind: DataKind = "prompts",
-    per_iteration: int,
-    iteration: Callable[[], int],
-) -> Source:
-    """The samples of each iteration: ``prepared``, or those of a stream of which it is the head.
-
-    ``iteration`` is the one that is next.
-    """
-    config = setup.config
-    if data.streaming:
-        return PromptStream(
-            setup.stream(data, prepared, kind),
-            per_iteration=per_iteration,
-            most=max(1, config.optim.max_steps),
-            kind=kind,
-            seed=config.run.seed,
-            iteration=iteration,
-            say=setup.run.log.say,
-        )
-    count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
-    numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
-    samples = SourcedSamples(prepared.train, numbers)
-    times = {name: prepared.times[name] for name in told}
-    return PromptOrder(count, per_iteration, config.run.seed, samples, times)
-
-
-def make_rlhf_schedule(setup: RlhfSetup, iteration: Callable[[], int] = lambda: 0) -> RlhfSchedule:
-    """The schedule of a run; ``iteration`` is the one that is next."""
-    config, batch = setup.config, setup.config.batch
-    rows = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
-    return RlhfSchedule(
-        make_source(
-            setup,
-            config.data.data,
-            setup.data.prompts,
-            per_iteration=prompts_per_iteration(batch),
-            iteration=iteration,
-        ),
-        num_generations=batch.num_generations,
-        rows_per_step=rows * data_world_size(),
-        ppo_epochs=config.ppo.ppo_epochs,
-        num_epochs=config.optim.num_train_epochs,
-        max_steps=config.optim.max_steps,
-        eval_interval=config.run.eval_interval,
-    )
-
-
-def trainer_state(schedule: RlhfSchedule, progress: RlhfProgress) -> TrainerState:
-    """How far a run is, for reward functions."""
-    return TrainerState(
-        global_step=progress.step,
-        max_steps=schedule.num_steps,
-        epoch=schedule.source.passes(progress.iteration)["epoch"],
-        num_train_epochs=schedule.num_epochs,
-        is_world_process_zero=rank() == 0,
-        is_local_process_zero=local_rank() == 0,
-    )

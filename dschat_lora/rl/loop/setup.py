@@ -1,7 +1,7 @@
 """Setup of step 3: prompts, roles and engines of two trained models, and their record."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,16 +14,15 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank
 from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
-from dschat_lora.models.blocks import offload_inputs, recompute_blocks
-from dschat_lora.models.build import as_trained
+from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
-from dschat_lora.rl.draw.player import Player
+from dschat_lora.rl.draw.player import AsksForColumns, Player
+from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.learn.roles import Models, Roles, build_roles, check_layers, role_settings
 from dschat_lora.rl.learn.teacher import Teacher, load_teacher
 from dschat_lora.rl.loop.advice import explaining_memory
-from dschat_lora.rl.loop.data import RlhfData, read_rlhf_data
 from dschat_lora.rl.loop.memory import (
     Costs,
     memory_plan,
@@ -35,31 +34,42 @@ from dschat_lora.rl.loop.validation import fit_lengths
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import (
     Sources,
+    answers_data,
     find_sources,
     other_tokenizer,
+    text_data,
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.players import load_player
-from dschat_lora.rl.score.reward_functions import Scoring, load_scoring
+from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
-    check_room_for,
     check_same_models,
     engine_words,
     note_all_weights,
     num_elements,
     prepare_to_compile,
+    read_data,
+    read_training_data,
     record_models,
     resolve_recomputation,
     say_coverage,
-    say_uncounted,
     state_identity,
     tensor_group,
     trained_elements,
 )
 from dschat_lora.runtime.streaming import SharedStream
+
+
+@dataclass(frozen=True)
+class RlhfData:
+    """What a run reads."""
+
+    prompts: Prepared
+    text: Prepared | None  # pretraining text to mix in
+    answers: Prepared | None  # of the prompts' rows, to learn from beside those that are drawn
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     teacher = load_teacher(config, tokenizer, sources, run)
     player = load_player(config, tokenizer, run.closing)
     scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
-    data = read_rlhf_data(config, tokenizer, run, [*player.asks, *scoring.asks])
+    data = _read_data(config, tokenizer, run, [*player.asks, *scoring.asks])
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
@@ -127,29 +137,65 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     models = Models(sources, roles, settings)
     config = _resolve_recomputation(config, settings, roles, run, free=free)
-    run = replace(run, config=config)
-    setup = RlhfSetup(
-        run,
-        tokenizer,
-        data,
-        models,
-        plan_costs(config, models, free=free),
-        scoring,
-        teacher,
-        player,
-        started,
-    )
+    run, costs = replace(run, config=config), plan_costs(config, models, free=free)
+    setup = RlhfSetup(run, tokenizer, data, models, costs, scoring, teacher, player, started)
     _describe(setup)
-    if (unpacked := setup.costs.unpacked) is not None:
-        run.log.say(f"  note         {unpacking_note(roles, unpacked)}")
+    if costs.unpacked is not None:
+        run.log.say(f"  note         {unpacking_note(roles, costs.unpacked)}")
     if run.directory is not None:
-        planned = partial(_plan_of, roles=roles, built=config, build=build)
-        run.closing.enter_context(
-            explaining_memory(config, setup.costs.plan, planned, run.directory)
-        )
+
+        def planned(other: RlhfConfig) -> MemoryPlan | None:
+            of_other = roles
+            if other.load.base_bits != config.load.base_bits:
+                of_other = build(other, meta=True)
+            return memory_plan(other, of_other, role_settings(other))
+
+        run.closing.enter_context(explaining_memory(config, costs.plan, planned, run.directory))
         setup = replace(setup, identity=_identity(setup))
         models.shard()
     return setup
+
+
+def _read_data(
+    config: RlhfConfig,
+    tokenizer: Tokenizer,
+    run: OpenRun[RlhfConfig],
+    asking: Iterable[AsksForColumns],
+) -> RlhfData:
+    """The data of the options, of which the prompts have the columns that ``asking`` needs.
+
+    Raises:
+        ValueError: if columns are lacking, or there is nothing to learn from.
+    """
+    prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
+    columns = {*json.loads(prompts.train[0].columns or b"{}")}
+    for each in asking:
+        each.check_columns(columns)
+    check_others(config, len(prompts.train))
+
+    def read(data: DataConfig, name: str, remedy: str) -> Prepared:
+        found = read_data(data, tokenizer, run, phase=3, kind="samples", name=name)
+        if found.audit.supervised_tokens == 0:
+            raise ValueError(remedy)
+        return found
+
+    text = answers = None
+    if (data := text_data(config)) is not None:
+        # Of text nothing is learnt about where answers end: it may be cut.
+        text = read(
+            data,
+            "pretraining text",
+            f"--unsupervised_dataset_name {config.pretraining.unsupervised_dataset_name} holds no "
+            "text to learn from",
+        )
+    if config.ppo.rules.distills and config.teacher.on_policy_share < 1:
+        answers = read(
+            answers_data(config),
+            "answers",
+            f"--on_policy_share {config.teacher.on_policy_share:g} needs rows with answers, and "
+            f"--data_path {' '.join(config.data.data_path)} has none: use --on_policy_share 1",
+        )
+    return RlhfData(prompts, text, answers)
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
@@ -215,14 +261,9 @@ def _resolve_recomputation(
     *,
     free: int,
 ) -> RlhfConfig:
-    """The config with each role's recomputation on or off, as the models then do.
-
-    Raises:
-        ValueError: if blocks are to be recomputed, and the architecture cannot.
-    """
+    """The config with each role's recomputation on or off, as the models then do."""
     # The critic first: it is the smaller one as a rule, and costs less to compute again.
     options = {role: f"{role}_gradient_checkpointing" for role in ("critic", "actor")}
-    trained = [role for role in options if role in roles.trained]
 
     def with_options(on: Collection[str]) -> RlhfConfig:
         changed = {
@@ -235,29 +276,13 @@ def _resolve_recomputation(
         plan = memory_plan(config, roles, settings)
         return None if plan is None else plan.updating
 
-    config = resolve_recomputation(
+    return resolve_recomputation(
         run,
-        {options[role]: roles.trained[role].model for role in trained},
+        {o: roles.trained[role].model for role, o in options.items() if role in roles.trained},
         with_options=with_options,
         estimate=estimate,
         free=free,
     )
-    for role in trained:
-        if getattr(config, role).gradient_checkpointing:
-            with option_errors_for(role):
-                recompute_blocks(roles.trained[role].model)
-            if config.parallel.offload_activations:
-                offload_inputs(roles.trained[role].model)
-    return config
-
-
-def _plan_of(
-    config: RlhfConfig, *, roles: Roles, built: RlhfConfig, build: Callable[..., Roles]
-) -> MemoryPlan | None:
-    """The memory of ``roles``, which were ``built`` otherwise, at other options."""
-    if config.load.base_bits != built.load.base_bits:
-        roles = build(config, meta=True)
-    return memory_plan(config, roles, role_settings(config))
 
 
 def _describe(setup: RlhfSetup) -> None:
@@ -276,8 +301,7 @@ def _describe(setup: RlhfSetup) -> None:
     for note in sorted(set(filter(None, notes))):
         run.log.say(f"  note         {note}")
     models = {role: each.model for role, each in roles.models.items()}
-    say_coverage(run, {role: models[role] for role in roles.trained})
-    say_uncounted(run, models)
+    say_coverage(run, models, roles.trained)
     for role, model in roles.trained.items():
         if run.config.run.merge_adapter:
             check_mergeable(model.model)
@@ -298,7 +322,6 @@ def _describe(setup: RlhfSetup) -> None:
         if words := each.launch_advice(fused_kernels=load.fused_kernels, compiled=load.compile):
             run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
-    check_room_for(run, parameters["trainable"])
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)
 
 
@@ -307,13 +330,13 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
     if data_rank() != 0:
         return {}
     roles, data = setup.models.roles, setup.data
-    scorer = roles.reward or roles.critic
-    critic = None
-    if scorer is not None:
-        critic = f"{base_fingerprint(scorer.model)} {adapter_fingerprint(scorer.model)}"
-    actor = setup.models.settings["actor"]
+
+    def fingerprint(adapted: AdaptedModel) -> str:
+        return f"{base_fingerprint(adapted.model)} {adapter_fingerprint(adapted.model)}"
+
+    scorer, actor = roles.reward or roles.critic, setup.models.settings["actor"]
     found = state_identity(roles.actor, setup.tokenizer, data.prompts, actor) | {
-        "critic": critic,
+        "critic": None if scorer is None else fingerprint(scorer),
         "text": None if data.text is None else data.text.train.identity,
         "rows": len(data.prompts.train),
     }
@@ -321,8 +344,7 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
         found["teacher"] = setup.teacher.server.model
     elif roles.teaches:
         assert roles.reference is not None
-        model = roles.reference.model
-        found["teacher"] = f"{base_fingerprint(model)} {adapter_fingerprint(model)}"
+        found["teacher"] = fingerprint(roles.reference)
     if data.answers is not None:
         found["answers"] = data.answers.train.identity
     return found

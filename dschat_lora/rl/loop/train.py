@@ -1,26 +1,26 @@
 """Step 3 from a checked config to the saved result: setup, iterations, evaluations, export."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dschat_lora.data.stream import StreamError
 from dschat_lora.data.stream_loader import describe_sources
 from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
-from dschat_lora.models.build import AdaptedModel
 from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.evaluation import RlhfEvaluator
-from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule, make_rlhf_schedule
+from dschat_lora.rl.loop.parts import find_part
+from dschat_lora.rl.loop.sampler import make_rlhf_schedule
+from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup, set_up
 from dschat_lora.rl.loop.trainer import RlhfTrainer
 from dschat_lora.rl.loop.validation import check_rlhf
@@ -33,7 +33,7 @@ from dschat_lora.rl.response.errors import (
 )
 from dschat_lora.rl.watch.throughput import PHASES
 from dschat_lora.runtime.caller import NOBODY, Caller
-from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
+from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_warning
@@ -49,6 +49,8 @@ NOTE = (
 def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
     with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
+        for name in config.classic.parts:
+            find_part(name)  # before models are loaded
         setup = set_up(run)
         schedule = make_rlhf_schedule(setup)
         check_repeats(config.data, setup.data.prompts.times, schedule)
@@ -67,10 +69,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     evaluator = RlhfEvaluator(setup, engines, generator, trainer.diagnostics, trainer.state)
     checkpointer = _make_checkpointer(trainer, evaluator)
     checkpointer.restore(num_steps=schedule.num_steps)
-    if progress.kl_start != config.ppo.kl_coef:  # another one from here on
-        progress.kl_coef = progress.kl_start = config.ppo.kl_coef
-    if progress.entropy_start != config.ppo.entropy_coef:
-        progress.entropy_coef = progress.entropy_start = config.ppo.entropy_coef
+    progress.begin_at(config.ppo)
     loop = TrainingLoop(
         schedule,
         progress,
@@ -151,32 +150,25 @@ def _failures_saved(
 
 def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
     """Say how long the run is, and what is doubtful about that."""
-    source = schedule.source
+    source, optim, batch = schedule.source, config.optim, config.batch
     prompts = source.size(0)
     say(
         f"  iterations   {schedule.num_iterations:,} of {prompts * schedule.num_generations:,} "
         f"responses to {prompts:,} prompts, {schedule.steps_of(0)} optimizer steps each; "
         f"{schedule.num_steps:,} steps in all"
     )
-    optim, batch = config.optim, config.batch
-    warnings = [
-        length_warning(
-            num_steps=schedule.num_steps,
-            num_warmup_steps=optim.num_warmup_steps,
-            scheduler=optim.lr_scheduler_type,
-        )
-    ]
+
+    def steps_of(rows: int, times: int) -> int:
+        return replace(schedule, rows_per_step=rows * times * data_world_size()).steps_per_epoch
+
+    warnings = [length_warning(optim, schedule.num_steps)]
     if not (optim.max_steps or batch.tokens_per_device):
         sizes = source.sizes(source.iterations_per_epoch).items()
         warnings.append(
             small_data_warning(
                 sum(size * count for size, count in sizes),
                 "prompts",
-                lambda rows, times: (
-                    replace(
-                        schedule, rows_per_step=rows * times * data_world_size()
-                    ).steps_per_epoch
-                ),
+                steps_of,
                 epochs=optim.num_train_epochs,
                 size="per_device_training_batch_size",
                 batch=batch.per_device_training_batch_size,
@@ -189,30 +181,30 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
 
 
 def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkpointer:
-    setup, schedule = trainer.setup, trainer.schedule
-    states: dict[str, Any] = {
+    setup, schedule, config = trainer.setup, trainer.schedule, trainer.config
+    identity = {
+        **setup.identity,
+        "stage": setup.run.stage,
+        "rows_per_step": schedule.rows_per_step,
+        "responses": schedule.source.per_iteration * schedule.num_generations,
+    }
+    if schedule.source.state():
+        streamed = filter(None, [config.data.data, text_data(config)])
+        identity["stream"] = " ".join(map(describe_sources, streamed))
+    engines: dict[str, Any] = {
         name: EngineState(engine, setup.models.roles.models[name].model)
         for name, engine in trainer.engines.trained.items()
     }
-    states |= trainer.parts.averages()
-    source, config = schedule.source, setup.config
-    identity = {**setup.identity, "stage": setup.run.stage}
-    if source.state():
-        streamed = filter(None, [config.data.data, text_data(config)])
-        identity["stream"] = " ".join(map(describe_sources, streamed))
-    identity["rows_per_step"] = schedule.rows_per_step
-    identity["responses"] = source.per_iteration * schedule.num_generations
-    parts: dict[str, Stateful | None] = {
-        "progress": trainer.progress,
-        **trainer.sampler.parts,
-        "watch": trainer.diagnostics,
-        "evaluation": evaluator,
-        **trainer.parts.stateful(),
-    }
     return Checkpointer(
         setup.run,
-        engines=states,
-        parts={name: part for name, part in parts.items() if part is not None},
+        engines=engines | trainer.parts.averages(),
+        parts={
+            "progress": trainer.progress,
+            **trainer.sampler.parts,
+            "watch": trainer.diagnostics,
+            "evaluation": evaluator,
+            **trainer.parts.stateful(),
+        },
         identity=identity,
         on_checkpoint=trainer.parts.before_checkpoint,
     )
@@ -221,65 +213,46 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
 def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
     """Summarise the run and save what was trained; call on every rank.
 
+    Of each role that is an ``adapter/`` or, where more than an adapter was trained, a ``model/``.
     ``results`` are metrics of the first and the last evaluation.
     """
-    setup, progress, roles = trainer.setup, trainer.progress, trainer.setup.models.roles
+    setup, progress, config = trainer.setup, trainer.progress, trainer.config
+    run, sources, roles = setup.run, setup.models.sources, setup.models.roles
     phases = {
         name: {"seconds": progress.seconds[name], "flops": progress.flops[name]} for name in PHASES
     }
-    setup.run.record.update({"results": results, "phases": phases})
+    run.record.update({"results": results, "phases": phases})
     source = trainer.schedule.source
     if stream := source.state():
-        record_stream(setup.run, stream, has_ended=source.end is not None, step=progress.step)
-    if not progress.step and not setup.config.run.merge_adapter:
+        record_stream(run, stream, has_ended=source.end is not None, step=progress.step)
+    if not progress.step and not config.run.merge_adapter:
         return
     if progress.step:
-        setup.run.log.say(_summary_line(progress))
+        total = sum(progress.seconds.values())
+        shares = ", ".join(f"{n} {s:.1f} s ({s / total:.0%})" for n, s in progress.seconds.items())
+        run.log.say(
+            f"{progress.iteration} iterations, {progress.step} steps, "
+            f"{progress.responses:,} responses; {shares}; "
+            f"{progress.kl_spent:.3g} nats per response from the reference"
+        )
     trainer.engines.eval()
-    for role, adapted in roles.trained.items():
-        _export(setup, role, adapted, results)
-    for name, average in trainer.parts.averages().items():
-        _export(setup, name, roles.actor, results, tensors=dict(average.tensors()))
-    say_next_steps(setup.run)
-
-
-def _summary_line(progress: RlhfProgress) -> str:
-    total = sum(progress.seconds.values())
-    shares = ", ".join(
-        f"{name} {progress.seconds[name]:.1f} s ({progress.seconds[name] / total:.0%})"
-        for name in PHASES
-    )
-    return (
-        f"{progress.iteration} iterations, {progress.step} steps, "
-        f"{progress.responses:,} responses; {shares}; "
-        f"{progress.kl_spent:.3g} nats per response from the reference"
-    )
-
-
-def _export(
-    setup: RlhfSetup,
-    name: str,
-    adapted: AdaptedModel,
-    metrics: Mapping[str, float],
-    *,
-    tensors: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write ``name/adapter``, or ``name/model`` where more than an adapter was trained."""
-    config, run, sources = setup.config, setup.run, setup.models.sources
     assert run.directory is not None, "a dry run has no end"
     ids = first_ids(setup.data.prompts.train, 8, max_length=config.data.max_seq_len)
-    report = export_trained(
-        run,
-        run.directory / name,
-        adapted,
-        source=(sources.critic if name == "critic" else None) or sources.actor,
-        tokenizer=setup.tokenizer,
-        model=config.actor.model(config.load),
-        data_path=config.data.data_path,
-        metrics=metrics,
-        probe_ids=torch.tensor([ids]),
-        label=f"{name}: ",
-        tensors=tensors,
-    )
-    if report is not None:
-        run.log.say(f"model written to {run.directory / name / 'model'}")
+    averages = trainer.parts.averages()
+    for name, adapted in (roles.trained | dict.fromkeys(averages, roles.actor)).items():
+        report = export_trained(
+            run,
+            run.directory / name,
+            adapted,
+            source=(sources.critic if name == "critic" else None) or sources.actor,
+            tokenizer=setup.tokenizer,
+            model=config.actor.model(config.load),
+            data_path=config.data.data_path,
+            metrics=results,
+            probe_ids=torch.tensor([ids]),
+            label=f"{name}: ",
+            tensors=dict(averages[name].tensors()) if name in averages else None,
+        )
+        if report is not None:
+            run.log.say(f"model written to {run.directory / name / 'model'}")
+    say_next_steps(run)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.report.log import rlhf_line
-from dschat_lora.rl.learn.engines import Engines, Retry
+from dschat_lora.rl.learn.engines import Engines, Retry, with_reward_model
 from dschat_lora.rl.learn.experience import (
     Experience,
     Steps,
@@ -24,14 +24,14 @@ from dschat_lora.rl.loop.build import (
     make_generator,
     make_parts,
     make_pretraining,
-    make_scorer,
     make_throughput,
 )
 from dschat_lora.rl.loop.sampler import RolloutSampler
-from dschat_lora.rl.loop.schedule import RlhfProgress, trainer_state
+from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
+from dschat_lora.rl.watch.diagnostics import check_sampler
 from dschat_lora.rl.watch.metrics import iteration_metrics
 from dschat_lora.runtime.loop import standard_schedule
 
@@ -50,18 +50,19 @@ class RlhfTrainer:
         """
         self.setup, self.config = setup, setup.config
         config = self.config
-        self.progress = RlhfProgress.of(config.ppo)
+        self.progress = RlhfProgress()
+        self.progress.begin_at(config.ppo)
         self._batching = make_batching(setup, engines)
         self.generator = make_generator(setup, engines, lambda: self.progress.iteration)
         self.pretraining = make_pretraining(setup)
         self.throughput = make_throughput(setup, engines, self.pretraining)
         self.sampler = RolloutSampler(setup, self.generator, self.progress, self.throughput.timer)
         self.schedule = self.sampler.schedule
-        self.state = partial(trainer_state, self.schedule, self.progress)
+        self.state = partial(self.schedule.state, self.progress)
         retry = Retry(engines.trained.values(), self.generator.engine)
         self.engines = replace(engines, retry=retry)
-        self._scorer = make_scorer(
-            setup,
+        self._scorer = with_reward_model(
+            setup.scoring.scorer,
             self.engines,
             lambda responses: self._batching.batches(
                 responses,
@@ -81,10 +82,9 @@ class RlhfTrainer:
         return ("critic",) if warms_up and self.config.has_critic else ("actor", "critic")
 
     def iterate(self) -> bool:
-        """Draw, score, learn and watch; whether the last optimizer step was skipped."""
+        """Draw, score, credit, learn and watch; whether the last optimizer step was skipped."""
         phase, progress, learning = self.throughput.timer.phase, self.progress, self.learning
         responses, scores = self.sampler.draw(self._scores)
-        self.generator.engine.make_room()
         with phase("scoring"):
             steps = self._plan(responses)
             experience = make_experience(
@@ -113,10 +113,9 @@ class RlhfTrainer:
             **of_parts,
             **self.throughput(
                 responses,
-                steps.first_batches,
+                steps,
                 {"seconds": progress.seconds, "flops": progress.flops},
-                passes=len(results) / steps.per_pass,  # the last one may have been cut short
-                shares_before=steps.shares_before,
+                taken=len(results),
                 learning=learning,
             ),
         }
@@ -210,7 +209,7 @@ class RlhfTrainer:
         """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
         config, log = self.config, self.setup.run.log
         iteration, total = self.progress.iteration, self.schedule.num_iterations
-        self.diagnostics.check(metrics)
+        check_sampler(metrics, self.diagnostics.dtype, self.diagnostics.engine)
         log.write("train", self.progress.step, metrics)
         log.advance()
         if iteration % config.run.logging_steps == 0 or iteration == total:

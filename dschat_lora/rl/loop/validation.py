@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dschat_lora.config.bundled import BUNDLED_DATA
-from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, parse_rope_scaling
+from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
@@ -37,7 +36,6 @@ from dschat_lora.runtime.checks import (
     check_bundled_data_fits,
     check_command,
     check_compile,
-    check_data_is_named,
     check_divided,
     check_function,
     check_lora_options,
@@ -47,6 +45,7 @@ from dschat_lora.runtime.checks import (
     require_packages,
     resolve_stage,
     settled_base_bits,
+    with_bundled,
     with_trackers,
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
@@ -107,15 +106,7 @@ def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With bundled prompts where none are named; the world's own judge where nothing scores."""
     if config.data.data_path:
         return config
-    check_data_is_named(config.given)
-    lengths: dict[str, Any] = {n: v for n, v in BUNDLED_LENGTHS.items() if n not in config.given}
-    data = replace(
-        config.data,
-        data_path=(str(BUNDLED_DATA["train"]),),
-        eval_data_path=config.data.eval_data_path or (str(BUNDLED_DATA["eval"]),),
-        **lengths,
-    )
-    rewards = config.rewards
+    data, rewards = with_bundled(config.data, config.given, **BUNDLED_LENGTHS), config.rewards
     scores = _scores(config) or config.ppo.rules.distills
     if config.actor.model_name_or_path is None and not scores:
         rewards = replace(rewards, reward_function=(BUNDLED_REWARD,))
@@ -144,14 +135,11 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--reward_function a function that scores: nothing tells what a response is worth"
         )
     rewards = config.rewards
-    judges = () if rewards.judge_function is None else (rewards.judge_function,)
-    for option, names in (
-        ("reward_function", rewards.reward_function),
-        ("reward_gate", rewards.reward_gate),
-        ("judge_function", judges),
-    ):
-        for name in names:
+    for option in ("reward_function", "reward_gate"):
+        for name in getattr(rewards, option):
             check_scorer(option, name)
+    if rewards.judge_function is not None:
+        check_scorer("judge_function", rewards.judge_function)
     for name in config.classic.parts:
         check_function("parts", name)
     if config.batch.environment is not None:
@@ -355,13 +343,13 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With what ``--deepspeed_config`` says where no option was given."""
     names = {"per_device_training_batch_size": "per_device_train_batch_size"}
-    model, batch, optim, parallel = reconcile(
-        ModelConfig(**vars(config.load)),
+    load, batch, optim, parallel = reconcile(
+        config.load,
         BatchConfig(
             per_device_train_batch_size=config.batch.per_device_training_batch_size,
             gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
         ),
-        OptimConfig(**vars(config.optim)),
+        config.optim,
         config.parallel,
         given=frozenset(names.get(name, name) for name in config.given),
         world_size=launched_processes(),
@@ -369,13 +357,13 @@ def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     stage = parallel.zero_stage or 0
     return replace(
         config,
-        load=replace(config.load, dtype=model.dtype),
+        load=load,
         batch=replace(
             config.batch,
             per_device_training_batch_size=batch.per_device_train_batch_size,
             gradient_accumulation_steps=batch.gradient_accumulation_steps,
         ),
-        optim=replace(config.optim, max_grad_norm=optim.max_grad_norm),
+        optim=optim,
         parallel=parallel,
         actor=_with_stage(config.actor, stage),
         critic=_with_stage(config.critic, stage),
@@ -457,11 +445,12 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With blocks recomputed whose inputs are to be on the host."""
-    names = {f"{role}_gradient_checkpointing": role for role in config.trained}
-    switches = {name: getattr(config, role).gradient_checkpointing for name, role in names.items()}
-    changed = {
-        names[name]: replace(getattr(config, names[name]), gradient_checkpointing=value)
-        for name, value in recomputing(config.parallel, switches).items()
+    trained = config.trained
+    switches = {f"{n}_gradient_checkpointing": r.gradient_checkpointing for n, r in trained.items()}
+    values = recomputing(config.parallel, switches).values()
+    changed: dict[str, Any] = {
+        name: replace(role, gradient_checkpointing=value)
+        for (name, role), value in zip(trained.items(), values, strict=True)
     }
     return replace(config, **changed)
 

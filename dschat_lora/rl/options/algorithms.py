@@ -1,17 +1,15 @@
 """Algorithms of the update, with the options that their papers set, and pretraining text."""
 
 import difflib
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from dschat_lora.config.groups import require, require_numbers
-from dschat_lora.config.held import is_held, is_in_module
 from dschat_lora.config.options import option
 from dschat_lora.config.when import no_effect
-from dschat_lora.rl.options.names import load_object
+from dschat_lora.rl.options.names import Function, called, is_own, load_object
 
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
@@ -19,8 +17,6 @@ LossNormalization = Literal["token", "sequence", "constant"]
 Correction = Literal["none", "tis", "mis"]
 
 
-# A function, or module:function, which is imported when it is called.
-Function = Callable[..., Any] | str
 CLIP = {"cliprange": "cliprange_low", "cliprange_high": "cliprange_high"}
 NEEDS = ("groups", "old_logprobs", "values", "teacher")
 
@@ -37,14 +33,10 @@ def of_divergence(help: str) -> Any:
 
 def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
     """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
-    read = read or name
 
     def message(value: Callable[[str], Any]) -> str:
-        if read in value("rules").reads:
+        if (read or name) in value("rules").reads:
             return ""
-        readers = [each for each, rules in ALGORITHMS.items() if read in rules.reads]
-        if len(readers) < 3:
-            return no_effect(name, f" without --algorithm {' or '.join(readers)}")
         return no_effect(name, f" with --algorithm {value('algorithm')}")
 
     return message
@@ -52,11 +44,6 @@ def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
 
 of_critic = partial(option, when="has_critic")
 of_correction = partial(option, when="rollout_correction or importance_cap")
-
-
-def sums_differ(total: Sequence[float], rewards: Mapping[str, Sequence[float]]) -> bool:
-    """Whether two responses to a prompt have different scores (section 3.2 of arXiv:2503.14476)."""
-    return len(set(total)) > 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class Algorithm:
         default_factory=lambda: CLIP | {"dual_clip": "dual_clip"}
     )
     needs: frozenset[str] = frozenset({"groups"})  # of NEEDS
-    learns_from: Function = sums_differ
+    learns_from: Function = "dschat_lora.algos.credit:sums_differ"
     by_reward: bool = False  # reads rewards by name, and not their shaped sum
     options: tuple[str, ...] = ()  # that the estimator reads, and not every one
     kl_coef: float = 0.1
@@ -97,12 +84,22 @@ class Algorithm:
             raise ValueError(f"needs of an algorithm are some of {NEEDS}, got {self.needs!r}")
         object.__setattr__(self, "needs", frozenset(self.needs))
 
+    @cached_property
+    def estimate(self) -> Callable[..., Any]:
+        """The function of advantages."""
+        return called(self.estimator)
+
+    @cached_property
+    def teaches(self) -> Callable[..., Any]:
+        """The function that says whether the responses to a prompt teach something."""
+        return called(self.learns_from)
+
     @property
     def compares(self) -> bool:
         """Whether it compares the responses to a prompt, and so needs several."""
         return "groups" in self.needs
 
-    @property
+    @cached_property
     def distills(self) -> bool:
         """Whether a teacher says what each token is worth, and stands in the reference's place."""
         return "teacher" in self.needs
@@ -197,7 +194,7 @@ def find_algorithm(name: str) -> Algorithm:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    if not (is_held(name) or is_in_module(name)):
+    if not is_own(name):
         close = " or ".join(difflib.get_close_matches(name, ALGORITHMS, 2))
         raise ValueError(
             f"--algorithm must be one of {', '.join(ALGORITHMS)}, or module:object of your own "
@@ -212,14 +209,6 @@ def find_algorithm(name: str) -> Algorithm:
             f"dschat_lora.Algorithm, it is of type {type(found).__name__}"
         )
     return Algorithm(found)
-
-
-def called(function: Function) -> Callable[..., Any]:
-    """A function of an algorithm, imported if it is given by name."""
-    found: Callable[..., Any] = (
-        pkgutil.resolve_name(function) if isinstance(function, str) else function
-    )
-    return found
 
 
 @dataclass(frozen=True)
@@ -355,19 +344,22 @@ class PpoConfig:
         for name, own in type(self).__dataclass_fields__.items():
             if own.default is None and getattr(self, name) is None and name in defaults:
                 object.__setattr__(self, name, defaults[name])
-        require_numbers(self, ">= 1", "ppo_epochs")
-        require_numbers(self, ">= 0", "kl_coef", "adaptive_kl_target", "entropy_coef", "target_kl")
-        require_numbers(self, ">= 0", "kl_budget", "target_entropy")
+        require_numbers(self, ">= 1", "ppo_epochs", "kl_horizon")
+        weights = ("kl_coef", "entropy_coef", "importance_cap")
+        targets = ("adaptive_kl_target", "target_kl", "target_entropy", "kl_budget")
+        counts = ("dynamic_sampling", "critic_warmup_iterations")
+        require_numbers(self, ">= 0", *weights, *targets, *counts)
+        require_numbers(self, "in [0, 1]", "gamma", "lam")
+        clips = ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value")
+        temperatures = ("sapo_temperature_pos", "sapo_temperature_neg")
+        require_numbers(self, "> 0", "rollout_is_threshold", *clips, *temperatures)
+        require(not 0 < self.dual_clip <= 1, "dual_clip", self.dual_clip, "> 1, or 0 for none")
         if self.kl_budget and (self.guard == "off" or self.rules.distills):
             other = "--algorithm distill" if self.rules.distills else "--guard off"
             raise ValueError(
                 f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
                 f"{other} does not watch: leave one of them out"
             )
-        require_numbers(
-            self, ">= 0", "dynamic_sampling", "critic_warmup_iterations", "importance_cap"
-        )
-        require_numbers(self, "> 0", "rollout_is_threshold")
         lower = self.rollout_is_threshold_lower
         require(
             0 <= lower < self.rollout_is_threshold,
@@ -381,12 +373,6 @@ class PpoConfig:
                 f"--importance_cap {self.importance_cap:g} is --rollout_correction tis by token "
                 "with that threshold: give it alone, or --rollout_correction and --rollout_is_..."
             )
-        require_numbers(self, ">= 1", "kl_horizon")
-        require_numbers(self, "in [0, 1]", "gamma", "lam")
-        clips = ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value")
-        require_numbers(self, "> 0", *clips)
-        require(not 0 < self.dual_clip <= 1, "dual_clip", self.dual_clip, "> 1, or 0 for none")
-        require_numbers(self, "> 0", "sapo_temperature_pos", "sapo_temperature_neg")
         if self.dual_clip and "dual_clip" not in self.rules.reads:
             raise ValueError(
                 f"--dual_clip {self.dual_clip:g} is not of --algorithm {self.algorithm}, whose "
@@ -405,19 +391,19 @@ class PpoConfig:
         if self.adaptive_kl_target and not self.kl_coef:
             raise ValueError("--adaptive_kl_target scales --kl_coef, which is 0: give it a start")
 
-    @property
+    @cached_property
     def rules(self) -> Algorithm:
         """What the algorithm is by its paper."""
         return find_algorithm(self.algorithm)
 
-    @property
+    @cached_property
     def surrogate(self) -> Callable[..., Any]:
         """The policy's loss with its options, of log-probabilities, old ones, advantages, mask."""
         rules = self.rules
         values = {name: getattr(self, option) for name, option in rules.loss_options.items()}
         return partial(called(rules.loss), **values)
 
-    @property
+    @cached_property
     def weighs_by_policy(self) -> bool:
         """Whether old log-probabilities of all responses are in advantages or weights."""
         return (
@@ -431,7 +417,7 @@ class PpoConfig:
         """Whether the loss may have an entropy bonus at some iteration."""
         return self.entropy_coef > 0 or self.target_entropy > 0
 
-    @property
+    @cached_property
     def correction(self) -> RolloutCorrection | None:
         """Bounds of importance weights; None: all are 1."""
         if self.importance_cap:

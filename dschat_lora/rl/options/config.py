@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.data import DataConfig, SourceConfig
@@ -18,14 +18,7 @@ from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, opti
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
-from dschat_lora.rl.options.engines import (
-    ADDRESSES,
-    ENGINES,
-    ENGINES_HELP,
-    EngineFacts,
-    engine_facts,
-    is_engine,
-)
+from dschat_lora.rl.options.engines import ENGINES_HELP, EngineFacts, check_engine, engine_facts
 from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
 
@@ -101,10 +94,7 @@ class RolloutConfig:
         "responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare "
         "them (8, or fewer that divide --per_device_generation_batch_size; or 1)"
     )
-    rollout_engine: str = option(
-        "own",
-        help=ENGINES_HELP,
-    )
+    rollout_engine: str = option("own", help=ENGINES_HELP)
     vllm_command: str | None = of_vllm(
         None,
         help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
@@ -192,12 +182,12 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
-        require_numbers(self, ">= 0", "tokens_per_device")
+        require_numbers(self, ">= 1", *rollout, *update, "max_turns", "agent_max_calls")
+        decoding = ("top_k", "prompt_lookup_num_tokens")
+        require_numbers(self, ">= 0", "tokens_per_device", *decoding, "agent_retries")
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require_numbers(self, ">= 0", "top_k", "prompt_lookup_num_tokens")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         for name in ("environment", "agent"):
@@ -208,15 +198,7 @@ class RolloutConfig:
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         share = self.vllm_gpu_memory_utilization
         require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
-        require(
-            is_engine(self.rollout_engine),
-            "rollout_engine",
-            self.rollout_engine,
-            f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
-            f"commas between them ({ADDRESSES.help}), or module:Class of your own",
-        )
-        require_numbers(self, ">= 0", "agent_retries")
-        require_numbers(self, ">= 1", "agent_max_calls")
+        check_engine(self.rollout_engine)
         players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
         if len(players) > 1:
             raise ValueError(f"--{players[0]} and --{players[1]} both play episodes: give one")
@@ -245,7 +227,7 @@ class RolloutConfig:
         """How many prompts are begun where so many are needed."""
         return math.ceil(self.oversample * prompts - 1e-9)
 
-    @property
+    @cached_property
     def engine(self) -> EngineFacts:
         """What the engine that draws responses says of itself."""
         return engine_facts(self.rollout_engine)
@@ -265,7 +247,7 @@ class RolloutConfig:
         """Whether responses are drawn from the very distribution that learns."""
         return self.only_filters and self.top_p == 1 and self.top_k == 0
 
-    @property
+    @cached_property
     def only_filters(self) -> bool:
         """Whether it is that distribution but for top-p and top-k."""
         return self.do_sample and self.rollout_temperature in (None, self.temperature)
@@ -501,9 +483,8 @@ class RlhfConfig(StageConfig):
             size = max(n for n in range(1, most + 1) if rows % n == 0)
             object.__setattr__(self, "batch", replace(self.batch, num_generations=size))
         if self.ppo.correction is not None and not self.batch.do_sample:
-            given = f"--importance_cap {self.ppo.importance_cap:g}"
-            if not self.ppo.importance_cap:
-                given = f"--rollout_correction {self.ppo.rollout_correction}"
+            cap, correction = self.ppo.importance_cap, self.ppo.rollout_correction
+            given = f"--importance_cap {cap:g}" if cap else f"--rollout_correction {correction}"
             raise ValueError(
                 f"{given} weighs by the probability that a token was drawn with, and "
                 "--no-do_sample draws none: leave one of them out"

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any
 
-from dschat_lora.config.held import is_held, is_in_module
-from dschat_lora.rl.options.names import is_address, load_object
+from dschat_lora.config.groups import require
+from dschat_lora.rl.options.names import called, is_address, is_own, load_object
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class EngineFacts:
             ValueError: naming the option.
         """
         if self.check_options:
-            package_function(self.check_options)(config, inputs)
+            called(self.check_options)(config, inputs)
         elif hasattr(self.own, "check"):
             as_object(self.own).check(config)
 
@@ -51,7 +50,7 @@ class EngineFacts:
         """What has to be there before models take memory; None where nothing has, or will run."""
         if not self.start or run.directory is None:
             return None
-        return package_function(self.start)(config, sources, run)
+        return called(self.start)(config, sources, run)
 
     def bytes_beside_training(self, config: Any) -> int:
         """Bytes of a device that it takes while the actor trains, as far as it knows."""
@@ -62,7 +61,7 @@ class EngineFacts:
 
 ENGINES = {
     "own": EngineFacts(
-        make="rl.draw.own_engine:OwnEngine",
+        make="dschat_lora.rl.draw.own_engine:OwnEngine",
         exact=True,
         batches_itself=False,
         same_model=True,
@@ -70,15 +69,15 @@ ENGINES = {
     ),
     "transformers": EngineFacts(
         "its continuous batching",
-        make="rl.draw.transformers_engine:transformers_engine",
+        make="dschat_lora.rl.draw.transformers_engine:transformers_engine",
         needs_whole_weights=True,
         same_model=True,
     ),
     "vllm": EngineFacts(
         "which the run starts beside itself",
-        make="rl.draw.vllm_server:vllm_engine",
-        start="rl.draw.vllm_server:start_vllm",
-        check_options="rl.draw.engine_checks:check_vllm",
+        make="dschat_lora.rl.draw.vllm_server:vllm_engine",
+        start="dschat_lora.rl.draw.vllm_server:start_vllm",
+        check_options="dschat_lora.rl.draw.engine_checks:check_vllm",
         in_process=False,
         takes_adapter=True,
         same_model=True,
@@ -92,8 +91,8 @@ ENGINES = {
 }
 ADDRESSES = EngineFacts(
     "vLLM, SGLang or `dschat-lora serve`",
-    make="rl.draw.server_engine:engine_of_addresses",
-    check_options="rl.draw.engine_checks:check_servers",
+    make="dschat_lora.rl.draw.server_engine:engine_of_addresses",
+    check_options="dschat_lora.rl.draw.engine_checks:check_servers",
     in_process=False,
     takes_adapter=True,
     same_model=True,
@@ -114,37 +113,30 @@ def engine_facts(name: str) -> EngineFacts:
     Raises:
         ValueError: if there is none of that name, or it has no method ``draw``.
     """
-    if not (is_held(name) or is_in_module(name)):
+    if not is_own(name):
         return ENGINES.get(name, ADDRESSES)
     own: Any = load_object("rollout_engine", name)
     if not callable(getattr(own, "draw", None)):
         raise ValueError(f"--rollout_engine {name} has no method draw(asked, sampling)")
-    said = {each.name: getattr(own, each.name) for each in _FACTS if hasattr(own, each.name)}
-    return EngineFacts(own=own, **said)
+    # The switches, but no names of functions of the package.
+    switches = [each.name for each in fields(EngineFacts) if each.type is bool]
+    return EngineFacts(own=own, **{n: getattr(own, n) for n in switches if hasattr(own, n)})
 
 
-# The switches and words, but no names of functions of the package.
-_FACTS = [each for each in fields(EngineFacts) if each.type in (bool, "bool")]
-
-
-def is_engine(name: str) -> bool:
-    """Whether ``name`` may be one: of the package, a user's, or addresses of servers."""
-    addresses = server_addresses(name)
-    is_own = name in ENGINES or is_held(name) or is_in_module(name)
-    return is_own or (bool(addresses) and all(map(is_address, addresses)))
+def check_engine(name: str) -> None:
+    """Refuse what is neither an engine of the package nor a user's, nor addresses of servers."""
+    is_known = name in ENGINES or is_own(name) or all(map(is_address, server_addresses(name)))
+    allowed = (
+        f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
+        f"commas between them ({ADDRESSES.help}), or module:Class of your own"
+    )
+    require(is_known, "rollout_engine", name, allowed)
 
 
 def server_addresses(name: str) -> tuple[str, ...]:
     """Addresses of the servers that are named, without the path ``/v1``."""
     given = (each.strip().rstrip("/") for each in name.split(","))
     return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
-
-
-def package_function(name: str) -> Callable[..., Any]:
-    """The function ``module:function`` of the package."""
-    module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"dschat_lora.{module}"), function)
-    return found
 
 
 def as_object(own: Any) -> Any:

@@ -111,19 +111,16 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
     more = config.pretraining.unsupervised_dataset_config_name
     if name is None:
         return None
+    kept = (
+        *("data_output_path", "streaming", "shuffle_buffer_size", "bad_rows", "unpaired_rows"),
+        *("preprocessing_num_workers", "chat_template_kwargs", "max_seq_len"),
+    )
     return DataConfig(
+        **{each: getattr(config.data, each) for each in kept},
         data_path=(f"{name}:{more}:train" if more else name,),
         eval_ratio=0.0,
-        data_output_path=config.data.data_output_path,
-        streaming=config.data.streaming,
-        shuffle_buffer_size=config.data.shuffle_buffer_size,
         overlong="truncate",
-        bad_rows=config.data.bad_rows,
-        unpaired_rows=config.data.unpaired_rows,
-        preprocessing_num_workers=config.data.preprocessing_num_workers,
-        max_seq_len=config.data.max_seq_len,
         train_on_prompt=True,
-        chat_template_kwargs=config.data.chat_template_kwargs,
     )
 
 

@@ -1,16 +1,25 @@
 """Names of functions, environments and servers, as options have them."""
 
+import pkgutil
 import re
+from collections.abc import Callable
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from dschat_lora.config.groups import require
 from dschat_lora.config.held import held_object, is_held, is_in_module
 from dschat_lora.runtime.checks import imported
 
+Function = Callable[..., Any] | str  # or module:function, which is imported when it is called
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 BUILTIN = "builtin:"  # before the name of a built-in reward
 # Before the name of an environment of theirs.
 ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
+
+
+def is_own(name: str) -> bool:
+    """Whether ``name`` is of an object of the user's, for :func:`load_object`."""
+    return is_held(name) or is_in_module(name)
 
 
 def is_builtin(name: str) -> bool:
@@ -53,6 +62,12 @@ def check_name(option: str, name: str) -> None:
         usable = usable or is_remote(name)
         allowed += ", or the address of a server that scores"
     require(usable, option, name, allowed)
+
+
+def called(function: Function) -> Callable[..., Any]:
+    """A function, imported if it is given by name."""
+    found: Any = pkgutil.resolve_name(function) if isinstance(function, str) else function
+    return cast(Callable[..., Any], found)
 
 
 def load_object(option: str, name: str, kind: str = "") -> object:

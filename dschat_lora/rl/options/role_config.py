@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dschat_lora.config.groups import (
@@ -18,11 +18,17 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import accepted, classic, hidden, option
+from dschat_lora.config.options import accepted, hidden, option
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.names import is_remote
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
+
+
+def as_in(config: type[LoraConfig | ModelConfig], name: str, **different: Any) -> Any:
+    """An option that another group has too, among the other options of its role."""
+    own = config.__dataclass_fields__[name]
+    return field(default=own.default, metadata={**own.metadata, **different})
 
 
 def _base_rate_note(value: Callable[[str], Any]) -> str:
@@ -50,24 +56,12 @@ class RoleConfig:
         settled="that of the adapter that is continued, else 16, in the script of training/ and "
         "with --config 0",
     )
-    lora_alpha: float = of_adapters(32.0, help="the update is scaled by lora_alpha / lora_dim")
+    lora_alpha: float = as_in(LoraConfig, "lora_alpha")
     use_rslora: bool = of_adapters(False, help="scale by lora_alpha / sqrt(lora_dim)")
-    expert_lora_dim: int | None = option(
-        None,
-        help="rank of each expert's update in a mixture of experts; 0 leaves experts frozen; "
-        "default: lora_dim over the experts that a token is sent to, at least 1",
-    )
-    expert_lora_alpha: float | None = option(
-        None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
-    )
-    target_modules: tuple[str, ...] = of_adapters(
-        ("all-linear",), help="layers to adapt: all-linear, name endings, or one regular expression"
-    )
-    lora_module_name: str | None = classic(
-        None,
-        help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)",
-        when="lora_dim",
-    )
+    expert_lora_dim: int | None = as_in(LoraConfig, "expert_lora_dim")
+    expert_lora_alpha: float | None = as_in(LoraConfig, "expert_lora_alpha")
+    target_modules: tuple[str, ...] = as_in(LoraConfig, "target_modules", when="lora_dim")
+    lora_module_name: str | None = as_in(LoraConfig, "lora_module_name", when="lora_dim")
     learning_rate: Rate = option(
         9.65e-6,
         help="peak rate of base weights or, where the adapter alone trains, its own (but in the "
@@ -83,25 +77,17 @@ class RoleConfig:
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None, help="ZeRO stage of this role; default: --zero_stage"
     )
-    gradient_checkpointing: Switch = option(
-        "auto",
-        help="recompute activations in the backward pass instead of keeping them; without a value "
-        "on, auto: where they would not fit the memory by estimate",
-    )
+    gradient_checkpointing: Switch = as_in(ModelConfig, "gradient_checkpointing", section=None)
     dropout: float = accepted(0.0, "; old and new log-probabilities need one network")
 
     # of base weights and of the adapter, by auto; None until the model is known
     ruled: tuple[float, float] | None = hidden(None)
 
     def __post_init__(self) -> None:
-        role = self.role
-        require(self.lora_dim >= 0, f"{role}_lora_dim", self.lora_dim, ">= 0 (0 disables LoRA)")
-        require(bool(self.target_modules), f"{role}_target_modules", (), "one name or more")
-        rates = ("learning_rate", "lora_learning_rate", "expert_learning_rate")
-        alphas = ("lora_alpha", "expert_lora_alpha")
-        require_numbers(self, "> 0", *alphas, *rates, prefix=f"{role}_")
-        require_numbers(self, ">= 0", "weight_decay", "expert_lora_dim", prefix=f"{role}_")
-        require_numbers(self, "in [0, 1)", "dropout", prefix=f"{role}_")
+        with option_errors_for(self.role):
+            self.lora(only_optimize_lora=True)
+            self.optim(ScheduleConfig())
+            require_numbers(self, "in [0, 1)", "dropout")
 
     def rate_warning(self, parameters: int, *, given: Collection[str]) -> str | None:
         """A warning where the adapter of a model of so many parameters trains at the default rate.
@@ -119,16 +105,8 @@ class RoleConfig:
 
     def lora(self, only_optimize_lora: bool) -> LoraConfig:
         """Its adapter, without dropout: old and new log-probabilities need one network."""
-        return LoraConfig(
-            lora_dim=self.lora_dim,
-            lora_alpha=self.lora_alpha,
-            use_rslora=self.use_rslora,
-            expert_lora_dim=self.expert_lora_dim,
-            expert_lora_alpha=self.expert_lora_alpha,
-            target_modules=self.target_modules,
-            lora_module_name=self.lora_module_name,
-            only_optimize_lora=only_optimize_lora,
-        )
+        own = {n: getattr(self, n) for n in LoraConfig.__dataclass_fields__ if hasattr(self, n)}
+        return LoraConfig(**own, only_optimize_lora=only_optimize_lora)
 
     def model(self, load: LoadConfig) -> ModelConfig:
         """Options of loading its model, without dropout."""

@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from dschat_lora.data.messages import Message
-from dschat_lora.rl.options.engines import package_function
-from dschat_lora.rl.options.names import is_remote
+from dschat_lora.rl.options.names import called, is_remote
 from dschat_lora.rl.response.coroutines import run_together
 from dschat_lora.runtime.checks import require_packages, working_directory
 
@@ -338,4 +337,4 @@ def find_adapter(name: str) -> Callable[[], Any] | None:
         return None
     adapter, module, extra = ADAPTERS[library]
     require_packages(f"--environment {name}", module, extra=extra)
-    return lambda: package_function(adapter)(rest)
+    return lambda: called(adapter)(rest)

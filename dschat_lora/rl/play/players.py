@@ -15,7 +15,8 @@ from dschat_lora.engine.distributed import max_over_ranks, raise_together, tenso
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import as_object, package_function
+from dschat_lora.rl.options.engines import as_object
+from dschat_lora.rl.options.names import called
 from dschat_lora.rl.play.environment import (
     Environment,
     StatefulEnvironment,
@@ -38,7 +39,7 @@ def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) ->
     chat = make_chat(tokenizer, data.data.chat_template_kwargs)
     turn_tokens = TurnTokens(chat, tokenizer)
     if batch.has_agent:  # which needs a server's libraries
-        load_agents = package_function("rl.play.agents:load_agents")
+        load_agents = called("rl.play.agents:load_agents")
         agents: Player = load_agents(config, tokenizer, turn_tokens, closing)
         return agents
     if (name := batch.environment) is None:

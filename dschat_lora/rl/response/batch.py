@@ -39,13 +39,8 @@ class ResponseBatch:
     spans: Spans  # of the responses
     numbers: tuple[int, ...]  # n numbers of the responses within the iteration
     counts: StepCounts  # of this batch
-    # the same responses as the reference reads them; None: as they are here
+    # The same as the reference reads them, with tokens in the same places of tables; None: as here.
     reference: "ResponseBatch | None" = None
-
-    @property
-    def for_reference(self) -> "ResponseBatch":
-        """The responses as the reference reads them, their tokens in the same places of tables."""
-        return self if self.reference is None else self.reference
 
     def to(self, device: torch.device | str) -> "ResponseBatch":
         """The same batch on ``device``."""
@@ -208,17 +203,14 @@ def make_minibatches(
             mine = [rows[cut] for cut in cuts[rank::world_size]]
         elif groups is not None:
             rows.sort(key=lambda n: groups[n])
-            mine = [_part(rows[start : start + per_batch], rank, world_size) for start in batches]
+            # This rank's of consecutive parts of sizes as equal as possible.
+            parts = [rows[start : start + per_batch] for start in batches]
+            ends = [[len(part) * n // world_size for n in (rank, rank + 1)] for part in parts]
+            mine = [part[slice(*end)] for part, end in zip(parts, ends, strict=True)]
         else:
             mine = [rows[start : start + per_batch][rank::world_size] for start in batches]
         steps.append(Minibatch(rows, mine))
     return steps
-
-
-def _part(rows: list[int], rank: int, world_size: int) -> list[int]:
-    """This rank's of consecutive parts of sizes as equal as possible."""
-    ends = [len(rows) * n // world_size for n in (rank, rank + 1)]
-    return rows[slice(*ends)]
 
 
 @dataclass(frozen=True)

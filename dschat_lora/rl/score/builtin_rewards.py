@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class BuiltinReward:
-    """A built-in score of one response, as a reward function of one at a time."""
+    """A built-in score of one response by a column of its row, as a reward function."""
 
-    score: Callable[[str, Any, Sequence[int]], float]  # of text, wanted and token ids
-    column: str | None = None  # of the data, which has what is wanted
+    score: Callable[[str, Any], float]  # of text, and what is wanted
+    column: str  # of the data, which has what is wanted
 
-    def __call__(self, response: str, row: Mapping[str, Any], token_ids: Sequence[int]) -> float:
+    def __call__(self, response: str, row: Mapping[str, Any]) -> float:
         """The score."""
-        wanted = None if self.column is None else row.get(self.column)
-        return self.score(response, wanted, token_ids)
+        return self.score(response, row.get(self.column))
 
 
 def builtin_function(name: str) -> Callable[..., Any]:
@@ -62,45 +61,45 @@ def check_scorer(option: str, name: str) -> None:
 def exact_match(argument: str) -> BuiltinReward:
     """1 where the response is the column ``answer`` (or another) but for space around, else 0."""
     return BuiltinReward(
-        lambda text, wanted, _: float(text.strip() == str(wanted).strip()), argument or "answer"
+        lambda text, wanted: float(text.strip() == str(wanted).strip()), argument or "answer"
     )
 
 
-def regex(argument: str) -> BuiltinReward:
+def regex(argument: str) -> Callable[..., float]:
     """1 where the regular expression is found in the response, else 0."""
     if not argument:
         raise ValueError("give a regular expression, as in builtin:regex=^Yes")
     pattern = re.compile(argument, re.DOTALL)
-    return BuiltinReward(lambda text, wanted, ids: float(pattern.search(text) is not None))
+    return lambda response: float(pattern.search(response) is not None)
 
 
 def number_equals(argument: str) -> BuiltinReward:
     """1 where the response's last number is that of the column ``answer`` (or another), else 0."""
 
-    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
-        found, right = _last_number(text), _last_number(str(wanted))
-        return float(found is not None and found == right)
+    def last_number(text: str) -> float | None:
+        found = _NUMBER.findall(text)
+        return float(found[-1].replace(",", "")) if found else None
+
+    def score(text: str, wanted: Any) -> float:
+        found = last_number(text)
+        return float(found is not None and found == last_number(str(wanted)))
 
     return BuiltinReward(score, argument or "answer")
 
 
-def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
-def length(argument: str) -> BuiltinReward:
+def length(argument: str) -> Callable[..., float]:
     """1 for a response of so many tokens, falling to 0 at none and at twice as many."""
     wanted = _whole("a number of tokens, as in builtin:length=40", argument)[0]
-    return BuiltinReward(lambda text, _, ids: max(0.0, 1 - abs(len(ids) - wanted) / wanted))
+    # A parameter `response` says that it scores one at a time.
+    return lambda response, token_ids: max(0.0, 1 - abs(len(token_ids) - wanted) / wanted)
 
 
-def json_valid(argument: str) -> BuiltinReward:
+def json_valid(argument: str) -> Callable[..., float]:
     """1 where the response is JSON, else 0."""
     return _json_reward(lambda found: True)
 
 
-def json_schema(argument: str) -> BuiltinReward:
+def json_schema(argument: str) -> Callable[..., float]:
     """1 where the response is JSON that a JSON schema, in a file, allows, else 0."""
     if not argument:
         raise ValueError("give a file, as in builtin:json_schema=schema.json")
@@ -119,16 +118,16 @@ def json_schema(argument: str) -> BuiltinReward:
     return _json_reward(validator_for(schema)(schema).is_valid)
 
 
-def _json_reward(is_valid: Callable[[Any], bool]) -> BuiltinReward:
+def _json_reward(is_valid: Callable[[Any], bool]) -> Callable[..., float]:
     """1 where the response is JSON whose value is valid, else 0."""
 
-    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+    def score(response: str) -> float:
         try:
-            return float(is_valid(json.loads(text)))
+            return float(is_valid(json.loads(response)))
         except (ValueError, RecursionError):
             return 0.0
 
-    return BuiltinReward(score)
+    return score
 
 
 def math_equal(argument: str) -> BuiltinReward:
@@ -139,7 +138,7 @@ def math_equal(argument: str) -> BuiltinReward:
     require_packages("builtin:math_equal", "math_verify", extra="rewards")
     from math_verify import parse, verify
 
-    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
+    def score(text: str, wanted: Any) -> float:
         # Its limits are signals, which the main thread alone takes; in others there is
         # --reward_timeout.
         limit = 5 if threading.current_thread() is threading.main_thread() else None
@@ -149,7 +148,7 @@ def math_equal(argument: str) -> BuiltinReward:
     return BuiltinReward(score, argument or "answer")
 
 
-def format_tags(argument: str) -> BuiltinReward:
+def format_tags(argument: str) -> Callable[..., float]:
     """1 where the response is ``<think>...</think><answer>...</answer>``, or tags of other names.
 
     The tags stand once each, in this order, with nothing but space around them.
@@ -158,33 +157,34 @@ def format_tags(argument: str) -> BuiltinReward:
     tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
     parts = (f"<{re.escape(name)}>.*?</{re.escape(name)}>" for name in names)
     pattern = re.compile(r"\s*" + r"\s*".join(parts) + r"\s*", re.DOTALL)
-    return BuiltinReward(
-        lambda text, wanted, ids: float(
-            all(text.count(tag) == 1 for tag in tags) and pattern.fullmatch(text) is not None
-        )
-    )
+
+    def score(response: str) -> float:
+        once = all(response.count(tag) == 1 for tag in tags)
+        return float(once and pattern.fullmatch(response) is not None)
+
+    return score
 
 
-def repetition_penalty(argument: str) -> BuiltinReward:
+def repetition_penalty(argument: str) -> Callable[..., float]:
     """Minus the share of the response's word trigrams (or other n-grams) that came before."""
     size = _whole("a number of words", argument or "3")[0]
 
-    def score(text: str, wanted: Any, ids: Sequence[int]) -> float:
-        words = text.lower().split()
+    def score(response: str) -> float:
+        words = response.lower().split()
         grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
         return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
-    return BuiltinReward(score)
+    return score
 
 
-def soft_overlong(argument: str) -> BuiltinReward:
+def soft_overlong(argument: str) -> Callable[..., float]:
     """DAPO's soft overlong punishment of responses near so many tokens, over the last so many."""
     numbers = _whole("most tokens and those that are punished, as in 256,64", argument)
     if len(numbers) != 2 or numbers[1] > numbers[0]:
         raise ValueError("give most tokens and those that are punished, as in 256,64")
     longest, cache = numbers
-    return BuiltinReward(
-        lambda text, wanted, ids: min(0.0, max(-1.0, (longest - cache - len(ids)) / cache))
+    return lambda response, token_ids: min(
+        0.0, max(-1.0, (longest - cache - len(token_ids)) / cache)
     )
 
 

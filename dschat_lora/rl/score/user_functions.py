@@ -12,19 +12,14 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from dschat_lora.config.held import held_object, is_held
+from dschat_lora.config.held import is_held
 from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.options.names import is_builtin, is_remote, load_object
 from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.response import (
-    Response,
-    as_messages,
-    messages_after_prompt,
-    prompt_of,
-)
+from dschat_lora.rl.response.response import Response, as_messages, messages_after_prompt, prompt_of
 from dschat_lora.rl.score.builtin_rewards import builtin_function
 from dschat_lora.rl.score.external_rewards import RemoteReward
 
@@ -62,16 +57,10 @@ class DecodedResponse:
         """What there is to read of a response."""
         row = json.loads(response.columns or b"{}")
         prompt = tokenizer.decode(response.prompt)
-        return cls(
-            prompt,
-            tokenizer.decode(list(response.last_turn), skip_special_tokens=True),
-            prompt_of(row, prompt),
-            messages_after_prompt(response, tokenizer.decode),
-            row,
-            list(response.tokens),
-            response.group,
-            response.ended,
-        )
+        text = tokenizer.decode(list(response.last_turn), skip_special_tokens=True)
+        turns = messages_after_prompt(response, tokenizer.decode)
+        of_row = (prompt_of(row, prompt), turns, row)
+        return cls(prompt, text, *of_row, list(response.tokens), response.group, response.ended)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -83,12 +72,12 @@ class DecodedResponse:
 class RewardLog:
     """What reward functions log beside their scores, by the arguments of TRL's functions."""
 
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: dict[str, dict[int, Any]] = field(default_factory=dict)  # by identity of the response
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    columns: list[tuple[str, int, Any]] = field(default_factory=list)  # by id of the response
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number, whose mean over calls and ranks is a metric of the iteration."""
-        self.metrics.setdefault(str(name), []).append(float(value))
+        self.metrics.append((str(name), float(value)))
 
     def log_extra(self, responses: Sequence[Response], column: str, values: Sequence[Any]) -> None:
         """Keep one value for each response, for its line among the rollouts.
@@ -101,15 +90,13 @@ class RewardLog:
                 f"log_extra({column!r}, ...) got {len(values)} values for {len(responses)} "
                 "responses; give a list of one for each"
             )
-        kept = self.columns.setdefault(str(column), {})
-        kept |= {id(each): value for each, value in zip(responses, values, strict=True)}
+        for response, value in zip(responses, values, strict=True):
+            self.columns.append((str(column), id(response), value))
 
     def add(self, other: "RewardLog") -> None:
         """Keep what another log holds as well."""
-        for name, values in other.metrics.items():
-            self.metrics.setdefault(name, []).extend(values)
-        for column, by_response in other.columns.items():
-            self.columns.setdefault(column, {}).update(by_response)
+        self.metrics += other.metrics
+        self.columns += other.columns
 
     def take(self, responses: Sequence[Response]) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """Metrics by name, and columns with an entry for each response, of all ranks; begins anew.
@@ -119,26 +106,20 @@ class RewardLog:
         Raises:
             RewardError: if JSON cannot hold what was logged.
         """
-        numbers = {id(each): number for number, each in enumerate(responses)}
-        columns = {
-            column: {numbers[key]: value for key, value in kept.items() if key in numbers}
-            for column, kept in self.columns.items()
-        }
+        places = {id(each): number for number, each in enumerate(responses)}
+        own = [(column, places[key], value) for column, key, value in self.columns if key in places]
         try:
-            logged = [self.metrics, columns]
-            text = raise_together(lambda: json.dumps(logged, default=_plain))
+            text = raise_together(lambda: json.dumps([self.metrics, own], default=_plain))
         except Exception as error:
             raise RewardError from error
-        self.metrics, self.columns = {}, {}
+        self.metrics, self.columns = [], []
         values: dict[str, list[float]] = {}
         found: dict[str, list[Any]] = {}
-        for metrics, shares in map(json.loads, gather_texts(text)):
-            for name, own in metrics.items():
-                values.setdefault(name, []).extend(own)
-            for column, share in shares.items():
-                entries = found.setdefault(column, [None] * len(responses))
-                for number, value in share.items():
-                    entries[int(number)] = value
+        for metrics, entries in map(json.loads, gather_texts(text)):
+            for name, value in metrics:
+                values.setdefault(name, []).append(value)
+            for column, place, value in entries:
+                found.setdefault(column, [None] * len(responses))[place] = value
         return {name: sum(own) / len(own) for name, own in sorted(values.items())}, found
 
 
@@ -175,8 +156,15 @@ class UserFunction:
         """
         if (check := getattr(self.function, "check_columns", None)) is not None:  # a scorer's
             check(columns)
+        parameters, known = named_parameters(self.function), [*OWN, *TRL]
+        if is_singular(self.function):
+            known = list(map(_singular, known))
+        known += ["state"] if is_scorer(self.function) else []
+        known += VERL if "solution_str" in parameters else ()
+        known += OPENRLHF if "queries" in parameters else ()
+        needed = [name for name, p in parameters.items() if p.default is p.empty]
         column = getattr(self.function, "column", None)  # of a built-in one
-        wanted = required_columns(self.function) if column is None else [column]
+        wanted = [name for name in needed if name not in known] if column is None else [column]
         lacking = [name for name in wanted if name not in columns]
         if lacking:
             raise ValueError(
@@ -200,38 +188,36 @@ class UserFunction:
         where = f"--{self.option} {self.name}"
         single = one_at_a_time(self.function)
         parts = [[each] for each in responses] if single else [list(responses)]
-        values: dict[int, Any] = {}
-        logs: dict[int, RewardLog] = {}
+        done: dict[int, tuple[Any, RewardLog]] = {}
         for tries_left in reversed(range(self.retries + 1)):
             # A call that succeeded is not made again, and what one logs that fails is not kept.
-            tried = [RewardLog() for _ in parts]
-            calls = calls_of(self.function, responses, self.tokenizer, state, tried, environments)
-            left = {n: call for n, call in enumerate(calls) if n not in values}
-            count, came = sum(len(parts[n]) for n in left), dict[int, Any]()
-            scored = list(zip(parts, tried, strict=True))
-            make = partial(self._make, left, came, scored, tries_left)
+            logs = [RewardLog() for _ in parts]
+            calls = calls_of(self.function, responses, self.tokenizer, state, logs, environments)
+            every = enumerate(zip(calls, parts, logs, strict=True))
+            left = {n: call for n, call in every if n not in done}
+            count, came = sum(len(part) for _, part, _ in left.values()), dict[int, Any]()
+            make = partial(self._make, left, came, tries_left)
             failure = None
             try:
                 self._within_time(make, count) if self.timeout else make()
             except Exception as error:  # noqa: BLE001 - raised unless another try goes better
                 failure = error
             left.clear()  # a thread that took too long begins no further call
-            values |= (done := dict(came))
-            logs |= {n: tried[n] for n in done}
+            done |= dict(came)
             if failure is None:
                 break
             if tries_left:
-                some = f" for {len(parts) - len(values)} of {len(parts)} responses"
+                some = f" for {len(parts) - len(done)} of {len(parts)} responses"
                 note(f"{where} failed{some if single else ''} and is tried again: {failure!r}")
             elif isinstance(failure, ValueError | OSError):
                 # It would pass for a wrong option or a full disk, and be shown without its place.
                 raise RuntimeError(f"{where} failed") from failure
             else:
                 raise failure
-        for _, log in sorted(logs.items()):
-            self.log.add(log)
-        found = [values[n] for n in range(len(parts))] if single else values[0]
-        return self.entries(found, len(responses))
+        found = [done[n][0] for n in range(len(parts))]
+        for n in range(len(parts)):
+            self.log.add(done[n][1])
+        return self.entries(found if single else found[0], len(responses))
 
     def entries(self, found: Any, count: int) -> list[Any]:
         """What was returned for each of so many responses.
@@ -264,12 +250,11 @@ class UserFunction:
 
     def _make(
         self,
-        calls: dict[int, dict[str, Any]],
-        values: dict[int, Any],
-        scored: Sequence[tuple[list[Response], RewardLog]],
+        calls: dict[int, tuple[dict[str, Any], list[Response], RewardLog]],
+        done: dict[int, tuple[Any, RewardLog]],
         tries_left: int,
     ) -> None:
-        """Make calls, put into ``values`` what each gives, and raise the first error after all.
+        """Make calls, put into ``done`` what each gives, and raise the first error after all.
 
         Where no try is left, none begins after an error.
         """
@@ -283,20 +268,21 @@ class UserFunction:
                 errors[number] = error
 
         async def wait_for(number: int, value: Awaitable[Any]) -> None:
+            _, part, log = of[number]
             with errors_of(number):
-                values[number] = self.value_of(await value, *scored[number])
+                done[number] = self.value_of(await value, part, log), log
 
-        waiting = []
+        of, waiting = dict(calls), []
         with same_gradients():
-            for number in list(calls):
+            for number, (arguments, part, log) in of.items():
                 if number not in calls or (errors and not tries_left):
                     break
                 with errors_of(number):
-                    value = self.function(**calls[number])
+                    value = self.function(**arguments)
                     if inspect.isawaitable(value):
                         waiting.append(wait_for(number, value))
                     else:
-                        values[number] = self.value_of(value, *scored[number])
+                        done[number] = self.value_of(value, part, log), log
             if waiting:
                 run_together(waiting)
         if not errors:
@@ -335,11 +321,16 @@ def find_object(option: str, name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is nothing of that name that can be called.
     """
-    if is_held(name):
-        return cast(Callable[..., Any], held_object(name, option))
     if is_builtin(name):
         return builtin_function(name)
-    return RemoteReward(name) if is_remote(name) else _imported(option, name)
+    if is_remote(name):
+        return RemoteReward(name)
+    with same_gradients():
+        found: Any = load_object(option, name, "function")
+    if not (is_held(name) or callable(found) or hasattr(found, "play")):
+        module, _, attribute = name.partition(":")
+        raise ValueError(f"--{option} {name}: {module} has no function {attribute}")
+    return cast(Callable[..., Any], found)
 
 
 def check_takes_responses(option: str, name: str, function: Callable[..., object]) -> None:
@@ -348,20 +339,12 @@ def check_takes_responses(option: str, name: str, function: Callable[..., object
     Raises:
         ValueError: naming what it takes.
     """
-    if not (takes_responses(named_parameters(function)) or takes_all(function)):
+    if not (_SEES_RESPONSES & named_parameters(function).keys() or takes_all(function)):
+        plays = ", or have play(tasks, draw, *, key)" if option == "environment" else ""
         raise ValueError(
             f"--{option} {name} must take responses, completions or messages (one at a time: "
-            f"response or completion), it takes {inspect.signature(function)}"
+            f"response or completion){plays}, it takes {inspect.signature(function)}"
         )
-
-
-def _imported(option: str, name: str) -> Callable[..., Any]:
-    with same_gradients():
-        function = load_object(option, name, "function")
-    if not (callable(function) or hasattr(function, "play")):
-        module, _, attribute = name.partition(":")
-        raise ValueError(f"--{option} {name}: {module} has no function {attribute}")
-    return cast(Callable[..., Any], function)
 
 
 OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
@@ -370,18 +353,14 @@ OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
 TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
-# Of a function that is called with one response at a time.
-SINGULAR = {
-    "prompts": "prompt",
-    "responses": "response",
-    "completions": "completion",
-    "environments": "environment",
-    "rows": "row",
-}
+# Of these a function that is called with one response at a time gets one, by the name without s.
+PLURAL = ("prompts", "responses", "completions", "environments", "rows")
 
 
 # Any of these parameters says that a function scores one response at a time.
 _OF_ONE = {"response", "completion", "solution_str"}
+# One of these is what a function needs to see responses.
+_SEES_RESPONSES = {*_OF_ONE, "responses", "completions", "messages", "queries"}
 
 
 # Functions of verl get what these columns hold, or None.
@@ -409,11 +388,6 @@ def takes_all(function: Callable[..., object]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
-def takes_responses(names: Collection[str]) -> bool:
-    """Whether parameters of these names are what a function needs to see responses."""
-    return not {*_OF_ONE, "responses", "completions", "messages", "queries"}.isdisjoint(names)
-
-
 def is_scorer(function: Callable[..., object]) -> bool:
     """Whether it gives rewards by the names that it has."""
     return hasattr(function, "names")
@@ -430,19 +404,8 @@ def one_at_a_time(function: Callable[..., object]) -> bool:
     return is_singular(function) or ("queries" in named_parameters(function) and not takes_lists)
 
 
-def required_columns(function: Callable[..., object]) -> list[str]:
-    """Parameters without default that only columns of the data can fill."""
-    parameters, known = named_parameters(function), {*OWN, *TRL}
-    if is_singular(function):
-        known = {SINGULAR.get(name, name) for name in known}
-    if is_scorer(function):
-        known |= {"state"}
-    if "solution_str" in parameters:
-        known |= {*VERL}
-    if "queries" in parameters:
-        known |= {*OPENRLHF}
-    needed = (p.name for p in parameters.values() if p.default is p.empty)
-    return [name for name in needed if name not in known]
+def _singular(name: str) -> str:
+    return name.removesuffix("s") if name in PLURAL else name
 
 
 def calls_of(
@@ -460,26 +423,25 @@ def calls_of(
     completions as its data has them: text, or lists of messages.
     """
     names = named_parameters(function)
+    of_trl = not {"responses", "response"} & names.keys()
     read = [DecodedResponse.of(each, tokenizer) for each in responses]
     rows, ids = [each.row for each in read], [each.token_ids for each in read]
+    texts = [each.text for each in read]
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
-    prompts, texts = [each.prompt for each in read], [each.text for each in read]
-    by_column = {name: [row.get(name) for row in rows] for name in columns}
-    offered: dict[str, list[Any]] = by_column | {
-        "prompts": prompts,
+    offered: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in columns}
+    offered |= {
+        "prompts": [each.row_prompt if of_trl else each.prompt for each in read],
         "responses": read if is_scorer(function) else texts,
-        "completions": texts,
+        "completions": [
+            each.turns if of_trl and not isinstance(each.row_prompt, str) else each.text
+            for each in read
+        ],
         "messages": [each.messages for each in read],
         "ended": [each.ended for each in read],
         "rows": rows,
         "token_ids": ids,
         "completion_ids": ids,
     }
-    if not {"responses", "response"} & names.keys():  # one of TRL's
-        offered["prompts"] = [each.row_prompt for each in read]
-        offered["completions"] = [
-            each.text if isinstance(each.row_prompt, str) else each.turns for each in read
-        ]
     if environments is not None:
         offered["environments"] = list(environments)
     if "solution_str" in names:  # one of verl's
@@ -491,18 +453,18 @@ def calls_of(
         }
     if "queries" in names:  # one of OpenRLHF's
         offered |= {
-            "queries": [p + tokenizer.decode(own) for p, own in zip(prompts, ids, strict=True)],
-            "prompts": prompts,
+            "queries": [each.prompt + tokenizer.decode(each.token_ids) for each in read],
+            "prompts": [each.prompt for each in read],
             "labels": [row.get("label", row.get("answer", "")) for row in rows],
         }
-    parts = [[each] for each in responses] if one_at_a_time(function) else [list(responses)]
+    places = range(len(responses))
     if is_singular(function):
-        whole = {SINGULAR.get(name, name): values for name, values in offered.items()}
-        calls = [{name: v[i] for name, v in whole.items()} for i in range(len(responses))]
+        calls = [{_singular(name): v[i] for name, v in offered.items()} for i in places]
     elif one_at_a_time(function):
-        calls = [{name: v[i : i + 1] for name, v in offered.items()} for i in range(len(responses))]
+        calls = [{name: v[i : i + 1] for name, v in offered.items()} for i in places]
     else:
         calls = [offered]
+    parts = [[each] for each in responses] if one_at_a_time(function) else [list(responses)]
     logs = logs or [RewardLog() for _ in calls]
     known = state or TrainerState()
     of_run = {"trainer_state": known} | ({"state": known} if is_scorer(function) else {})

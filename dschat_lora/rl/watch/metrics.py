@@ -12,8 +12,7 @@ from dschat_lora.algos.advantages import explained_variance, response_sums
 from dschat_lora.algos.kl import kl_k3
 from dschat_lora.algos.preference import correlation
 from dschat_lora.algos.segments import to_device
-from dschat_lora.rl.learn.dynamic_sampling import idle_groups
-from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, idle_groups
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import Algorithm, RolloutCorrection
 from dschat_lora.rl.options.config import RlhfConfig
@@ -51,15 +50,12 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
     Gradient norms are those of the last step.
     """
     tokens = sum(result.num_tokens for result in results)
-
-    def mean(name: str) -> float | None:
-        values = [(getattr(result, name), result.num_tokens) for result in results]
-        if any(value is None for value, _ in values):
-            return None
-        return sum(value * weight for value, weight in values) / tokens
-
+    means = dict[str, float | None]()
     names = ("loss", "policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
-    means = {name: mean(name) for name in (*names, "value_clip_fraction", "approx_kl")}
+    for name in (*names, "value_clip_fraction", "approx_kl"):
+        known = getattr(results[0], name) is not None  # in all steps or in none
+        weighted = (getattr(each, name) * each.num_tokens for each in results if known)
+        means[name] = sum(weighted) / tokens if known else None
     if means["text_loss"] is None:
         del means["text_loss"]
     last = results[-1].outcomes
@@ -101,6 +97,10 @@ def response_metrics(
     scores, kl, k3, scaled = table[counts].unbind(1)
     lengths = torch.tensor([float(r.num_actor_tokens) for r in kept], dtype=torch.float64)
     eos_rate = sum(r.ended for r in kept) / len(kept)
+    groups, equal = [each.group for each in responses], {}
+    if len(set(groups)) < len(groups):  # prompts whose responses teach nothing, of one score say
+        known = experience.scores, experience.rewards, experience.weights
+        equal["equal_prompts"] = len(idle_groups(algorithm, groups, *known))
     explained = None
     if targets is not None and targets.returns is not None and experience.values is not None:
         explained = float(explained_variance(experience.values, targets.returns, mask))
@@ -108,7 +108,7 @@ def response_metrics(
         "reward": float(scores.mean()),
         "reward_std": float(scores.std(correction=0)),
         **rewards_by_name(experience),
-        **_equal_prompts(experience, algorithm),
+        **equal,
         "scaled_reward": float(scaled.mean()),
         "kl": float(kl.mean()),
         "kl_k3": float(k3.mean()),
@@ -178,16 +178,6 @@ def rewards_by_name(experience: Experience) -> dict[str, float]:
             found[f"reward/{name}"] = float(counted.mean())
             found[f"reward/{name}_std"] = float(counted.std(correction=0))
     return found | {f"logged/{name}": value for name, value in experience.logged_metrics.items()}
-
-
-def _equal_prompts(experience: Experience, algorithm: Algorithm) -> dict[str, int]:
-    """Prompts whose responses teach nothing, such as those of one score, if some have several."""
-    groups = [each.group for each in experience.responses]
-    if len(set(groups)) == len(groups):
-        return {}
-    scores, rewards = experience.scores, experience.rewards
-    idle = idle_groups(algorithm, groups, scores, rewards, experience.weights)
-    return {"equal_prompts": len(idle)}
 
 
 def importance_metrics(

@@ -22,8 +22,9 @@ from dschat_lora.perf.throughput import (
     step_flops,
     synchronize,
 )
+from dschat_lora.rl.learn.experience import Steps
 from dschat_lora.rl.learn.roles import Roles
-from dschat_lora.rl.response.batch import ResponseBatch, step_counts
+from dschat_lora.rl.response.batch import step_counts
 from dschat_lora.rl.response.response import Response
 
 PHASES = ("generation", "scoring", "training")
@@ -211,26 +212,25 @@ class Throughput:
     def __call__(
         self,
         responses: Sequence[Response],
-        batches: Sequence[ResponseBatch],
+        steps: Steps,
         totals: Mapping[str, dict[str, float]],
         *,
-        passes: float,
-        shares_before: Mapping[str, float],
+        taken: int,
         learning: Collection[str],
     ) -> dict[str, float | None]:
-        """Metrics since the last call; call on every rank with its ``batches``.
+        """Metrics since the last call, in which so many of the ``steps`` were taken; on every rank.
 
-        The ``totals`` ``seconds`` and ``flops`` of the run, by phase, are added to. The others are
-        those of :class:`FlopCounter`.
+        The ``totals`` ``seconds`` and ``flops`` of the run, by phase, are added to. Roles that are
+        not ``learning`` had forward passes alone.
         """
         seconds, work = self.timer.take(), None
         if self._counter is not None:
+            own = step_counts(steps.first_batches)
             work = self._counter(
                 responses,
-                passes=passes,
-                shares_before=shares_before,
-                # Of all ranks' batches.
-                counts=StepCounts(*map(round, sum_over_ranks(list(astuple(step_counts(batches)))))),
+                passes=taken / steps.per_pass,  # the last one may have been cut short
+                shares_before=steps.shares_before,
+                counts=StepCounts(*map(round, sum_over_ranks(list(astuple(own))))),  # of all ranks
                 skips_padding=self._skips_padding,
                 text=self._take_text(),
                 learning=learning,
