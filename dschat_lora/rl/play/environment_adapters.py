@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from dschat_lora.data.messages import Message
-from dschat_lora.rl.options.names import called, is_remote
+from dschat_lora.rl.options.names import Function, called, is_remote
 from dschat_lora.rl.response.coroutines import run_together
 from dschat_lora.runtime.checks import require_packages, working_directory
 
@@ -317,12 +317,16 @@ def mcp_tool_schema(tool: Any, prefix: str = "") -> dict[str, Any]:
 
 
 # By the word before the colon: the class, the module it needs and the extra that installs it.
-ADAPTERS = {
-    "gymnasium": ("rl.play.environment_adapters:Gymnasium", "gymnasium", "gymnasium"),
-    "mcp": ("rl.play.environment_adapters:McpServer", "mcp>=2", "mcp"),
-    "openenv": ("rl.play.environment_adapters:OpenEnv", "openenv", "openenv"),
-    "reasoning_gym": ("rl.play.environment_adapters:ReasoningGym", "reasoning_gym", "environments"),
-    "verifiers": ("rl.play.verifiers_environment:Verifiers", "verifiers>=0.4", "verifiers"),
+ADAPTERS: dict[str, tuple[Function, str, str]] = {
+    "gymnasium": (Gymnasium, "gymnasium", "gymnasium"),
+    "mcp": (McpServer, "mcp>=2", "mcp"),
+    "openenv": (OpenEnv, "openenv", "openenv"),
+    "reasoning_gym": (ReasoningGym, "reasoning_gym", "environments"),
+    "verifiers": (
+        "dschat_lora.rl.play.verifiers_environment:Verifiers",
+        "verifiers>=0.4",
+        "verifiers",
+    ),
 }
 
 
