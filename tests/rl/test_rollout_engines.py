@@ -21,7 +21,7 @@ from dschat_lora.models.source import find_model
 from dschat_lora.rl.draw import generator as rollout
 from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite, RolloutError
-from dschat_lora.rl.draw.own_engine import OwnEngine
+from dschat_lora.rl.draw.own_engine import OwnEngine, decoded_turns
 from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.draw.transformers_engine import transformers_engine
@@ -290,14 +290,14 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
     decode = Decoder(model, device=torch.device("cpu"), **options)
     prompts = [prompt for prompt in actor.prompts for _ in range(3)]
     seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
-    whole = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
+    whole = decode(prompts, SAMPLING, seeds=seeds).tokens()
     longest = [max(len(r) for r in whole[2 * n : 2 * n + 2]) for n in range(len(prompts))]
     assert len(set(longest)) > 2
     for needed in range(1, len(prompts) + 1):
 
         def drawn(ids, **options):
             found = decode(ids, SAMPLING, **{**options, "seeds": seeds})
-            return lambda: found
+            return lambda: decoded_turns(found, keep_logprobs=False)
 
         draw = Draw(
             drawn,

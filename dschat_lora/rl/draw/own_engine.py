@@ -98,7 +98,7 @@ class OwnEngine(Drawing):
                 ) -> Pending[list[DecodedTurn]]:
                     options |= {"keep_logprobs": keep_logprobs, "keep_going": keep_going}
                     found = decoder(*args, **options)
-                    return lambda: _turns(found, keep_logprobs)
+                    return lambda: decoded_turns(found, keep_logprobs)
 
                 yield begin, None if refills else self._batch_size
                 self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
@@ -158,7 +158,8 @@ class OwnEngine(Drawing):
         return broken_parameters(dict(self._rollout.named_parameters()))
 
 
-def _turns(found: Responses, keep_logprobs: bool) -> list[DecodedTurn]:
+def decoded_turns(found: Responses, keep_logprobs: bool) -> list[DecodedTurn]:
+    """What the decode loop drew; what was given up has no tokens."""
     tokens = found.tokens()
     own = sampler = [list[float]() for _ in tokens]
     if keep_logprobs:
