@@ -110,7 +110,7 @@ FLOORS = [
             "algos config data endpoint engine generation models report rl.draw rl.options"
             " rl.response rl.score runtime",
             "gymnasium mcp numpy openai openenv reasoning_gym starlette torch verifiers",
-            light="environment_adapters mcp_tools verifiers_environment",
+            light="environment_adapters verifiers_environment",
         ),
         "rl.learn": Room(
             "algos checkpoint config data engine generation lora models perf rl.draw rl.options"

@@ -10,15 +10,14 @@ from dschat_lora.config.old_names import OLD_NAMES
 
 # What users could import, by the module that had it.
 FORMER = {
-    "generation.transformers_engine": "DrawnResponses",
     "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
-        "reward_and_metrics load_program"
+        "reward_and_metrics"
     ),
     "rl.agent_server": "HOST AgentServer",
     "rl.agents": (
-        "PATIENCE QUIET OVER AgentFailedError Server AgentLimits Episode Call AgentModel Agents"
+        "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.algorithms": (
         "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
@@ -70,6 +69,9 @@ FORMER = {
         "ENGINE_LIMIT MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL GUARDED "
         "check_sampler Diagnostics"
     ),
+    "rl.play.agent_server": "HOST AgentServer",
+    "rl.play.mcp_tools": "mcp_tool_schema",
+    "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
     "rl.play.turn_tokens": "TurnTokens",
     "rl.pretraining": "TextWindow Pretraining make_pretraining",
     "rl.prompt_stream": "Pool PromptStream",

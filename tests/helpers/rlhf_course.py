@@ -17,8 +17,8 @@ from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.generation import sampling
 from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.rl.draw import own_engine
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.draw.own_engine import OwnEngine
 from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.loop import setup, trainer
@@ -216,7 +216,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
 
         return call
 
-    too_large = mock.patch.object(OwnEngine, "_fits", return_value=False)
+    too_large = mock.patch.object(own_engine, "whole_weights_fit", return_value=False)
     config = check_rlhf(parse_config(RlhfConfig, [str(each) for each in argv]))
     with (
         # The process group is the tests'.

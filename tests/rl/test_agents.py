@@ -30,11 +30,10 @@ from dschat_lora.rl.play.agent_programs import (
     NoRewardError,
     reward_and_metrics,
 )
-from dschat_lora.rl.play.agent_server import AgentServer
 from dschat_lora.rl.play.agents import AgentFailedError, AgentLimits, Agents
 from dschat_lora.rl.play.conversations import Conversations, PromptTokens
-from dschat_lora.rl.play.environment import TurnTokens
 from dschat_lora.rl.response.response import DecodedTurn, Origin, Response
+from dschat_lora.rl.response.turn_tokens import TurnTokens
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 QUESTION = [{"role": "user", "content": "What is 1?"}]
@@ -46,15 +45,8 @@ def tokenizer():
 
 
 def prompt_tokens(tokenizer, limit=400):
-    chat = make_chat(tokenizer)
-    return PromptTokens(
-        chat,
-        make_encoder(tokenizer),
-        tokenizer,
-        TurnTokens(chat, tokenizer),
-        limit=limit,
-        vocabulary_size=len(tokenizer),
-    )
+    turn_tokens = TurnTokens(make_chat(tokenizer), tokenizer)
+    return PromptTokens(make_encoder(tokenizer), turn_tokens, limit)
 
 
 class Script:
@@ -76,12 +68,9 @@ class Script:
                     answer = self.tokenizer.encode(answer, add_special_tokens=False)
                     answer = [*answer, end_ids(self.tokenizer)[0]]
                 rows.append(answer[:limit])
-        return lambda: SimpleNamespace(
-            tokens=lambda: rows,
-            logprobs=lambda: [[-0.5] * len(row) for row in rows],
-            sampler_logprobs=lambda: [[-0.25] * len(row) for row in rows],
-            undrawn=lambda: [False] * len(rows),
-        )
+        return lambda: [
+            DecodedTurn(row, [-0.5] * len(row), [-0.25] * len(row), undrawn=False) for row in rows
+        ]
 
 
 @pytest.fixture
@@ -96,7 +85,6 @@ def play(tokenizer):
             program,
             prompt_tokens(tokenizer, limit),
             limits or AgentLimits(5.0, 0, 100, 64),
-            serve=AgentServer,
             max_new_tokens=100,
             end_of_text=lambda stop, tokens: end_of_text(tokens, stop, tokenizer.decode),
         )

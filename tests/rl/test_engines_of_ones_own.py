@@ -51,12 +51,12 @@ def drawn(*responses, limits=None, sampling=PLAIN, **methods):
 @pytest.mark.usefixtures("one_rank")
 def test_what_is_drawn_after_an_end_is_left_out_with_its_log_probabilities():
     found = drawn(Drawn([3, 2, 9], [-1.0, -2.0, -3.0]), Drawn([3, 4, 9]))
-    assert found.tokens() == [[3, 2], [3, 4, 9]]
-    assert found.sampler_logprobs()[0] == found.logprobs()[0] == [-1.0, -2.0]
-    assert all(map(math.isnan, found.logprobs()[1]))
+    assert [each.tokens for each in found] == [[3, 2], [3, 4, 9]]
+    assert found[0].sampler_logprobs == found[0].logprobs == [-1.0, -2.0]
+    assert all(map(math.isnan, found[1].logprobs))
     # Of another distribution than the policy's, the policy's are not known.
-    found = drawn(Drawn([3], [-1.0]), sampling=Sampling(4, top_p=0.5))
-    assert (found.sampler_logprobs(), math.isnan(found.logprobs()[0][0])) == ([[-1.0]], True)
+    (found,) = drawn(Drawn([3], [-1.0]), sampling=Sampling(4, top_p=0.5))
+    assert (found.sampler_logprobs, math.isnan(found.logprobs[0])) == ([-1.0], True)
 
 
 @pytest.mark.usefixtures("one_rank")

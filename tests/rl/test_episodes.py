@@ -15,15 +15,11 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
 from dschat_lora.rl.loop.train import _failures_saved
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.play.environment import (
-    Environment,
-    EnvironmentFailedError,
-    Episodes,
-    TurnTokens,
-)
-from dschat_lora.rl.play.players import load_environment
+from dschat_lora.rl.play.environment import Environment, EnvironmentFailedError
+from dschat_lora.rl.play.players import Episodes, load_environment
 from dschat_lora.rl.response.batch import collate, response_mask
 from dschat_lora.rl.response.response import Episode, Origin, Response
+from dschat_lora.rl.response.turn_tokens import TurnTokens
 from dschat_lora.rl.score.user_functions import calls_of
 from helpers.episodes import Script
 from helpers.roles import Words

@@ -10,6 +10,7 @@ from dschat_lora.rl.draw.player import Draw, OneTurn
 from dschat_lora.rl.play.environment import EnvironmentFailedError
 from dschat_lora.rl.play.players import UserPlayer
 from dschat_lora.rl.response.response import (
+    DecodedTurn,
     Episode,
     Origin,
     Response,
@@ -43,12 +44,9 @@ def draw_of(*turns):
     def decode(ids, *, seeds, limits=None, **options):
         turn, count = [*next(left)], sum(map(len, seeds))
         rows = [turn[: None if limits is None else limits[n]] for n in range(count)]
-        return lambda: SimpleNamespace(
-            tokens=lambda: rows,
-            logprobs=lambda: [[-0.5] * len(row) for row in rows],
-            sampler_logprobs=lambda: [[-0.25] * len(row) for row in rows],
-            undrawn=lambda: [False] * count,
-        )
+        return lambda: [
+            DecodedTurn(row, [-0.5] * len(row), [-0.25] * len(row), undrawn=False) for row in rows
+        ]
 
     return Draw(
         decode,

@@ -6,7 +6,7 @@ import torch
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.rl.draw.player import Draw
-from dschat_lora.rl.response.response import Origin, Response, unanswered
+from dschat_lora.rl.response.response import DecodedTurn, Origin, Response, unanswered
 
 T, F = True, False
 PROMPTS = [(n, PromptSample(torch.tensor([3 + n, 4]), b"")) for n in range(3)]
@@ -34,12 +34,10 @@ class Decoder:
     def __call__(self, ids, *, seeds, **options):
         self.asked.append(SimpleNamespace(ids=ids, seeds=seeds, **options))
         turn, count = next(self.turns), sum(map(len, seeds))
-        return lambda: SimpleNamespace(
-            tokens=lambda: [[*turn] for _ in range(count)],
-            logprobs=lambda: [[-0.5 * (n + 1) for n in range(len(turn))]] * count,
-            sampler_logprobs=lambda: [[-0.25] * len(turn)] * count,
-            undrawn=lambda: [False] * count,
-        )
+        own, drawn = [-0.5 * (n + 1) for n in range(len(turn))], [-0.25] * len(turn)
+        if not options.get("keep_logprobs"):
+            own = drawn = []
+        return lambda: [DecodedTurn([*turn], own, drawn, undrawn=False) for _ in range(count)]
 
 
 def tasks_of(prompts, copies=4):

@@ -21,7 +21,7 @@ from dschat_lora.models.source import find_model
 from dschat_lora.rl.draw import generator as rollout
 from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite, RolloutError
-from dschat_lora.rl.draw.own_engine import OwnEngine
+from dschat_lora.rl.draw.own_engine import OwnEngine, decoded_turns
 from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.draw.transformers_engine import transformers_engine
@@ -137,6 +137,10 @@ def decoding(request, actor, addresses, vllm):
     closed(engine)
 
 
+def tokens_of(turns):
+    return [each.tokens for each in turns]
+
+
 @contextmanager
 def decoder_of(engine):
     with engine.decoding() as (begin, _):
@@ -165,8 +169,9 @@ def test_tokens_come_with_the_log_probabilities_that_they_were_drawn_with(decodi
         with decoding() as decode:
             seeds = [[10 * n + k for k in range(4)] for n in range(len(actor.prompts))]
             found = decode(actor.prompts, sampling, seeds=seeds, keep_logprobs=True)
-            tokens, drawn, own = found.tokens(), found.sampler_logprobs(), found.logprobs()
-        assert found.undrawn() == [False] * 12
+            tokens, own = tokens_of(found), [each.logprobs for each in found]
+            drawn = [each.sampler_logprobs for each in found]
+        assert not any(each.undrawn for each in found)
         assert len(tokens) == 12
         for row, response in enumerate(tokens):
             prompt = actor.prompts[row // 4]
@@ -188,10 +193,10 @@ def test_tokens_come_with_the_log_probabilities_that_they_were_drawn_with(decodi
 def test_seeds_repeat_responses_and_limits_cut_them(decoding, actor):
     seeds = [[1, 2], [3, 4], [5, 6]]
     with decoding() as decode:
-        first = decode(actor.prompts, SAMPLING, seeds=seeds).tokens()
-        again = decode(actor.prompts, SAMPLING, seeds=seeds).tokens()
-        other = decode(actor.prompts, SAMPLING, seeds=[[7, 8], [9, 10], [11, 12]]).tokens()
-        cut = decode(actor.prompts, SAMPLING, seeds=seeds, limits=[2, 5, 99]).tokens()
+        first = tokens_of(decode(actor.prompts, SAMPLING, seeds=seeds))
+        again = tokens_of(decode(actor.prompts, SAMPLING, seeds=seeds))
+        other = tokens_of(decode(actor.prompts, SAMPLING, seeds=[[7, 8], [9, 10], [11, 12]]))
+        cut = tokens_of(decode(actor.prompts, SAMPLING, seeds=seeds, limits=[2, 5, 99]))
     assert first == again
     assert first != other
     assert first[0] != first[1]
@@ -201,7 +206,9 @@ def test_seeds_repeat_responses_and_limits_cut_them(decoding, actor):
 
 def test_greedy_responses_are_those_of_the_plain_model(decoding, actor):
     with decoding() as decode:
-        found = decode(actor.prompts, Sampling(9, do_sample=False), seeds=[[0], [0], [0]]).tokens()
+        found = tokens_of(
+            decode(actor.prompts, Sampling(9, do_sample=False), seeds=[[0], [0], [0]])
+        )
     for prompt, response in zip(actor.prompts, found, strict=True):
         expected = []
         while not expected or (len(expected) < 9 and expected[-1] not in actor.ends):
@@ -214,7 +221,7 @@ def test_greedy_responses_are_those_of_the_plain_model(decoding, actor):
 def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
     prompt, count = actor.prompts[2], 300
     with decoding() as decode:
-        found = decode([prompt], Sampling(1), seeds=[list(range(count))]).tokens()
+        found = tokens_of(decode([prompt], Sampling(1), seeds=[list(range(count))]))
     with torch.no_grad():
         chances = actor.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
     drawn = torch.bincount(torch.tensor(found)[:, 0], minlength=len(chances)) / count
@@ -232,9 +239,9 @@ def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_oth
         engine = engine_of([address], actor)
         with decoder_of(engine) as decode:
             call = {"seeds": [[1]], "keep_logprobs": True}
-            plain = decode(actor.prompts[:1], SAMPLING, **call)
-            expected = expected_logprobs(actor, actor.prompts[0], plain.tokens()[0], SAMPLING)
-            assert plain.logprobs()[0] == pytest.approx(expected, abs=1e-4)
+            (plain,) = decode(actor.prompts[:1], SAMPLING, **call)
+            expected = expected_logprobs(actor, actor.prompts[0], plain.tokens, SAMPLING)
+            assert plain.logprobs == pytest.approx(expected, abs=1e-4)
             with pytest.raises(RolloutError) as error:
                 decode(actor.prompts[:1], Sampling(4, top_p=0.9), **call)
             assert "--logprobs_mode processed_logprobs" in str(error.value.__cause__)
@@ -271,9 +278,9 @@ def test_responses_are_the_same_when_a_server_is_gone(actor, addresses):
     with server() as lost:
         engine = engine_of([addresses[0], lost], actor)
         with decoder_of(engine) as decode:
-            first = decode(actor.prompts, SAMPLING, **call).tokens()
+            first = tokens_of(decode(actor.prompts, SAMPLING, **call))
     with decoder_of(engine) as decode:
-        assert decode(actor.prompts, SAMPLING, **call).tokens() == first
+        assert tokens_of(decode(actor.prompts, SAMPLING, **call)) == first
     closed(engine)
 
 
@@ -290,7 +297,7 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
 
         def drawn(ids, **options):
             found = decode(ids, SAMPLING, **{**options, "seeds": seeds})
-            return lambda: found
+            return lambda: decoded_turns(found, keep_logprobs=False)
 
         draw = Draw(
             drawn,
@@ -314,7 +321,7 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
         assert [each.group for each in kept] == [n for n in expected for _ in range(2)]
         own = [whole[2 * n + k] for n in expected for k in range(2)]
         assert [list(each.tokens) for each in kept] == own
-    assert decode(prompts, SAMPLING, seeds=seeds).cut == [False] * len(whole)
+    assert all(decode(prompts, SAMPLING, seeds=seeds))
 
 
 def test_prompts_at_the_end_of_the_queue_are_given_up_no_sooner_than_others(actor):
@@ -332,15 +339,14 @@ def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
     seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
     engine = engine_of(addresses, actor)
     with decoder_of(engine) as decode:
-        whole = decode(prompts, SAMPLING, seeds=seeds).tokens()
-        found = decode(prompts, SAMPLING, seeds=seeds, needed=5)
-        again = decode(prompts, SAMPLING, seeds=seeds).tokens()
+        whole = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
+        found = tokens_of(decode(prompts, SAMPLING, seeds=seeds, needed=5))
+        again = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
     closed(engine)
-    groups = [found.cut[2 * n : 2 * n + 2] for n in range(len(prompts))]
-    assert groups.count([False, False]) == 5
-    assert groups.count([True, True]) == 4
-    drawn = zip(found.tokens(), whole, found.cut, strict=True)
-    assert all(own == expected for own, expected, cut in drawn if not cut)
+    groups = [[*map(bool, found[2 * n : 2 * n + 2])] for n in range(len(prompts))]
+    assert groups.count([True, True]) == 5
+    assert groups.count([False, False]) == 4
+    assert all(own in ([], expected) for own, expected in zip(found, whole, strict=True))
     assert again == whole
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPResponse, HTTPSConnection, IncompleteRead
+from http.client import HTTPConnection, HTTPSConnection, IncompleteRead
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -115,7 +115,8 @@ class CompletionServer:
                 reply = response.read(_LARGEST_REPLY)
             if response.length:  # of a read with a limit http.client does not say so
                 raise IncompleteRead(reply, response.length)
-            _check_status(response, reply)
+            if response.status >= 300:
+                raise _refusal(response.status, reply)
             try:
                 return json.loads(reply)
             except ValueError:
@@ -188,13 +189,6 @@ class CompletionServer:
         said = text.rpartition("\n")[2] if error is None else error[1]
         return f"; its log {self.log} says: {said.strip():.300}"
 
-    def has_failed(self, patience: float) -> bool:
-        """Count a failure; whether that makes too many for so many seconds."""
-        now = time.monotonic()
-        self.failures += 1
-        self.failing_since = min(self.failing_since, now)
-        return self.failures >= MOST_FAILURES and now - self.failing_since >= patience
-
     def has_answered(self) -> None:
         """Forget failures."""
         self.failures, self.failing_since = 0, math.inf
@@ -230,20 +224,15 @@ def _deadline(connected: socket.socket, seconds: float) -> Iterator[None]:
         raise TimeoutError
 
 
-def _check_status(response: HTTPResponse, reply: bytes) -> None:
-    status = response.status
-    if status < 300:
-        return
-    said = " ".join(reply.decode(errors="replace").split())[:300]
+def _refusal(status: int, reply: bytes) -> ServerError | EngineError:
+    """The error that a reply with a status from 300 on is."""
+    said = f"{status}: {' '.join(reply.decode(errors='replace').split())[:300]}"
     if status in (401, 403):
-        raise DeniedError(f"it refuses the key of ROLLOUT_API_KEY, {status}: {said}")
-    if status == 429:
-        raise FullServerError(f"it answers {status}: {said}")
-    if status == 404:
-        raise LostAdapterError(f"it answers {status}: {said}")
-    if status < 500:
-        raise EngineError(f"it refuses what is asked, {status}: {said}")
-    raise ServerError(f"it answers {status}: {said}")
+        return DeniedError(f"it refuses the key of ROLLOUT_API_KEY, {said}")
+    if status < 500 and status not in (404, 429):
+        return EngineError(f"it refuses what is asked, {said}")
+    kinds = {404: LostAdapterError, 429: FullServerError}
+    return kinds.get(status, ServerError)(f"it answers {said}")
 
 
 def to_sglang(body: Body) -> dict[str, Any]:
@@ -522,8 +511,6 @@ class CompletionPool:
                 failure: ServerError | None = None
                 try:
                     answer = self._answer(server, connection, body)
-                except LostAdapterError as error:
-                    failure = self._load_again(server, body["model"]) or error
                 except ServerError as error:
                     failure = error
                 except EngineError as error:
@@ -544,23 +531,28 @@ class CompletionPool:
     def _answer(
         self, server: CompletionServer, connection: HTTPConnection, body: Body
     ) -> ServerAnswer:
-        return read_answer(server.draw(connection, body), body, self.ends, self.vocabulary_size)
+        """The answer of a server, which loads the adapter again where it does not know it."""
+        try:
+            reply = server.draw(connection, body)
+        except LostAdapterError:
+            server.is_checked = False
+            try:
+                if (name := body["model"]) in self.adapters:  # else the run is at its end
+                    _load(server, name, self.adapters[name])
+            except (ServerError, EngineError) as error:
+                raise ServerError(str(error)) from error
+            raise
+        return read_answer(reply, body, self.ends, self.vocabulary_size)
 
     def _count_failure(self, server: CompletionServer, failure: ServerError) -> None:
+        now = time.monotonic()
+        server.failures += 1
+        server.failing_since = min(server.failing_since, now)
         # One that is full is waited for as long as for an answer.
         patience = server.timeout if isinstance(failure, FullServerError) else PATIENCE
-        if server.has_failed(patience) or isinstance(failure, DeniedError):
+        lasts = server.failures >= MOST_FAILURES and now - server.failing_since >= patience
+        if lasts or isinstance(failure, DeniedError):
             self._lose(server, failure)
-
-    def _load_again(self, server: CompletionServer, name: str) -> ServerError | None:
-        """Load an adapter in a server that does not know it; why that failed, if it did."""
-        server.is_checked = False
-        try:
-            if name in self.adapters:  # else the run is at its end
-                _load(server, name, self.adapters[name])
-        except (ServerError, EngineError) as error:
-            return ServerError(str(error))
-        return None
 
     def _lose(self, server: CompletionServer, why: Exception) -> None:
         is_news = server.lost is None

@@ -12,7 +12,6 @@ import torch
 
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import gather_texts
-from dschat_lora.generation.generate import KeepGoing
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.loading import PreTrainedModel
@@ -21,14 +20,13 @@ from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.engines import as_object
 from dschat_lora.rl.options.names import called
 from dschat_lora.rl.response.errors import FullWhileDecodingError, UserFunctionError
+from dschat_lora.rl.response.response import DecodedTurn
 from dschat_lora.runtime.memory import MemoryPlan
 from dschat_lora.runtime.run import OpenRun
 
 ResultT = TypeVar("ResultT")
 Pending = Callable[[], ResultT]  # what is on its way; a call waits for it
-
-
-Begin = Callable[..., Pending[Any]]  # called as a decoder is; see Drawing.decoding
+Begin = Callable[..., Pending[list[DecodedTurn]]]  # called as a decoder is; see Drawing.decoding
 
 
 class RolloutError(UserFunctionError):
@@ -112,32 +110,39 @@ class EngineSite:
 
 
 class Drawing(Protocol):
-    """An engine as rollouts use it: our own, or an :class:`EngineDecoder` of another."""
+    """An engine as rollouts use it: our own, or an :class:`EngineDecoder` of another.
 
-    released: bool  # whether what was kept had to go
+    Attributes:
+        keeps: whether anything is kept in memory for the next rollout.
+        released: whether what was kept had to go.
+    """
+
+    keeps: bool = False
+    released: bool = False
 
     def decoding(self, *, cuts: bool = False) -> AbstractContextManager[tuple[Begin, int | None]]:
-        """A context of what begins on responses, and of how many at a time; None: all of them.
+        """A context of what begins on turns, and of how many at a time; None: all of them.
 
         Call on every rank. ``cuts`` says that some prompts will be given up. Called as a
-        :class:`~dschat_lora.generation.generate.Decoder` is, it gives what waits for its result.
+        :class:`~dschat_lora.generation.generate.Decoder` is, it gives what waits for a
+        :class:`DecodedTurn` of each seed, without tokens where it was given up.
         """
-
-    @property
-    def keeps(self) -> bool:
-        """Whether anything is kept in memory for the next rollout."""
 
     def release(self) -> None:
         """Free what is kept, from here on after every rollout."""
+        return
 
     def make_room(self) -> None:
         """Free what is kept where it leaves less memory than an update takes."""
+        return
 
     def metrics(self) -> dict[str, float | None]:
         """Of the engine since the last call; on every rank."""
+        return {}
 
     def broken_weights(self) -> list[str]:
         """Names of the actor's weights on this rank that are not finite."""
+        return []
 
 
 def make_engine(site: EngineSite) -> Drawing:
@@ -149,47 +154,11 @@ def make_engine(site: EngineSite) -> Drawing:
     return EngineDecoder(as_object(facts.own), site)
 
 
-@dataclass(frozen=True)
-class DrawnResponses:
-    """What an engine other than our own drew, read as :class:`Responses` are."""
+class EngineDecoder(Drawing):
+    """Calls a :class:`RolloutEngine` as our own decoder is called, and checks what it draws.
 
-    drawn: Sequence[Drawn]
-    sampling: Sampling
-
-    def tokens(self) -> list[list[int]]:
-        """Every sequence's tokens, up to and including its end."""
-        return [list(each.tokens) for each in self.drawn]
-
-    @property
-    def cut(self) -> list[bool]:
-        """Whether each sequence was given up before its end: it has no tokens."""
-        return [not each.tokens for each in self.drawn]
-
-    def undrawn(self) -> list[bool]:
-        """False for each: a token that cannot be drawn is an error of the engine."""
-        return [False] * len(self.drawn)
-
-    def sampler_logprobs(self) -> list[list[float]]:
-        """Log-probability of every sequence's tokens in the distribution they were drawn from.
-
-        NaN where the engine does not know it.
-        """
-        return [
-            [math.nan] * len(each.tokens) if each.logprobs is None else list(each.logprobs)
-            for each in self.drawn
-        ]
-
-    def logprobs(self) -> list[list[float]]:
-        """Likewise in the policy; NaN where tokens were drawn from another distribution."""
-        if self.sampling.draws_from_policy:
-            return self.sampler_logprobs()
-        return [[math.nan] * len(each.tokens) for each in self.drawn]
-
-
-class EngineDecoder:
-    """Calls a :class:`RolloutEngine` as our own decoder is called, and checks what it draws."""
-
-    keeps = released = False
+    Engines see to their memory themselves; what they cannot draw is an error of theirs.
+    """
 
     def __init__(self, engine: Any, site: EngineSite) -> None:
         self.engine, self._site, self._name = engine, site, site.config.batch.rollout_engine
@@ -223,9 +192,8 @@ class EngineDecoder:
         limits: Sequence[int] | None = None,
         prefixes: Sequence[tuple[int, int]] | None = None,
         keep_logprobs: bool = False,
-        keep_going: KeepGoing | None = None,
         needed: int | None = None,
-    ) -> Pending[DrawnResponses]:
+    ) -> Pending[list[DecodedTurn]]:
         """Begin on as many responses to each prompt as it has seeds, prompt after prompt.
 
         They are drawn by the weights of the latest :meth:`decoding`; engines find prefixes by
@@ -242,27 +210,32 @@ class EngineDecoder:
         more = {} if needed is None else {"needed": needed}
         pending, failure = _tried(partial(self.engine.draw, asked, sampling, **more))
 
-        def responses() -> DrawnResponses:
+        def responses() -> list[DecodedTurn]:
             nonlocal failure
-            found: Any = ()
+            turns: list[DecodedTurn] = []
             if failure is None:
-                found, failure = _tried(lambda: self._checked(_came(pending), asked, needed))
+                checked = partial(self._checked, pending, asked, sampling, needed)
+                turns, failure = _tried(checked)
             self._raise_together(failure)
-            return DrawnResponses(found, sampling)
+            return turns
 
         return responses
 
     def _checked(
-        self, found: Sequence[Any], asked: Sequence[Asked], needed: int | None
-    ) -> list[Drawn]:
+        self, pending: Any, asked: Sequence[Asked], sampling: Sampling, needed: int | None
+    ) -> list[DecodedTurn]:
         """What was drawn, cut at its ends.
+
+        Log-probabilities are NaN where they are not known: of the policy, where the tokens were
+        drawn from another distribution, or of what an engine gives none.
 
         Raises:
             EngineError: if it is not what was asked for.
         """
+        found = pending() if callable(pending) else pending
         if len(found) != len(asked):
             raise EngineError(f"{self._where} drew {len(found)} of {len(asked)} responses")
-        responses = []
+        turns = []
         for row, (tokens, logprobs) in zip(asked, found, strict=True):
             own = [int(token) for token in tokens]
             reads = row.keeps_logprobs and logprobs is not None
@@ -285,22 +258,11 @@ class EngineDecoder:
                     "distribution that was drawn from"
                 )
             stop = next((n for n, token in enumerate(own, 1) if token in row.ends), None)
-            responses.append(Drawn(own[:stop], None if known is None else known[:stop]))
-        return responses
-
-    def release(self) -> None:
-        """Nothing: the engine sees to its memory itself."""
-
-    def make_room(self) -> None:
-        """Nothing, likewise."""
-
-    def metrics(self) -> dict[str, float | None]:
-        """None."""
-        return {}
-
-    def broken_weights(self) -> list[str]:
-        """None: what cannot be drawn is an error of the engine."""
-        return []
+            unknown = [math.nan] * len(own[:stop] if row.keeps_logprobs else ())
+            drawn = unknown if known is None else known[:stop]
+            of_policy = drawn if sampling.draws_from_policy else unknown
+            turns.append(DecodedTurn(own[:stop], of_policy, drawn, undrawn=False))
+        return turns
 
     @property
     def _where(self) -> str:
@@ -322,11 +284,6 @@ class EngineDecoder:
             cause: Exception = OSError(words) if is_plain else RuntimeError(words)
             cause.__cause__ = failure
             raise RolloutError from cause
-
-
-def _came(pending: Any) -> Any:
-    """What was waited for, or came at once."""
-    return pending() if callable(pending) else pending
 
 
 def _tried(do: Callable[[], ResultT]) -> tuple[Any, Exception | None]:

@@ -4,12 +4,11 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, gather_texts
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
-from dschat_lora.rl.draw.engine import Drawing, Pending
+from dschat_lora.rl.draw.engine import Begin, Drawing, Pending
 from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
 from dschat_lora.rl.response.response import Response, share_responses, unanswered
 
@@ -108,7 +107,7 @@ class Generator:
 
     def _draw(
         self,
-        begin: Callable[..., Pending[Any]],
+        begin: Begin,
         sampling: Sampling,
         key: Key,
         num_generations: int,

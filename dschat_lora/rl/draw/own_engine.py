@@ -13,9 +13,10 @@ from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.models.loading import PreTrainedModel
-from dschat_lora.rl.draw.engine import Begin, EngineSite, Pending
+from dschat_lora.rl.draw.engine import Begin, Drawing, EngineSite, Pending
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.errors import FullWhileDecodingError
+from dschat_lora.rl.response.response import DecodedTurn
 
 # Share of the free memory that the whole weights may take during generation at ZeRO 3.
 GATHER_SHARE = 0.6
@@ -46,7 +47,7 @@ def cache_columns(config: RlhfConfig) -> int:
     return config.data.max_seq_len + further
 
 
-class OwnEngine:
+class OwnEngine(Drawing):
     """Decodes with the actor's present weights; call methods on every rank.
 
     At ZeRO 3 the weights are gathered once for a whole rollout if the free memory holds them, else
@@ -56,16 +57,13 @@ class OwnEngine:
 
     def __init__(self, site: EngineSite) -> None:
         batch, plan = site.config.batch, site.plan
-        self._trained, self._sharded, self._rollout = (
-            *(site.trained, site.sharded),
-            site.rollout.eval(),
-        )
+        self._trained, self._sharded = site.trained, site.sharded
+        self._rollout = site.rollout.eval()
         self._batch_size, self._has_turns = batch.rows_decoded, batch.has_turns
         self._keeps_memory = plan is not None and plan.keeps_cache
         self._update_bytes = 0 if plan is None else plan.update
         self._num_drafts = batch.prompt_lookup_num_tokens
         self._drafts = torch.zeros(2, dtype=torch.float64)  # drafted, and accepted
-        self.released = False
         self._decoders = dict[int, Decoder]()
         self._make_decoder = partial(
             Decoder,
@@ -95,9 +93,12 @@ class OwnEngine:
                 self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
                 refills = decoder.refills and not (keep_going or cuts or self._has_turns)
 
-                def begin(*args: Any, **options: Any) -> Pending[Responses]:
-                    found = decoder(*args, keep_going=keep_going, **options)
-                    return lambda: found
+                def begin(
+                    *args: Any, keep_logprobs: bool = False, **options: Any
+                ) -> Pending[list[DecodedTurn]]:
+                    options |= {"keep_logprobs": keep_logprobs, "keep_going": keep_going}
+                    found = decoder(*args, **options)
+                    return lambda: decoded_turns(found, keep_logprobs)
 
                 yield begin, None if refills else self._batch_size
                 self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
@@ -114,18 +115,15 @@ class OwnEngine:
         parameters: list[Any] = list(self._rollout.parameters())
         if self._trained.zero_stage < 3:
             yield self._rollout, None
-        elif self._fits(parameters):
+        elif whole_weights_fit(parameters, self._trained.device):
             with gathered(parameters):
                 yield self._rollout, None
         else:
             self._trained.eval()
             yield self._sharded, lambda done: max_over_ranks(float(not done)) > 0
 
-    def _fits(self, parameters: list[Any]) -> bool:
-        return whole_weights_fit(parameters, self._trained.device)
-
     @property
-    def keeps(self) -> bool:
+    def keeps(self) -> bool:  # type: ignore[override]
         """Whether anything is kept in memory for the next rollout."""
         return self._keeps_memory and bool(self._decoders)
 
@@ -158,3 +156,16 @@ class OwnEngine:
     def broken_weights(self) -> list[str]:
         """Names of the actor's weights on this rank that are not finite."""
         return broken_parameters(dict(self._rollout.named_parameters()))
+
+
+def decoded_turns(found: Responses, keep_logprobs: bool) -> list[DecodedTurn]:
+    """What the decode loop drew; what was given up has no tokens."""
+    tokens = found.tokens()
+    own = sampler = [list[float]() for _ in tokens]
+    if keep_logprobs:
+        own, sampler = found.logprobs(), found.sampler_logprobs()
+    turns = map(DecodedTurn, tokens, own, sampler, found.undrawn())
+    return [
+        DecodedTurn([], [], [], undrawn=False) if cut else turn
+        for turn, cut in zip(turns, found.cut, strict=True)
+    ]

@@ -41,7 +41,7 @@ class Draw:
         asks_once: whether the first of the processes that hold one model between them asks.
     """
 
-    decode: Callable[..., Callable[[], Any]]
+    decode: Callable[..., Callable[[], list[DecodedTurn]]]
     key: Key
     num_generations: int
     max_tokens: int
@@ -83,7 +83,7 @@ class Draw:
         wait = self.ask(asked)
 
         def drawn() -> list[Response]:
-            turns, cut = wait()
+            turns = wait()
             whole = dict(enumerate(responses))
             for (n, each), turn in zip(open_ones.items(), turns, strict=True):
                 whole[n] = each.with_turn(turn.cut(self.is_end, self.find_end))
@@ -92,17 +92,15 @@ class Draw:
             longest, lost = dict[int, int](), set[int]()
             for n, each in enumerate(responses):
                 longest[each.group] = max(longest.get(each.group, 0), len(turns[n].tokens))
-                lost |= {each.group} if cut[n] else set()
+                lost |= set() if turns[n].tokens else {each.group}
             left = [group for group in longest if group not in lost]
             kept = {*sorted(left, key=longest.__getitem__)[: self.needed]}
             return [each for each in whole.values() if each.group in kept]
 
         return drawn
 
-    def ask(
-        self, asked: Sequence[AskedTurn]
-    ) -> Callable[[], tuple[list[DecodedTurn], Sequence[bool]]]:
-        """What waits for the turns as they are decoded, and for which were given up.
+    def ask(self, asked: Sequence[AskedTurn]) -> Callable[[], list[DecodedTurn]]:
+        """What waits for the turns as they are decoded, without tokens where they were given up.
 
         Turns of a group with equal tokens before them are read once, where each comes as often.
         """
@@ -119,9 +117,8 @@ class Draw:
         order = [*chain.from_iterable(places.values())]
         options: dict[str, Any] = {"keep_logprobs": self.keep_logprobs}
         if any(each.limit is not None for each in first):
-            options["limits"] = [
-                self.max_tokens if each.limit is None else each.limit for each in first
-            ]
+            limits = (each.limit for each in first)
+            options["limits"] = [self.max_tokens if n is None else n for n in limits]
         if prefixes and len(prefixes) == len(first):
             options["prefixes"] = prefixes
         if self.needed is not None:
@@ -132,20 +129,13 @@ class Draw:
             **options,
         )
 
-        def drawn() -> tuple[list[DecodedTurn], Sequence[bool]]:
-            found = wait()
-            tokens = found.tokens()
-            own = sampler = [list[float]() for _ in tokens]
-            if self.keep_logprobs:
-                own, sampler = found.logprobs(), found.sampler_logprobs()
-            values = zip(tokens, own, sampler, found.undrawn(), strict=True)
-            turns = dict(zip(order, (DecodedTurn(*each) for each in values), strict=True))
+        def drawn() -> list[DecodedTurn]:
+            turns = dict(zip(order, wait(), strict=True))
             self._drawn = {
                 asked[n].sequence: (row, [*asked[n].ids, *turns[n].tokens])
                 for row, n in enumerate(order)
             }
-            cut = found.cut if self.needed is not None else ()
-            return [turns[n] for n in range(len(asked))], cut
+            return [turns[n] for n in range(len(asked))]
 
         return drawn
 

@@ -21,11 +21,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import weights_fingerprint
-from dschat_lora.rl.draw.completions import (
-    CompletionPool,
-    CompletionServer,
-    EngineError,
-)
+from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer, EngineError
 from dschat_lora.rl.draw.engine import (
     Asked,
     Drawn,
@@ -51,44 +47,36 @@ def server_engine(
     site: EngineSite, servers: Sequence[CompletionServer], *, sleeps: bool = False
 ) -> EngineDecoder:
     """The engine of these servers; ``sleeps`` as :class:`ServerEngine` has it."""
-    batch, say = site.config.batch, site.run.log.say
-    pool = CompletionPool(
-        servers,
-        in_flight=batch.per_device_generation_batch_size,
-        say=lambda words: say(f"  note         --rollout_engine: {words}"),
-        ends=site.ends,
-        vocabulary_size=int(site.actor.model.config.vocab_size),
-    )
-    shared = batch.rollout_adapter_dir
-    directory = None if shared is None else Path(shared).expanduser().resolve()
-    engine = ServerEngine(pool, base=site.base, directory=directory, sleeps=sleeps)
-    return EngineDecoder(engine, site)
+    return EngineDecoder(ServerEngine(site, servers, sleeps=sleeps), site)
 
 
 class ServerEngine:
     """Draws responses with servers, which get the actor's adapter through a directory.
 
-    An adapter is known by its values: one that has not changed is not handed over again.
+    An adapter is known by its values: one that has not changed is not handed over again. The
+    directory is below ``--rollout_adapter_dir``, or in memory where the system has that;
+    :meth:`close` removes it.
 
     Args:
         servers: that are asked.
-        base: directory or hub name of the base under the adapter.
-        directory: that the servers see; it is made, and removed by :meth:`close`. None: one in
-            memory where the system has that.
         sleeps: whether the servers take the memory of these processes while they draw, and
             sleep else.
     """
 
     def __init__(
-        self,
-        servers: CompletionPool,
-        *,
-        base: str,
-        directory: Path | None,
-        sleeps: bool = False,
+        self, site: EngineSite, servers: Sequence[CompletionServer], *, sleeps: bool
     ) -> None:
-        self._servers, self._base = servers, base
-        self._sleeps, self._directory = sleeps, directory
+        batch, say = site.config.batch, site.run.log.say
+        self._servers = CompletionPool(
+            servers,
+            in_flight=batch.per_device_generation_batch_size,
+            say=lambda words: say(f"  note         --rollout_engine: {words}"),
+            ends=site.ends,
+            vocabulary_size=int(site.actor.model.config.vocab_size),
+        )
+        shared = batch.rollout_adapter_dir
+        self._directory = None if shared is None else Path(shared).expanduser().resolve()
+        self._base, self._sleeps = site.base, sleeps
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._run = secrets.token_hex(4)  # servers may have other runs' adapters
         self._name = ""
@@ -107,22 +95,21 @@ class ServerEngine:
             gc.collect()
             torch.cuda.empty_cache()
             gather_texts("")  # all have, before any server takes that memory
-        outcome = ""
+        outcome: dict[str, Any] = {}
         if rank() == 0:
             try:
-                outcome = json.dumps(self._hand_over(actor, tensors))
+                outcome = self._hand_over(actor, tensors)
             except EngineError as error:
-                outcome = json.dumps({"failure": str(error)})
+                outcome = {"failure": str(error)}
             except OSError as error:
                 where = self._directory or "/dev/shm"
-                words = (
+                outcome["failure"] = (
                     f"the adapter cannot be written where servers read it, {where}: {error}; give "
                     "--rollout_adapter_dir a directory with room that they see"
                 )
-                outcome = json.dumps({"failure": words})
             except ValueError as error:
-                outcome = json.dumps({"mistake": str(error)})
-        found = json.loads(broadcast_string(outcome))
+                outcome = {"mistake": str(error)}
+        found = json.loads(broadcast_string(json.dumps(outcome)))
         if "failure" in found:
             raise RolloutError from OSError(found["failure"])
         if "mistake" in found:

@@ -1,11 +1,11 @@
 """Decoding by the continuous batching of transformers, in the place of our own."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.generation.sampling import Sampling
@@ -19,11 +19,7 @@ _PART = 512  # tokens of prompts that are read at a time
 
 def transformers_engine(site: EngineSite) -> EngineDecoder:
     """The engine of the site's model."""
-    batch_size = site.config.batch.rows_decoded
-    engine = TransformersEngine(
-        site.rollout.eval(), eos_ids=site.ends, pad_id=site.pad_id, batch_size=batch_size
-    )
-    return EngineDecoder(engine, site)
+    return EngineDecoder(TransformersEngine(site), site)
 
 
 class TransformersEngine:
@@ -31,21 +27,12 @@ class TransformersEngine:
 
     A call is repeated by the same seeds, but a response depends on what else is in the call.
 
-    Args:
-        model: in evaluation mode when it is called, with adapters unmerged.
-        eos_ids: any of them ends a response.
-        pad_id: any token.
-        batch_size: responses at a time, for whose keys and values there is room.
-
     Raises:
         ValueError: if the installed transformers has no such batching.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, batch_size: int
-    ) -> None:
-        self._model, self._eos_ids, self._pad_id = model, sorted(eos_ids), pad_id
-        self._batch_size = batch_size
+    def __init__(self, site: EngineSite) -> None:
+        self._model, self._site = site.rollout.eval(), site  # with adapters unmerged
         # Not in every transformers that will do otherwise.
         self._config_class: Any = getattr(transformers.generation, "ContinuousBatchingConfig", None)
         if not hasattr(self._config_class, "return_logprobs"):
@@ -65,16 +52,24 @@ class TransformersEngine:
             return list
         most = max(row.limit for row in asked)
         longest = max(len(row.prompt) for row in asked) + most
+        rows, names = self._site.config.batch.rows_decoded, ("temperature", "top_p", "top_k")
+        options = GenerationConfig(
+            max_new_tokens=most,
+            do_sample=sampling.do_sample,
+            eos_token_id=sorted(self._site.ends),
+            pad_token_id=self._site.pad_id,
+            **{name: getattr(sampling, name) for name in names if sampling.do_sample},
+        )
         devices = [self._model.device] if self._model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), whole_sequences(self._model):
             torch.manual_seed(stream_seed("transformers", *(row.seed for row in asked)))
             found = self._model.generate_batch(
                 [row.prompt for row in asked],
-                generation_config=self._options(sampling, most),
+                generation_config=options,
                 continuous_batching_config=self._config_class(
-                    num_blocks=self._batch_size * -(-longest // _BLOCK),
+                    num_blocks=rows * -(-longest // _BLOCK),  # for so many responses at a time
                     # Longer prompts are read in parts: the mask has so many rows.
-                    max_batch_tokens=max(min(longest, _PART), self._batch_size),
+                    max_batch_tokens=max(min(longest, _PART), rows),
                     return_logprobs=True,
                 ),
                 progress_bar=False,
@@ -93,14 +88,3 @@ class TransformersEngine:
             for each, row in zip(whole, asked, strict=True)
         ]
         return lambda: drawn
-
-    def _options(self, sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-        names = ("temperature", "top_p", "top_k") if sampling.do_sample else ()
-        drawn = {name: getattr(sampling, name) for name in names}
-        return GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=sampling.do_sample,
-            eos_token_id=self._eos_ids,
-            pad_token_id=self._pad_id,
-            **drawn,
-        )

@@ -12,42 +12,15 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from dschat_lora.engine.children import environment_of_no_launch
+from dschat_lora.rl.play.conversations import MODEL_NAME
 from dschat_lora.rl.response.coroutines import in_thread
-from dschat_lora.rl.score.user_functions import (
-    find_object,
-    named_parameters,
-    same_gradients,
-    takes_all,
-)
+from dschat_lora.rl.score.user_functions import named_parameters, same_gradients, takes_all
 
-MODEL_NAME = "actor"
 # What a function may take beside the columns of its row.
 OFFERED = ("row", "client", "model", "base_url", "api_key")
-
-
-class Program(Protocol):
-    """What plays episodes."""
-
-    @property
-    def label(self) -> str:
-        """The name of its reward."""
-
-    @property
-    def option(self) -> str:
-        """What the user typed to name it."""
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse data without the columns that it asks for.
-
-        Raises:
-            ValueError: naming both.
-        """
-
-    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
-        """Play the episode of a row with the model behind an address; gives its reward."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +70,7 @@ class AgentFunction:
         if not takes_all(self.function):
             given = {name: value for name, value in given.items() if name in names}
         if "client" in names or takes_all(self.function):
-            client = _async_client() if is_async else _client()
+            client = _client(is_async)
             given["client"] = client.with_options(base_url=base_url, api_key=api_key)
         if is_async:
             return await self.function(**given)
@@ -116,20 +89,14 @@ class AgentFunction:
 # What the clients of this process count their calls by: several at once arrive in any order.
 CALL_NUMBER = "x-call-number"
 _numbers = itertools.count(1)
-_CLIENT_OPTIONS: dict[str, Any] = {
-    "base_url": "http://127.0.0.1",
-    "api_key": "none",
-    "max_retries": 0,
-    "timeout": None,
-}
 
 
 @cache
-def _async_client() -> Any:
+def _client(is_async: bool) -> Any:
     """A client whose connections all episodes share, as making them anew takes long."""
-    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+    import openai
 
-    class Shared(DefaultAsyncHttpxClient):
+    class Async(openai.DefaultAsyncHttpxClient):
         async def send(self, request: Any, **options: Any) -> Any:
             request.headers[CALL_NUMBER] = str(next(_numbers))
             return await super().send(request, **options)
@@ -137,14 +104,7 @@ def _async_client() -> Any:
         async def aclose(self) -> None:
             """Stay open: other episodes use it too."""
 
-    return AsyncOpenAI(http_client=Shared(trust_env=False, timeout=None), **_CLIENT_OPTIONS)
-
-
-@cache
-def _client() -> Any:
-    from openai import DefaultHttpxClient, OpenAI
-
-    class Shared(DefaultHttpxClient):
+    class Plain(openai.DefaultHttpxClient):
         def send(self, request: Any, **options: Any) -> Any:
             request.headers[CALL_NUMBER] = str(next(_numbers))
             return super().send(request, **options)
@@ -152,11 +112,15 @@ def _client() -> Any:
         def close(self) -> None:
             """Stay open: other episodes use it too."""
 
-    return OpenAI(http_client=Shared(trust_env=False, timeout=None), **_CLIENT_OPTIONS)
-
-
-def _with_local(hosts: str | None) -> str:
-    return ",".join(filter(None, (hosts, "127.0.0.1")))
+    kind: Any = openai.AsyncOpenAI if is_async else openai.OpenAI
+    http_client = (Async if is_async else Plain)(trust_env=False, timeout=None)
+    return kind(
+        http_client=http_client,
+        base_url="http://127.0.0.1",
+        api_key="none",
+        max_retries=0,
+        timeout=None,
+    )
 
 
 @dataclass(frozen=True)
@@ -188,9 +152,10 @@ class AgentCommand:
             "OPENAI_MODEL": MODEL_NAME,
             "OPENAI_API_BASE": base_url,  # the name of it before version 1 of openai
             "REWARD_URL": f"{base_url.removesuffix('/v1')}/reward",
-            # A proxy would be told of the address, and does not reach it.
-            **{name: _with_local(os.environ.get(name)) for name in ("NO_PROXY", "no_proxy")},
         }
+        # A proxy would be told of the address, and does not reach it.
+        for name in ("NO_PROXY", "no_proxy"):
+            address[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         process = await asyncio.create_subprocess_exec(
             *shlex.split(self.command),
             stdin=asyncio.subprocess.PIPE,
@@ -227,6 +192,9 @@ class AgentCommand:
                 f"{no_json if printed else 'it printed nothing'}; print the reward last, as a "
                 "number or an object with `reward`, or null for an episode that is not to count"
             ) from error
+
+
+Program = AgentFunction | AgentCommand
 
 
 class NoRewardError(ValueError):
@@ -277,16 +245,3 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
-
-
-def load_program(agent: str | None, command: str | None, *, is_scored: bool) -> Program | None:
-    """What ``--agent`` or ``--agent_command`` names; None where neither is given.
-
-    ``is_scored`` says whether a ``--reward_function`` scores its episodes.
-
-    Raises:
-        ValueError: if it is not there.
-    """
-    if command is not None:
-        return AgentCommand(command, is_scored)
-    return None if agent is None else AgentFunction(agent, find_object("agent", agent))

@@ -1,81 +1,80 @@
-"""Episodes of agents: programs that ask the actor over HTTP as often as they like."""
+"""Agents: programs that play episodes, and ask the actor over HTTP as often as they like."""
 
-import concurrent.futures
-import hashlib
-import json
-import secrets
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.messages import Message
 from dschat_lora.endpoint.answers import (
+    AnswerResponse,
     BusyError,
     Emit,
+    Kind,
+    RequestAnswers,
     StoppedError,
     TooLongError,
     UnsupportedError,
     fitting,
 )
-from dschat_lora.endpoint.requests import AnswerOptions
+from dschat_lora.endpoint.guard import ApiError, invalid, read_json
+from dschat_lora.endpoint.http_server import HttpServer, make_app
+from dschat_lora.endpoint.requests import AnswerOptions, parsed_request
+from dschat_lora.endpoint.sockets import address_of, listen
 from dschat_lora.endpoint.text import TextStream
 from dschat_lora.endpoint.turns import Piece, Turn
-from dschat_lora.engine.distributed import (
-    data_world_size,
-    max_over_ranks,
-    tensor_rank,
-)
+from dschat_lora.engine.distributed import data_world_size, max_over_ranks, tensor_rank
 from dschat_lora.generation.sampling import undrawn_reason
+from dschat_lora.generation.stops import end_of_text
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.draw.player import AskedTurn, Draw, Key, Player
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.play import agent_programs
 from dschat_lora.rl.play.agent_programs import (
-    MODEL_NAME,
+    CALL_NUMBER,
+    AgentCommand,
+    AgentFunction,
     NoRewardError,
     Program,
     reward_and_metrics,
 )
-from dschat_lora.rl.play.conversations import Conversation, Conversations, PromptTokens
+from dschat_lora.rl.play.conversations import (
+    MODEL_NAME,
+    OVER,
+    AgentModel,
+    Call,
+    Conversation,
+    Episode,
+    PromptTokens,
+)
 from dschat_lora.rl.response.coroutines import start
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.response import (
-    TIMED_OUT,
-    DecodedTurn,
-    Response,
-    as_messages,
-    prompt_of,
-)
+from dschat_lora.rl.response.response import TIMED_OUT, DecodedTurn, Response
+from dschat_lora.rl.response.turn_tokens import TurnTokens
+from dschat_lora.rl.score.user_functions import find_object
 
+HOST = "127.0.0.1"
 # Seconds that a round waits for episodes that neither ask nor end, once another one has asked.
 PATIENCE = 5.0
 # Seconds without a further call after which all calls of a round are thought to have come.
 QUIET = 0.02
-OVER = "the episode is over"
 
 
 class AgentFailedError(UserFunctionError):
     """All episodes of an agent failed; the cause is the first one's error. Raised on every rank."""
 
     what = "an agent"
-
-
-class Server(Protocol):
-    """What programs ask, in threads of its own.
-
-    Attributes:
-        address: of the server, without a slash at its end.
-    """
-
-    address: str
-
-    def close(self) -> None:
-        """Stop."""
 
 
 @dataclass(frozen=True)
@@ -86,166 +85,6 @@ class AgentLimits:
     retries: int  # further attempts at an episode that failed
     calls: int  # most answers
     calls_at_a_time: int  # answered, of all episodes
-
-
-class Episode:
-    """An attempt at an episode: its program, its calls and what has become of it.
-
-    Attributes:
-        calls: those that wait for an answer.
-        is_over: whether the program has ended, in whatever way.
-        ended: whether the last answer ended by itself, of those that were allowed the most tokens:
-            a short ``max_tokens`` of a request beside others cuts off no episode.
-    """
-
-    def __init__(self, blank: Response, key: Key, attempt: int) -> None:
-        self.blank, self.key, self.attempt = blank, key, attempt
-        self.secret = secrets.token_hex(16)
-        self.conversations = Conversations(blank.prompt)
-        self.calls: list[Call] = []
-        self.num_calls = 0
-        self.posted: Any = None  # a reward that came by POST
-        self.refusal = ""  # why the last call that was refused was
-        self.reward: float | None = None
-        self.logged: dict[str, float] = {}
-        self.error: BaseException | None = None
-        self.failure = ""
-        self.undrawn = self.is_over = self.is_slow = self.ended = False
-        self._most_allowed = 0
-        self.task: concurrent.futures.Future[Any] | None = None
-        self._spent, self._since = 0.0, time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """In which the program did not wait for an answer."""
-        return self._spent + (0.0 if self.calls else time.monotonic() - self._since)
-
-    @property
-    def answered(self) -> list[Conversation]:
-        """Conversations that had an answer."""
-        return [each for each in self.conversations.all if each.num_answers]
-
-    def ask(self, call: "Call") -> None:
-        """Take a call, which waits for its answer from here on."""
-        self._spent = self.seconds
-        self.calls.append(call)
-        self.num_calls += 1
-        self.is_slow = False
-
-    def answer(self, call: "Call", *, ended: bool) -> None:
-        """Take note of whether the answer to a call ended by itself."""
-        if call.allowed >= self._most_allowed:
-            self._most_allowed, self.ended = call.allowed, ended
-
-    def drop(self, call: "Call") -> None:
-        """Let go of a call that has its answer, or that nobody waits for."""
-        if call in self.calls:
-            self.calls.remove(call)
-            if not self.calls:
-                self._since = time.monotonic()
-
-    def end(self, failure: str = "", error: BaseException | None = None) -> None:
-        """Take no further calls; those that wait are refused."""
-        if self.is_over:
-            return
-        self.is_over, self.failure, self.error = True, failure, error
-        for call in self.calls:
-            call.emit(Piece("", 0, error=OVER, stopped=True))
-        self.calls.clear()
-        if self.task is not None:
-            self.task.cancel()
-
-    def response(self) -> Response:
-        """The episode as a response; one that failed has no tokens."""
-        episode = replace(
-            self.blank.episode,
-            num_calls=self.num_calls,
-            num_retries=self.attempt,
-            failure=self.failure,
-        )
-        if self.failure:
-            return replace(self.blank, undrawn=self.undrawn, episode=episode)
-        *earlier, last = self.answered
-        before = self._before(last)
-        return replace(
-            self.blank,
-            prompt=last.prompt,
-            tokens=tuple(last.tokens),
-            actor_mask=tuple(last.actor_mask),
-            ended=self.ended,
-            logprobs=tuple(x for each in (*earlier, last) for x in each.logprobs),
-            sampler_logprobs=tuple(x for each in (*earlier, last) for x in each.sampler_logprobs),
-            undrawn=self.undrawn,
-            episode=replace(
-                episode,
-                earlier=json.dumps(before, ensure_ascii=False).encode() if before else b"",
-                reward=self.reward,
-                earlier_sequences=tuple(each.sequence for each in earlier),
-                logged=self.logged,
-            ),
-        )
-
-    def _before(self, last: Conversation) -> list[Message]:
-        """Messages before the last answer, without the prompt of the row."""
-        asked = [{n: v for n, v in m.items() if v is not None} for m in last.messages]
-        own = as_messages(prompt_of(self.blank.row, None) or [])
-        return asked[len(own) :] if asked[: len(own)] == own else asked
-
-
-@dataclass(eq=False)
-class Call:
-    """A request of an episode for an answer."""
-
-    episode: Episode
-    model: "AgentModel"
-    prompt: tuple[int, ...]
-    options: AnswerOptions
-    allowed: int  # tokens of the answer, were there any room
-    emit: Emit
-
-    @property
-    def order(self) -> tuple[int, str]:
-        """Of calls that came together, in whatever order they were received."""
-        return self.model.number, hashlib.sha256(repr(self.prompt).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class AgentModel:
-    """The actor as a request of one episode sees it."""
-
-    episode: Episode
-    to: PromptTokens
-    number: int = 0  # by which calls that came together are put in order
-    name: str = MODEL_NAME
-    asked: list[tuple[Sequence[Message], Mapping[str, Any]]] = field(default_factory=list)
-
-    @property
-    def limit(self) -> int:
-        """Most tokens of prompt and answer."""
-        return self.to.limit
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Tokens are below it."""
-        return self.to.vocabulary_size
-
-    @property
-    def tokenizer(self) -> Any:
-        """Of the actor."""
-        return self.to.tokenizer
-
-    def prompt_ids(self, prompt: str) -> list[int]:
-        """Tokens of a prompt as a text."""
-        return self.to.encoder.encode([prompt])[0]
-
-    def chat_ids(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> list[int]:
-        """Tokens of messages, of earlier answers those that were drawn.
-
-        Raises:
-            ValueError: if the chat template refuses them.
-        """
-        self.asked.append((messages, columns))
-        return self.episode.conversations.prompt_ids(messages, columns, self.to)
 
 
 class Agents(Player):
@@ -266,21 +105,19 @@ class Agents(Player):
         to: PromptTokens,
         limits: AgentLimits,
         *,
-        serve: Callable[["Agents"], Server],
         max_new_tokens: int,
         end_of_text: Callable[[Sequence[str], Sequence[int]], int | None],
     ) -> None:
         """Prepare to play.
 
-        ``serve`` starts the server, when the first episode begins. ``end_of_text`` says after how
-        many tokens their text has one of the strings that end it, and ``max_new_tokens`` bounds an
-        answer.
+        ``end_of_text`` says after how many tokens their text has one of the strings that end it,
+        and ``max_new_tokens`` bounds an answer.
         """
         self.program, self.to, self.limits = program, to, limits
         self.max_new_tokens, self._end_of_text = max_new_tokens, end_of_text
-        self._serve, self.changed = serve, threading.Condition()
+        self.changed = threading.Condition()
         self.episodes: dict[str, Episode] = {}  # by secret
-        self._server: Server | None = None
+        self._server: AgentServer | None = None  # from the first episode on
         self._arrived = 0.0  # when the last call came
         self._first_failed: Episode | None = None  # of the latest rollout
         self._has_noted = False
@@ -306,20 +143,19 @@ class Agents(Player):
 
         Processes that hold one model between them play once, and the others return nothing.
         """
-        own = tasks if tensor_rank() == 0 else ()
         draw = replace(draw, asks_once=True, keep_logprobs=True)  # programs may ask for them
         self._first_failed = None
         with self.changed:
             current = [
                 self._begin(task, (*key, *divmod(task.origin.place, draw.num_generations)))
-                for task in own
+                for task in (tasks if tensor_rank() == 0 else ())
             ]
         try:
             while max_over_ranks(float(self._goes_on(current))):
                 calls = self._round(current)
                 with self.changed:
                     conversations = [c.episode.conversations.continued_by(c.prompt) for c in calls]
-                turns, _ = draw.ask([*map(self._asked, calls, conversations)])()
+                turns = draw.ask([*map(_asked, calls, conversations)])()
                 self._answer(calls, conversations, turns, draw.is_end)
         finally:
             with self.changed:
@@ -353,12 +189,10 @@ class Agents(Player):
             BusyError: if the episode has had its calls.
             StoppedError: if it is over.
         """
-        if options.grammar is not None:
-            field = options.grammar.field
+        unknown = ("stop_token_ids", "ignore_eos", "prompt_logprobs")
+        asked = [] if options.grammar is None else [options.grammar.field]
+        for field in (*asked, *(name for name in unknown if getattr(options, name))):
             raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
-        for field in ("stop_token_ids", "ignore_eos", "prompt_logprobs"):
-            if getattr(options, field):
-                raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
         if options.logprobs:
             field = "top_logprobs"
             raise UnsupportedError("no other tokens' log-probabilities are kept", field)
@@ -391,7 +225,7 @@ class Agents(Player):
 
     def _begin(self, blank: Response, key: Key, attempt: int = 0) -> Episode:
         if self._server is None:
-            self._server = self._serve(self)
+            self._server = AgentServer(self)
         own_key = (*key, "attempt", attempt) if attempt else key
         episode = Episode(blank, own_key, attempt)
         self.episodes[episode.secret] = episode
@@ -458,9 +292,7 @@ class Agents(Player):
                         return []
                     wait = min(wait, rest)
                 self.changed.wait(wait)
-            calls = [
-                call for each in asking for call in sorted(each.calls, key=attrgetter("order"))
-            ]
+            calls = [each for own in asking for each in sorted(own.calls, key=Call.order)]
             return calls[: self.limits.calls_at_a_time]
 
     def _expire(self, current: Sequence[Episode]) -> float:
@@ -493,14 +325,6 @@ class Agents(Player):
                 key = each.key[:-2] if each.attempt else each.key
                 current[number] = self._begin(each.blank, key, each.attempt + 1)
 
-    def _asked(self, call: Call, conversation: Conversation) -> AskedTurn:
-        number = conversation.num_answers + 1
-        key = (*call.episode.key, *conversation.key)
-        seed = stream_seed(*key, *(("turn", number) if number > 1 else ()))
-        # All but the last token that the actor chose were computed.
-        known, limit = len(conversation) - 1, call.options.max_new_tokens
-        return AskedTurn(call.prompt, seed, limit, repr(key), known)
-
     def _answer(
         self,
         calls: Sequence[Call],
@@ -518,7 +342,8 @@ class Agents(Player):
                     continue
                 turn = decoded.cut(is_end, partial(self._end_of_text, call.options.stop))
                 conversation.add(call.prompt[len(conversation) :], turn)
-                episode.answer(call, ended=turn.ended)
+                if call.allowed >= episode.most_allowed:
+                    episode.most_allowed, episode.ended = call.allowed, turn.ended
                 messages, columns = call.model.asked[-1] if call.model.asked else ((), {})
                 piece, answer = self._piece(call, turn, columns)
                 episode.conversations.answered(conversation, messages, columns, answer)
@@ -532,7 +357,7 @@ class Agents(Player):
         self, call: Call, turn: DecodedTurn, columns: Mapping[str, Any]
     ) -> tuple[Piece, Message]:
         """The whole answer to a call, and the message that it is."""
-        stop, tokenizer = call.options.stop, self.to.tokenizer
+        stop, tokenizer = call.options.stop, call.model.tokenizer
         stream = TextStream(tokenizer, stop, strip=call.options.strip)
         text = "".join([*map(stream.add, turn.tokens), stream.finish()])
         piece = Piece(
@@ -546,6 +371,15 @@ class Agents(Player):
         return piece, {"role": "assistant", "content": said.text, "tool_calls": said.calls}
 
 
+def _asked(call: Call, conversation: Conversation) -> AskedTurn:
+    number = conversation.num_answers + 1
+    key = (*call.episode.key, *conversation.key)
+    seed = stream_seed(*key, *(("turn", number) if number > 1 else ()))
+    # All but the last token that the actor chose were computed.
+    known, limit = len(conversation) - 1, call.options.max_new_tokens
+    return AskedTurn(call.prompt, seed, limit, repr(key), known)
+
+
 def _where(episode: Episode) -> str:
     """Why an episode failed, and where in the program."""
     if episode.error is None or episode.error.__traceback__ is None:
@@ -556,3 +390,106 @@ def _where(episode: Episode) -> str:
     if frame.filename == agent_programs.__file__:  # of a command, or of what it gave
         return episode.failure
     return f"{episode.failure} ({frame.filename}:{frame.lineno})"
+
+
+HOST = "127.0.0.1"
+
+
+def load_agents(
+    config: RlhfConfig, tokenizer: Tokenizer, turn_tokens: TurnTokens, closing: ExitStack
+) -> Agents:
+    """The agents of ``--agent`` or ``--agent_command``; ``closing`` ends their server.
+
+    Raises:
+        ValueError: if there is no such function.
+    """
+    batch, data = config.batch, config.data
+    program: Program
+    if batch.agent is None:
+        program = AgentCommand(str(batch.agent_command), bool(config.rewards.reward_function))
+    else:
+        program = AgentFunction(batch.agent, find_object("agent", batch.agent))
+    to = PromptTokens(make_encoder(tokenizer), turn_tokens, data.max_seq_len)
+    seconds, retries, calls = batch.agent_timeout, batch.agent_retries, batch.agent_max_calls
+    agents = Agents(
+        program,
+        to,
+        AgentLimits(seconds, retries, calls, calls_at_a_time=batch.rows_decoded),
+        max_new_tokens=data.max_answer_seq_len,
+        end_of_text=lambda stop, tokens: end_of_text(
+            tokens, (*batch.stop_strings, *stop), tokenizer.decode
+        ),
+    )
+    closing.callback(agents.close)
+    return agents
+
+
+class AgentServer:
+    """Serves the episodes of :class:`Agents` in a thread, on a free port of this machine alone.
+
+    Attributes:
+        address: of the server, without a slash at its end.
+    """
+
+    def __init__(self, agents: Agents) -> None:
+        """Start to listen."""
+        self._agents = agents
+        self.temperature, self.top_p, self.top_k = 1.0, 1.0, 0  # which the options of the run say
+        self.max_new_tokens = agents.max_new_tokens
+        listening = listen(HOST, 0)
+        self.address = address_of(listening)
+        # A program may think in between.
+        self._server = HttpServer(
+            make_app(self._routes(), host=HOST, token=None), backlog=4096, timeout_keep_alive=3600
+        )
+        serve = partial(self._server.run, sockets=[listening])
+        self._thread = threading.Thread(target=serve, name="agents", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and wait for the end of open connections for a moment."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(5)
+
+    def _routes(self) -> list[Route]:
+        base = "/{episode}/v1"
+        return [
+            Route(f"{base}/chat/completions", partial(self._answer, kind="chat"), methods=["POST"]),
+            Route(f"{base}/completions", partial(self._answer, kind="text"), methods=["POST"]),
+            Route(f"{base}/models", self._models),
+            Route("/{episode}/reward", self._reward, methods=["POST"]),
+        ]
+
+    def _episode(self, request: Request) -> Episode:
+        episode = self._agents.episodes.get(request.path_params["episode"])
+        if episode is None or episode.is_over:
+            raise ApiError(404, OVER, code="episode_over")
+        return episode
+
+    async def _answer(self, request: Request, kind: Kind) -> AnswerResponse:
+        number = request.headers.get(CALL_NUMBER, "")
+        order = int(number) if number.isdecimal() and len(number) < 20 else 0
+        model = AgentModel(self._episode(request), self._agents.to, order)
+        body = await read_json(request)
+        if isinstance(body, dict):
+            body["model"] = MODEL_NAME  # whatever a program calls it
+            # A program may ask for more than this model has room for.
+            for name in ("max_tokens", "max_completion_tokens"):
+                if isinstance(body.get(name), int) and body[name] > model.limit:
+                    body[name] = model.limit
+        asked = await parsed_request(body, kind, {MODEL_NAME: model}, self, self._agents.changed)
+        return AnswerResponse(RequestAnswers(asked, self._agents), kind)
+
+    async def _models(self, request: Request) -> JSONResponse:
+        self._episode(request)
+        entry = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "dschat_lora"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def _reward(self, request: Request) -> JSONResponse:
+        episode, body = self._episode(request), await read_json(request)
+        try:
+            reward_and_metrics(body)
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        episode.posted = body
+        return JSONResponse({}, status_code=201)

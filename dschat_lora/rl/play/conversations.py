@@ -1,14 +1,16 @@
-"""Tokens of an agent's calls: a call that continues an earlier answer goes on from its tokens."""
+"""An agent's episode: its calls, of which each that continues an answer goes on from its tokens."""
 
+import concurrent.futures
 import hashlib
 import json
 import re
+import secrets
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.messages import (
     Message,
@@ -17,11 +19,22 @@ from dschat_lora.data.messages import (
     content_text,
     with_arguments,
 )
+from dschat_lora.endpoint.answers import Emit
+from dschat_lora.endpoint.requests import AnswerOptions
 from dschat_lora.endpoint.text import TURN_FIELDS, chat_ids, continues
-from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.play.environment import TurnTokens
-from dschat_lora.rl.response.response import DecodedTurn, TokenSequence
+from dschat_lora.endpoint.turns import Piece
+from dschat_lora.rl.draw.player import Key
+from dschat_lora.rl.response.response import (
+    DecodedTurn,
+    Response,
+    TokenSequence,
+    as_messages,
+    prompt_of,
+)
+from dschat_lora.rl.response.turn_tokens import TurnTokens
 
+MODEL_NAME = "actor"  # of the actor, as programs know it
+OVER = "the episode is over"
 # Programs that read thoughts from an answer put them back with white space of their own.
 _THOUGHT_TAG = re.compile(r"(</?think>)")
 
@@ -61,18 +74,14 @@ class Conversation:
 class PromptTokens:
     """How messages become tokens."""
 
-    chat: Chat
     encoder: Encoder
-    tokenizer: Tokenizer
     turn_tokens: TurnTokens
     limit: int  # most tokens of prompt and answer
-    vocabulary_size: int
 
     @cached_property
     def _special_tokens(self) -> list[str]:
-        return [
-            each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special
-        ]
+        added = self.turn_tokens.tokenizer.added_tokens_decoder.values()
+        return [each.content for each in added if each.special]
 
     def holds_special_tokens(self, messages: Sequence[Message]) -> bool:
         """Whether the text of a special token, such as an end of turn, stands in messages."""
@@ -107,6 +116,7 @@ class Conversations:
         Raises:
             ValueError: if the chat template refuses the messages.
         """
+        chat, tokenizer = to.turn_tokens.chat, to.turn_tokens.tokenizer
         for end in reversed(range(1, len(messages) + 1)):
             if messages[end - 1]["role"] != "assistant":
                 continue
@@ -118,7 +128,7 @@ class Conversations:
             conversation, length = known
             ids = [*conversation.prompt, *conversation.tokens][:length]
             if end == len(messages):  # an answer that was cut off is continued
-                has_end = not to.tokenizer.decode(ids[-1:], skip_special_tokens=True)
+                has_end = not tokenizer.decode(ids[-1:], skip_special_tokens=True)
                 if has_end or not continues(messages, columns):
                     break
                 return ids
@@ -129,7 +139,7 @@ class Conversations:
             except ValueError:
                 break
             return ids + following
-        return chat_ids(messages, to.chat, to.encoder, to.tokenizer, columns=columns, most=to.limit)
+        return chat_ids(messages, chat, to.encoder, tokenizer, columns=columns, most=to.limit)
 
     def continued_by(self, prompt: Sequence[int]) -> Conversation:
         """The conversation that an answer to the prompt belongs to, which is asked from here on."""
@@ -186,3 +196,157 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
 def _numbers_alike(value: Any) -> Any:
     """A JSON value with 1 and 1.0 alike, as JavaScript writes them."""
     return json.loads(json.dumps(value), parse_int=float)
+
+
+class Episode:
+    """An attempt at an episode: its program, its calls and what has become of it.
+
+    Attributes:
+        calls: those that wait for an answer.
+        is_over: whether the program has ended, in whatever way.
+        ended: whether the last answer ended by itself, of those that were allowed the most tokens:
+            a short ``max_tokens`` of a request beside others cuts off no episode.
+    """
+
+    def __init__(self, blank: Response, key: Key, attempt: int) -> None:
+        self.blank, self.key, self.attempt = blank, key, attempt
+        self.secret = secrets.token_hex(16)
+        self.conversations = Conversations(blank.prompt)
+        self.calls: list[Call] = []
+        self.num_calls = 0
+        self.posted: Any = None  # a reward that came by POST
+        self.refusal = ""  # why the last call that was refused was
+        self.reward: float | None = None
+        self.logged: dict[str, float] = {}
+        self.error: BaseException | None = None
+        self.failure = ""
+        self.undrawn = self.is_over = self.is_slow = self.ended = False
+        self.most_allowed = 0  # tokens of an answer
+        self.task: concurrent.futures.Future[Any] | None = None
+        self._spent, self._since = 0.0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """In which the program did not wait for an answer."""
+        return self._spent + (0.0 if self.calls else time.monotonic() - self._since)
+
+    @property
+    def answered(self) -> list[Conversation]:
+        """Conversations that had an answer."""
+        return [each for each in self.conversations.all if each.num_answers]
+
+    def ask(self, call: "Call") -> None:
+        """Take a call, which waits for its answer from here on."""
+        self._spent = self.seconds
+        self.calls.append(call)
+        self.num_calls += 1
+        self.is_slow = False
+
+    def drop(self, call: "Call") -> None:
+        """Let go of a call that has its answer, or that nobody waits for."""
+        if call in self.calls:
+            self.calls.remove(call)
+            if not self.calls:
+                self._since = time.monotonic()
+
+    def end(self, failure: str = "", error: BaseException | None = None) -> None:
+        """Take no further calls; those that wait are refused."""
+        if self.is_over:
+            return
+        self.is_over, self.failure, self.error = True, failure, error
+        for call in self.calls:
+            call.emit(Piece("", 0, error=OVER, stopped=True))
+        self.calls.clear()
+        if self.task is not None:
+            self.task.cancel()
+
+    def response(self) -> Response:
+        """The episode as a response; one that failed has no tokens."""
+        episode = replace(
+            self.blank.episode,
+            num_calls=self.num_calls,
+            num_retries=self.attempt,
+            failure=self.failure,
+        )
+        if self.failure:
+            return replace(self.blank, undrawn=self.undrawn, episode=episode)
+        *earlier, last = self.answered
+        before = self._before(last)
+        return replace(
+            self.blank,
+            prompt=last.prompt,
+            tokens=tuple(last.tokens),
+            actor_mask=tuple(last.actor_mask),
+            ended=self.ended,
+            logprobs=tuple(x for each in (*earlier, last) for x in each.logprobs),
+            sampler_logprobs=tuple(x for each in (*earlier, last) for x in each.sampler_logprobs),
+            undrawn=self.undrawn,
+            episode=replace(
+                episode,
+                earlier=json.dumps(before, ensure_ascii=False).encode() if before else b"",
+                reward=self.reward,
+                earlier_sequences=tuple(each.sequence for each in earlier),
+                logged=self.logged,
+            ),
+        )
+
+    def _before(self, last: Conversation) -> list[Message]:
+        """Messages before the last answer, without the prompt of the row."""
+        asked = [{n: v for n, v in m.items() if v is not None} for m in last.messages]
+        own = as_messages(prompt_of(self.blank.row, None) or [])
+        return asked[len(own) :] if asked[: len(own)] == own else asked
+
+
+@dataclass(eq=False)
+class Call:
+    """A request of an episode for an answer."""
+
+    episode: Episode
+    model: "AgentModel"
+    prompt: tuple[int, ...]
+    options: AnswerOptions
+    allowed: int  # tokens of the answer, were there any room
+    emit: Emit
+
+    def order(self) -> tuple[int, str]:
+        """Of calls that came together, in whatever order they were received."""
+        return self.model.number, hashlib.sha256(repr(self.prompt).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class AgentModel:
+    """The actor as a request of one episode sees it."""
+
+    episode: Episode
+    to: PromptTokens
+    number: int = 0  # by which calls that came together are put in order
+    name: str = MODEL_NAME
+    asked: list[tuple[Sequence[Message], Mapping[str, Any]]] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of prompt and answer."""
+        return self.to.limit
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens are below it."""
+        return len(self.tokenizer)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the actor."""
+        return self.to.turn_tokens.tokenizer
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Tokens of a prompt as a text."""
+        return self.to.encoder.encode([prompt])[0]
+
+    def chat_ids(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> list[int]:
+        """Tokens of messages, of earlier answers those that were drawn.
+
+        Raises:
+            ValueError: if the chat template refuses them.
+        """
+        self.asked.append((messages, columns))
+        return self.episode.conversations.prompt_ids(messages, columns, self.to)

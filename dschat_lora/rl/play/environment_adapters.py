@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any, ClassVar
 
 from dschat_lora.data.messages import Message
-from dschat_lora.rl.options.names import is_remote
-from dschat_lora.rl.play.mcp_tools import mcp_tool_schema
+from dschat_lora.rl.options.names import Function, called, is_remote
+from dschat_lora.rl.response.coroutines import run_together
 from dschat_lora.runtime.checks import require_packages, working_directory
 
 
@@ -134,8 +134,6 @@ class OpenEnv:
         """
         from openenv.core import GenericEnvClient
 
-        from dschat_lora.rl.response.coroutines import run_together
-
         url, self._field, self._shown = _openenv_fields(address)
         self._client = GenericEnvClient(base_url=url)
         self._where = f"--environment openenv:{address}"
@@ -228,8 +226,6 @@ class McpServer:
         Raises:
             ValueError: if that fails.
         """
-        from dschat_lora.rl.response.coroutines import run_together
-
         self._where = f"mcp:{server}"
         if server not in self._sessions:
             try:
@@ -265,8 +261,6 @@ async def _open_mcp(server: str) -> tuple[Any, list[dict[str, Any]]]:
     import asyncio
 
     from mcp import Client, StdioServerParameters, stdio_client
-
-    from dschat_lora.rl.response.coroutines import run_together
 
     target: Any = server
     if not is_remote(server):
@@ -312,19 +306,27 @@ async def _tools_of(client: Any) -> list[dict[str, Any]]:
             return found
 
 
-def _make_verifiers(name: str) -> Any:
-    from dschat_lora.rl.play.verifiers_environment import Verifiers
-
-    return Verifiers(name)
+def mcp_tool_schema(tool: Any, prefix: str = "") -> dict[str, Any]:
+    """A tool that an MCP server lists, for a chat template, its name behind ``prefix``."""
+    function = {
+        "name": f"{prefix}{tool.name}",
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
 
 
 # By the word before the colon: the class, the module it needs and the extra that installs it.
-ADAPTERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+ADAPTERS: dict[str, tuple[Function, str, str]] = {
     "gymnasium": (Gymnasium, "gymnasium", "gymnasium"),
     "mcp": (McpServer, "mcp>=2", "mcp"),
     "openenv": (OpenEnv, "openenv", "openenv"),
     "reasoning_gym": (ReasoningGym, "reasoning_gym", "environments"),
-    "verifiers": (_make_verifiers, "verifiers>=0.4", "verifiers"),
+    "verifiers": (
+        "dschat_lora.rl.play.verifiers_environment:Verifiers",
+        "verifiers>=0.4",
+        "verifiers",
+    ),
 }
 
 
@@ -339,4 +341,4 @@ def find_adapter(name: str) -> Callable[[], Any] | None:
         return None
     adapter, module, extra = ADAPTERS[library]
     require_packages(f"--environment {name}", module, extra=extra)
-    return lambda: adapter(rest)
+    return lambda: called(adapter)(rest)

@@ -1,34 +1,32 @@
-"""The player that options name; players of the user's own."""
+"""The player that options name: episodes with an environment, and players of the user's own."""
 
-import inspect
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dschat_lora.data.chat import Chat, make_chat
-from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.messages import Message
+from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import max_over_ranks, raise_together, tensor_rank
-from dschat_lora.generation.stops import end_of_text
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.play.agent_programs import load_program
+from dschat_lora.rl.options.engines import as_object
+from dschat_lora.rl.options.names import called
 from dschat_lora.rl.play.environment import (
     Environment,
-    EnvironmentFailedError,
-    Episodes,
-    TurnTokens,
+    StatefulEnvironment,
+    asked_together,
+    is_stateful,
 )
 from dschat_lora.rl.play.environment_adapters import find_adapter
-from dschat_lora.rl.play.stateful_environment import StatefulEnvironment, is_stateful
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.user_functions import (
-    check_takes_responses,
-    find_object,
-    same_gradients,
-)
+from dschat_lora.rl.response.response import Response, messages_after_prompt
+from dschat_lora.rl.response.turn_tokens import TurnTokens
+from dschat_lora.rl.score.user_functions import check_takes_responses, find_object, same_gradients
 
 
 def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) -> Player:
@@ -40,41 +38,15 @@ def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) ->
     batch, data, rewards = config.batch, config.data, config.rewards
     chat = make_chat(tokenizer, data.data.chat_template_kwargs)
     turn_tokens = TurnTokens(chat, tokenizer)
-    is_scored = bool(rewards.reward_function)
-    if (program := load_program(batch.agent, batch.agent_command, is_scored=is_scored)) is not None:
-        from dschat_lora.rl.play.agent_server import AgentServer  # needs a server's libraries
-        from dschat_lora.rl.play.agents import AgentLimits, Agents
-        from dschat_lora.rl.play.conversations import PromptTokens
-
-        agents = Agents(
-            program,
-            PromptTokens(
-                chat,
-                make_encoder(tokenizer),
-                tokenizer,
-                turn_tokens,
-                limit=data.max_seq_len,
-                vocabulary_size=len(tokenizer),
-            ),
-            AgentLimits(
-                batch.agent_timeout,
-                batch.agent_retries,
-                batch.agent_max_calls,
-                calls_at_a_time=batch.rows_decoded,
-            ),
-            serve=AgentServer,
-            max_new_tokens=data.max_answer_seq_len,
-            end_of_text=lambda stop, tokens: end_of_text(
-                tokens, (*batch.stop_strings, *stop), tokenizer.decode
-            ),
-        )
-        closing.callback(agents.close)
+    if batch.has_agent:  # which needs a server's libraries
+        load_agents = called("dschat_lora.rl.play.agents:load_agents")
+        agents: Player = load_agents(config, tokenizer, turn_tokens, closing)
         return agents
     if (name := batch.environment) is None:
         return OneTurn()
     if find_adapter(name) is None and hasattr(own := find_object("environment", name), "play"):
         with same_gradients():
-            return UserPlayer(name, own() if inspect.isclass(own) else own, tokenizer)
+            return UserPlayer(name, as_object(own), tokenizer)
     environment = load_environment(
         name,
         tokenizer,
@@ -113,6 +85,77 @@ def load_environment(
     )
     environment.make_first()
     return environment
+
+
+@dataclass(frozen=True)
+class Episodes(Player):
+    """Plays episodes: turns of the actor, with an environment's messages between them.
+
+    An episode ends when the environment returns None. It is cut off, and does not count as ended,
+    where a turn is; where the environment has more to say after ``max_turns``; and where its
+    messages leave no room for another token.
+    """
+
+    environment: Environment
+    turn_tokens: TurnTokens
+    max_turns: int
+
+    @property
+    def reward_name(self) -> str | None:
+        """The environment's."""
+        return self.environment.label()
+
+    @property
+    def objects(self) -> Mapping[int, Any] | None:
+        """Those of an environment with state."""
+        return self.environment.made()
+
+    @property
+    def asks(self) -> Sequence[Environment]:
+        """The environment."""
+        return (self.environment,)
+
+    def begin(
+        self, prompts: Sequence[PromptSample], mine: Iterable[int], num_generations: int, key: Key
+    ) -> list[PromptSample]:
+        """The prompts of episodes that are to begin."""
+        return self.environment.begin(prompts, mine, num_generations, key)
+
+    def play(self, tasks: Sequence[Response], draw: Draw, *, key: Key) -> list[Response]:
+        """The episodes of this rank; call on every rank, on which turns are drawn equally often."""
+        episodes, places = draw(tasks), [each.origin.place for each in tasks]
+        asking = [n for n, response in enumerate(episodes) if response.ended]
+        for turn in range(1, self.max_turns + 1):
+            replies = self.environment.replies(
+                [episodes[n] for n in asking], [places[n] for n in asking]
+            )
+            answered = {n: reply for n, reply in zip(asking, replies, strict=True) if reply}
+            longer = raise_together(partial(self._with_replies, episodes, answered))
+            for number in answered:
+                episodes[number] = replace(episodes[number], ended=False)
+            if turn == self.max_turns:
+                break
+            read = {n: each for n, each in longer.items() if len(each.tokens) < draw.max_tokens}
+            if not max_over_ranks(float(len(read))):
+                break
+            for number, response in zip(read, draw([*read.values()]), strict=True):
+                episodes[number] = response
+            asking = [number for number in read if episodes[number].ended]
+        rewards = self.environment.rewards(places)
+        return [each.rewarded(reward) for each, reward in zip(episodes, rewards, strict=True)]
+
+    def _with_replies(
+        self, episodes: Sequence[Response], replies: Mapping[int, Sequence[Message]]
+    ) -> dict[int, Response]:
+        """The episodes that have replies with these behind them, by their numbers."""
+        longer = {}
+        for number, reply in replies.items():
+            response = episodes[number]
+            said = messages_after_prompt(response, self.environment.tokenizer.decode)
+            earlier = json.dumps([*said, *reply], ensure_ascii=False).encode()
+            read = response.read(self.turn_tokens(response, reply))
+            longer[number] = replace(read, episode=replace(response.episode, earlier=earlier))
+        return longer
 
 
 class UserDraw:
@@ -200,10 +243,7 @@ class UserPlayer(Player):
                 raise RuntimeError(f"--environment {self.name} failed: {failure!r}") from failure
             return found
 
-        try:
-            return raise_together(played)
-        except Exception as error:
-            raise EnvironmentFailedError from error
+        return asked_together(played)
 
     def _checked(self, tasks: Sequence[Response], found: Any, draw: Draw) -> list[Response]:
         where = f"--environment {self.name}: play"

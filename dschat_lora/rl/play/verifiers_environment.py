@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from dschat_lora.data.tool_calls import parse_tool_calls
-from dschat_lora.rl.play.mcp_tools import mcp_tool_schema
+from dschat_lora.rl.play.environment_adapters import mcp_tool_schema
 from dschat_lora.rl.response.coroutines import run_together
 from dschat_lora.runtime.checks import working_directory
 
