@@ -17,7 +17,7 @@ from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.loading import PreTrainedModel
 from dschat_lora.rl.draw.completions import EngineError, are_logprobs
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import as_object
+from dschat_lora.rl.options.engines import engine_object
 from dschat_lora.rl.options.names import called
 from dschat_lora.rl.response.errors import FullWhileDecodingError, UserFunctionError
 from dschat_lora.rl.response.response import DecodedTurn
@@ -151,7 +151,7 @@ def make_engine(site: EngineSite) -> Drawing:
     if facts.make:
         made: Drawing = called(facts.make)(site)
         return made
-    return EngineDecoder(as_object(facts.own), site)
+    return EngineDecoder(engine_object(facts.own, is_taken=True), site)
 
 
 class EngineDecoder(Drawing):
@@ -240,6 +240,10 @@ class EngineDecoder(Drawing):
             own = [int(token) for token in tokens]
             reads = row.keeps_logprobs and logprobs is not None
             known = [float(value) for value in logprobs] if reads else None
+            if logprobs is None and self._site.config.ppo.use_rollout_logprobs:
+                raise EngineError(
+                    f"{self._where} gave no log-probabilities: --use_rollout_logprobs needs them"
+                )
             if not own and needed is None:
                 raise EngineError(f"{self._where} drew a response without tokens")
             if len(own) > row.limit:

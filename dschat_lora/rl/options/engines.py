@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dschat_lora.config.groups import require
-from dschat_lora.rl.options.names import called, is_address, is_own, load_object
+from dschat_lora.rl.options.names import called, is_address, is_own, load_object, made
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EngineFacts:
         if self.check_options:
             called(self.check_options)(config, inputs)
         elif hasattr(self.own, "check"):
-            as_object(self.own).check(config)
+            engine_object(self.own).check(config)
 
     def prepare(self, config: Any, sources: Any, run: Any) -> Any:
         """What has to be there before models take memory; None where nothing has, or will run."""
@@ -56,7 +56,7 @@ class EngineFacts:
         """Bytes of a device that it takes while the actor trains, as far as it knows."""
         if not hasattr(self.own, "bytes_beside_training"):
             return 0
-        return int(as_object(self.own).bytes_beside_training(config))
+        return int(engine_object(self.own).bytes_beside_training(config))
 
 
 ENGINES = {
@@ -119,8 +119,12 @@ def engine_facts(name: str) -> EngineFacts:
     if not callable(getattr(own, "draw", None)):
         raise ValueError(f"--rollout_engine {name} has no method draw(asked, sampling)")
     # The switches, but no names of functions of the package.
-    switches = [each.name for each in fields(EngineFacts) if each.type is bool]
-    return EngineFacts(own=own, **{n: getattr(own, n) for n in switches if hasattr(own, n)})
+    names = [each.name for each in fields(EngineFacts) if each.type is bool]
+    switches = {each: getattr(own, each) for each in names if hasattr(own, each)}
+    for switch, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"--rollout_engine {name}: {switch} is True or False, got {value!r}")
+    return EngineFacts(own=own, **switches)
 
 
 def check_engine(name: str) -> None:
@@ -139,6 +143,20 @@ def server_addresses(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
 
 
-def as_object(own: Any) -> Any:
-    """A user's object, or one of their class."""
-    return own() if isinstance(own, type) else own
+_objects: dict[
+    type, Any
+] = {}  # of users' classes, from the check of options until a run takes them
+
+
+def engine_object(own: Any, *, is_taken: bool = False) -> Any:
+    """A user's engine: the object, or one of the class, which is made once for a run.
+
+    Raises:
+        ValueError: if the class takes arguments.
+    """
+    if not isinstance(own, type):
+        return own
+    found = _objects.pop(own, None) or made("rollout_engine", own.__name__, own)
+    if not is_taken:
+        _objects[own] = found
+    return found

@@ -15,8 +15,7 @@ from dschat_lora.engine.distributed import max_over_ranks, raise_together, tenso
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import as_object
-from dschat_lora.rl.options.names import called
+from dschat_lora.rl.options.names import called, made
 from dschat_lora.rl.play.environment import (
     Environment,
     StatefulEnvironment,
@@ -46,7 +45,7 @@ def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) ->
         return OneTurn()
     if find_adapter(name) is None and hasattr(own := find_object("environment", name), "play"):
         with same_gradients():
-            return UserPlayer(name, as_object(own), tokenizer)
+            return UserPlayer(name, made("environment", name, own), tokenizer)
     environment = load_environment(
         name,
         tokenizer,
