@@ -33,7 +33,8 @@ class Site:
 
     def __init__(self, name, at_a_time=0):
         facts = EngineFacts(batches_itself=not at_a_time)
-        self.config = Has(batch=Has(rollout_engine=name, engine=facts, rows_decoded=at_a_time))
+        batch = Has(rollout_engine=name, engine=facts, rows_decoded=at_a_time)
+        self.config = Has(batch=batch, ppo=Has(use_rollout_logprobs=False))
         self.actor = Has(model=Has(config=Has(vocab_size=50)))
         self.ends, self.run, self.version = frozenset([2]), Has(closing=ExitStack()), lambda: 7
 
