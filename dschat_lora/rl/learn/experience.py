@@ -15,6 +15,7 @@ from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.options.algorithms import Algorithm, PpoConfig, RolloutCorrection
+from dschat_lora.rl.options.names import is_own
 from dschat_lora.rl.response.batch import (
     Batching,
     Minibatch,
@@ -293,28 +294,38 @@ def advantages_and_returns(
         ValueError: if an estimator of the user's gives something else than advantages.
     """
     mask, by_name = experience.mask, experience.rewards or {"reward_model": experience.scores}
-    found = config.rules.estimate(
-        Outcome(
-            rewards=by_name,
-            weights=experience.weights or dict.fromkeys(by_name, 1.0),
-            shaped=rewards,
-            groups=experience.groups,
-            counts=experience.counts,
-            mask=mask,
-            options=config,
-            kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
-            values=experience.values,
-            logprobs=experience.logprobs,
-            ref_logprobs=experience.ref_logprobs,
-        )
+    outcome = Outcome(
+        # An estimator of the user's may write to them.
+        rewards={name: rewards.clone() for name, rewards in by_name.items()},
+        weights=experience.weights or dict.fromkeys(by_name, 1.0),
+        shaped=rewards,
+        groups=experience.groups,
+        counts=experience.counts,
+        mask=mask,
+        options=config,
+        kl_coef=kl_coef if config.kl_in == "reward" else 0.0,
+        values=experience.values,
+        logprobs=experience.logprobs,
+        ref_logprobs=experience.ref_logprobs,
     )
+    where, is_users = f"--algorithm {config.algorithm}", is_own(config.algorithm)
+    try:
+        found = config.rules.estimate(outcome)
+    except Exception as error:
+        raise RuntimeError(f"{where} failed: {error!r}") from error
     advantages, returns = found if isinstance(found, tuple) else (found, None)
     if not isinstance(advantages, Tensor) or advantages.shape not in (mask.shape, mask.shape[:1]):
         kind = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
-            f"--algorithm {config.algorithm} must give a tensor of advantages, "
-            f"{tuple(mask.shape[:1])} of responses or {tuple(mask.shape)} of tokens, got {kind}"
+            f"{where} must give a tensor of advantages, {tuple(mask.shape[:1])} of responses or "
+            f"{tuple(mask.shape)} of tokens, got {kind}"
         )
+    if (returns is None) == config.rules.has_critic:
+        needs = "returns as well, for its critic" if returns is None else "no returns without one"
+        raise ValueError(f"{where} must give {needs} (needs of an algorithm name values)")
+    advantages = advantages.detach().to(mask.device, rewards.dtype)
     if advantages.dim() == 1:
         advantages = to_tokens(advantages, mask)
+    if is_users and not bool(advantages[mask].isfinite().all()):
+        raise ValueError(f"{where} gives advantages that are not finite")
     return AdvantagesAndReturns(advantages, returns)

@@ -1,6 +1,7 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,10 +142,8 @@ def make_parts(setup: RlhfSetup, progress: RlhfProgress, pretraining: Pretrainin
     )
     actor = setup.models.roles.actor.model
     average = MovingAverage(actor, classic.ema_decay) if classic.enable_ema else None
-    own = [
-        UserPart(name, RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier))
-        for name in classic.parts
-    ]
+    of_parts = RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier)
+    own = [UserPart(name, replace(of_parts, files={})) for name in classic.parts]
     entropy = EntropyTarget(config.ppo.target_entropy, progress)
     parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
     return Parts([part for part in parts if part is not None])

@@ -2,6 +2,7 @@
 logs, and those of the user's own.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +20,21 @@ from dschat_lora.engine.distributed import raise_together, rank
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.appended_file import AppendedFile
 from dschat_lora.report.log import RunLog
-from dschat_lora.report.rollouts import as_member
+from dschat_lora.report.rollouts import FILE, as_member
 from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.update import StepResult
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.options.names import load_object
+from dschat_lora.rl.options.names import load_object, made
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import messages_after_prompt
 
 # Responses of an iteration whose advantages, KL and values are kept token by token.
 ROWS_BY_TOKEN = 4
+
+
+CALLED = ("after_step", "after_iteration", "before_checkpoint")
 
 
 class Part(Protocol):
@@ -73,8 +77,7 @@ class Parts:
         self._parts = parts
         self._failure: PartError | None = None
         self._called = {
-            name: [getattr(part, name) for part in parts if hasattr(part, name)]
-            for name in ("after_step", "after_iteration", "before_checkpoint")
+            name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in CALLED
         }
 
     def after_step(self, result: StepResult) -> None:
@@ -216,13 +219,21 @@ class RunOfPart:
     log: RunLog
     earlier: Path | None = None  # directory of the run that is gone on from elsewhere
     files: dict[str, AppendedFile] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)  # names of files of all parts
 
     def appended(self, name: str, head: str = "") -> AppendedFile:
         """A file of the run's directory, to ``append`` text to after each step or iteration.
 
         Rank 0 alone writes. ``head`` stands before the first of it. Where the run is resumed, what
         was appended after its checkpoint is cut off.
+
+        Raises:
+            ValueError: if the name is a path, or that of a file of the run or of another part.
         """
+        known = {"metrics.jsonl", "run.json", "report.html", FILE} | self.taken
+        if name in known or Path(name).name != name:
+            raise ValueError(f"appended({name!r}): give a name of its own in the run's directory")
+        self.taken.add(name)
         source = None if self.earlier is None else self.earlier / name
         file = AppendedFile(
             self.output_dir / name, self.log, active=rank() == 0, source=source, head=head
@@ -238,11 +249,11 @@ def find_part(option: str) -> Any:
         ValueError: if there is none, or it has no method that is called.
     """
     found = load_object("parts", option)
-    if not any(hasattr(found, name) for name in ("after_step", "after_iteration")):
+    if not any(hasattr(found, name) for name in CALLED):
         kind = found if isinstance(found, type) else type(found)
         raise ValueError(
-            f"--parts {option} must have after_iteration(experience, targets) or "
-            f"after_step(result), it is a {kind.__name__} without"
+            f"--parts {option} must have after_iteration(experience, targets), after_step(result) "
+            f"or before_checkpoint(); {kind.__name__} has none"
         )
     return found
 
@@ -256,25 +267,24 @@ class UserPart:
         Raises:
             ValueError: as :func:`find_part`, or if it appends to a file as it begins.
         """
-        found = find_part(option)
-        self._part = found() if isinstance(found, type) else found
-        self._files = run.files
+        self._option, self._run = option, run
+        self._failure: RuntimeError | None = None
+        self._part = made("parts", option, find_part(option))
         self.name = f"part {getattr(self._part, 'name', type(self._part).__name__)}"
-
-        def begin() -> None:
-            self._call("begin", run)
-            # Where the run is resumed, the file would be written anew.
-            for name, file in run.files.items():
-                if file.state()["bytes"]:
-                    raise ValueError(
-                        f"--parts {option} appends to {name} in begin: give what comes first as "
-                        f"run.appended({name!r}, head=...)"
-                    )
-
-        raise_together(begin)
+        raise_together(lambda: self._call("begin", run))
+        # Where the run is resumed, the file would be written anew.
+        if begun := [name for name, file in run.files.items() if file.state()["bytes"]]:
+            raise ValueError(
+                f"--parts {option} appends to {begun[0]} in begin: give what comes first as "
+                f"run.appended({begun[0]!r}, head=...)"
+            )
 
     def after_step(self, result: StepResult) -> None:
-        self._call("after_step", result)
+        """Tell of a step; what fails is raised once its iteration is whole."""
+        try:
+            self._call("after_step", result)
+        except RuntimeError as error:
+            self._failure = self._failure or error
 
     def after_iteration(
         self, experience: Experience, targets: AdvantagesAndReturns | None
@@ -286,34 +296,55 @@ class UserPart:
         """
 
         def call() -> dict[str, float]:
-            found = self._call("after_iteration", experience, targets) or {}
-            return {name: float(value) for name, value in found.items()}
+            if self._failure is not None:
+                raise self._failure
+            found = self._call("after_iteration", experience, targets)
+            try:
+                return {str(name): float(value) for name, value in dict(found or {}).items()}
+            except (TypeError, ValueError) as error:
+                raise RuntimeError(
+                    f"--parts {self._option}: after_iteration must return metrics, numbers by "
+                    f"name, or None, got {found!r}"
+                ) from error
 
         try:
             return raise_together(call)
-        except Exception as error:
-            raise PartError from error
+        except RuntimeError as error:
+            raise PartError(str(error)) from error
 
     def before_checkpoint(self) -> None:
         self._call("before_checkpoint")
-        for file in self._files.values():
+        for file in self._run.files.values():
             file.sync()
 
     def state(self) -> dict[str, Any]:
-        files = {name: file.state() for name, file in self._files.items()}
-        return {"own": self._call("state"), "files": files}
+        own = self._call("state")
+        try:
+            json.dumps(own)
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"--parts {self._option}: state must return what JSON holds: {error}"
+            ) from error
+        return {"own": own, "files": {n: file.state() for n, file in self._run.files.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
         for name, of_file in state["files"].items():
-            if name in self._files:
-                self._files[name].restore(of_file)
+            if name in self._run.files:
+                self._run.files[name].restore(of_file)
         if state["own"] is not None:
             self._call("restore", state["own"])
 
     def _call(self, method: str, *args: Any) -> Any:
-        """What a method returns; None where there is none."""
+        """What a method returns; None where there is none.
+
+        Raises:
+            RuntimeError: if it fails, naming the part.
+        """
         function = getattr(self._part, method, None)
-        return None if function is None else function(*args)
+        try:
+            return None if function is None else function(*args)
+        except Exception as error:
+            raise RuntimeError(f"--parts {self._option}: {method} failed: {error!r}") from error
 
 
 def rollout_rows(

@@ -48,6 +48,7 @@ class RolloutSampler:
     ) -> None:
         self._setup, self._config, self._generator = setup, setup.config, generator
         self.progress, self._timer = progress, timer
+        self._told = told_sources(setup.config.data.data, setup.data.prompts)
         config, batch = setup.config, setup.config.batch
 
         def iteration() -> int:
@@ -103,7 +104,6 @@ class RolloutSampler:
             BrokenWeightsError, RolloutError, StreamError: if they could not be drawn.
         """
         setup, config, iteration = self._setup, self._config, self.progress.iteration
-        told = told_sources(config.data.data, setup.data.prompts)
         phase = self._timer.phase
         with phase("generation"):
             draws, ahead = self._draws(iteration), self._ahead
@@ -131,7 +131,7 @@ class RolloutSampler:
         if draws.needed is not None:
             metrics["cut_prompts"] = len(draws.prompts) - draws.needed
         metrics |= version_metrics(responses, iteration)
-        self._metrics = metrics | source_metrics(responses, told)
+        self._metrics = metrics | source_metrics(responses, self._told)
         self._generator.engine.make_room()
         return responses, scores
 

@@ -31,7 +31,6 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
-from dschat_lora.rl.watch.diagnostics import check_sampler
 from dschat_lora.rl.watch.metrics import iteration_metrics
 from dschat_lora.runtime.loop import standard_schedule
 
@@ -64,11 +63,11 @@ class RlhfTrainer:
         self._scorer = with_reward_model(
             setup.scoring.scorer,
             self.engines,
-            lambda responses: self._batching.batches(
-                responses,
-                # Dynamic sampling scores further prompts alone: those of one step.
-                rows_per_step=0 if config.ppo.dynamic_sampling else self.schedule.rows_per_step,
-                iteration=self.progress.iteration,
+            # Those that are planned, but where dynamic sampling may yet replace prompts.
+            lambda responses: (
+                self._batching.in_one_step(responses, self.progress.iteration)
+                if config.ppo.dynamic_sampling
+                else self._planned.first_batches
             ),
         )
         self.diagnostics = make_diagnostics(setup)
@@ -110,7 +109,6 @@ class RlhfTrainer:
             "iteration": progress.iteration,
             **iteration_metrics(results, updater, experience, shaped, self.config),
             **self.generator.engine.metrics(),
-            **of_parts,
             **self.throughput(
                 responses,
                 steps,
@@ -119,7 +117,7 @@ class RlhfTrainer:
                 learning=learning,
             ),
         }
-        self._report(metrics, experience)
+        self._report(metrics, of_parts, experience)
         return results[-1].skipped
 
     def _plan(self, responses: Sequence[Response]) -> Steps:
@@ -133,6 +131,7 @@ class RlhfTrainer:
         )
         if self.pretraining is not None and "actor" in self.learning:
             self.pretraining.read(len(steps.minibatches))
+        self._planned = steps
         return steps
 
     def _scores(self, responses: Sequence[Response]) -> Scores:
@@ -205,11 +204,16 @@ class RlhfTrainer:
         )
         self.parts.check()
 
-    def _report(self, metrics: dict[str, Any], experience: Experience) -> None:
+    def _report(
+        self, metrics: dict[str, Any], of_parts: dict[str, float], experience: Experience
+    ) -> None:
         """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
+        if taken := sorted(metrics.keys() & of_parts.keys()):
+            raise ValueError(f"--parts gives the metric {taken[0]}, which is the run's: rename it")
+        metrics |= of_parts
         config, log = self.config, self.setup.run.log
         iteration, total = self.progress.iteration, self.schedule.num_iterations
-        check_sampler(metrics, self.diagnostics.dtype, self.diagnostics.engine)
+        self.diagnostics.check(metrics)
         log.write("train", self.progress.step, metrics)
         log.advance()
         if iteration % config.run.logging_steps == 0 or iteration == total:

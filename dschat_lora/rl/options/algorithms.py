@@ -35,8 +35,8 @@ def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
     """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
 
     def message(value: Callable[[str], Any]) -> str:
-        if (read or name) in value("rules").reads:
-            return ""
+        if (read or name) in value("rules").reads or is_own(value("algorithm")):
+            return ""  # a function of the user's may read any
         return no_effect(name, f" with --algorithm {value('algorithm')}")
 
     return message

@@ -77,3 +77,19 @@ def load_object(option: str, name: str, kind: str = "") -> object:
         ValueError: if there is none.
     """
     return held_object(name, option) if is_held(name) else imported(option, name, kind)
+
+
+def made(option: str, name: str, found: Any) -> Any:
+    """An object of the user's, or one of their class, which is called without arguments.
+
+    Raises:
+        ValueError: if the class takes some.
+    """
+    if not isinstance(found, type):
+        return found
+    try:
+        return found()
+    except TypeError as error:
+        raise ValueError(
+            f"--{option} {name} is called without arguments: {error}; name an object instead"
+        ) from error

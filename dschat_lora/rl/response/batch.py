@@ -248,15 +248,10 @@ class Batching:
             )
         ]
 
-    def batches(
-        self, responses: Sequence[Response], *, rows_per_step: int, iteration: int
-    ) -> list[ResponseBatch]:
-        """This rank's batches of the first pass, of one step if ``rows_per_step`` is 0."""
-        make_batch = self.collator(responses)
-        steps = self.minibatches(
-            responses, rows_per_step=rows_per_step or len(responses), iteration=iteration
-        )
-        return [make_batch(rows) for each in steps for rows in each.micro_batches]
+    def in_one_step(self, responses: Sequence[Response], iteration: int) -> list[ResponseBatch]:
+        """This rank's batches of all responses in one step."""
+        (step,) = self.minibatches(responses, rows_per_step=len(responses), iteration=iteration)
+        return [*map(self.collator(responses), step.micro_batches)]
 
     def collator(self, responses: Sequence[Response]) -> Callable[[Sequence[int]], ResponseBatch]:
         """What makes the batch of responses of some numbers."""

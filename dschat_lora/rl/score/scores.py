@@ -4,6 +4,7 @@ import math
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -96,12 +97,12 @@ class RewardFunction(UserFunction):
 
     noun, entry = "scores", "one number, or None"
 
-    @property
+    @cached_property
     def own_names(self) -> tuple[str, ...]:
         """Those that a scorer has; empty for a function."""
         return tuple(getattr(self.function, "names", ()))
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of its rewards in metrics."""
         if self.own_names:
@@ -229,7 +230,7 @@ class RewardFunctions:
     objects: Mapping[int, Any] | None = None  # a stateful environment's, by number of the response
     taken: tuple[str, ...] = (REWARD_MODEL,)  # names of other rewards
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the functions, those of one name numbered from the second on."""
         found: list[str] = []

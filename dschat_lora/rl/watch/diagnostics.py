@@ -106,6 +106,10 @@ class Diagnostics:
     evaluations: list[dict[str, float]] = field(default_factory=list)
     active: list[str] = field(default_factory=list)  # failures that were warned of
 
+    def check(self, metrics: Mapping[str, Any]) -> None:
+        """Stop a run by :func:`check_sampler`."""
+        check_sampler(metrics, self.dtype, self.engine)
+
     def iteration(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an iteration with these metrics."""
         row = _numbers(metrics, _METRICS)
@@ -206,7 +210,7 @@ class Diagnostics:
 
     def _sampler(self, row: dict[str, float]) -> str | None:
         limit = SAMPLER_TOLERANCE[self.dtype]
-        if row.get("sampler_error", 0.0) <= limit or self.engine != "own":
+        if row.get("sampler_error", 0.0) <= limit or not engine_facts(self.engine).exact:
             return None
         return (
             f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "

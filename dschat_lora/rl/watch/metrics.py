@@ -39,7 +39,7 @@ def iteration_metrics(
         "updates": len(results),
     }
     # Sampler and policy may differ by more than rounding.
-    if batch.do_sample and (batch.rollout_engine != "own" or correction is not None):
+    if batch.do_sample and (not batch.engine.exact or correction is not None):
         found |= importance_metrics(updater.importance, updater.experience, correction)
     return found
 
