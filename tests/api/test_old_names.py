@@ -39,6 +39,9 @@ FORMER = {
     "rl.coroutines": "start in_thread run_together run_without_loop",
     "rl.draw.order": "PromptOrder",
     "rl.draw.prompt_stream": "Pool PromptStream",
+    "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.draw.rollout_servers": "EngineError CompletionServer RolloutServer RolloutServers vllm_rank",
+    "rl.draw.turn_decoder": "unanswered",
     "rl.dynamic_sampling": "Resampled resample",
     "rl.ema": "MovingAverage",
     "rl.engines": "Retry Engines build_engines policies_of resolve_architecture",
@@ -98,6 +101,7 @@ FORMER = {
         "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
     ),
     "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.score.shaping": "INITIAL_SCORES shape rescale_values",
     "rl.score.reward_functions": (
         "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
     ),

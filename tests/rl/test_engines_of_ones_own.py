@@ -154,7 +154,7 @@ def test_facts_have_defaults_and_are_those_that_a_class_or_object_says():
     ("name", "words"),
     [
         ("helpers.nothing:Engine", "cannot be imported: No module named 'helpers.nothing'"),
-        ("helpers.random_engine:Nothing", "helpers.random_engine has no object Nothing"),
+        ("helpers.random_engine:Nothing", "helpers.random_engine has no Nothing"),
         ("helpers.random_engine:random", r"has no method draw\(asked, sampling\)"),
     ],
 )
