@@ -326,7 +326,7 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
     responses = [Response(prompt, answer, ended=True, group=0)] * count
     checkpointed = {n: is_on(getattr(config, n).gradient_checkpointing) for n in roles.trained}
     counter = FlopCounter(
-        roles,
+        roles.models,
         checkpointed=checkpointed,
         num_generations=batch.num_generations,
         batch_size=batch.per_device_generation_batch_size,

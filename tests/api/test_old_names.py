@@ -40,7 +40,7 @@ FORMER = {
     "rl.draw.order": "PromptOrder",
     "rl.draw.prompt_stream": "Pool PromptStream",
     "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
-    "rl.draw.rollout_servers": "EngineError CompletionServer RolloutServer RolloutServers vllm_rank",
+    "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
     "rl.draw.turn_decoder": "unanswered",
     "rl.dynamic_sampling": "Resampled resample",
     "rl.ema": "MovingAverage",

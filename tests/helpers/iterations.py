@@ -16,12 +16,11 @@ from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.rl.learn.ema import MovingAverage
-from dschat_lora.rl.learn.engines import Engines, RewardModelScorer
+from dschat_lora.rl.learn.engines import Engines, RewardModelScorer, make_experience
 from dschat_lora.rl.learn.experience import (
     Steps,
     advantages_and_returns,
     count_deferred,
-    make_experience,
 )
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.learn.update import Updater

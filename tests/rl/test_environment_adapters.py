@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.rl.loop.validation import _check_environment
-from dschat_lora.rl.options.inputs import episode_prompt
-from dschat_lora.rl.options.names import ENVIRONMENT_LIBRARIES
+from dschat_lora.rl.options.names import ENVIRONMENT_LIBRARIES, episode_prompt
 from dschat_lora.rl.play.environment import EnvironmentFailedError
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.play.players import load_environment

@@ -14,7 +14,7 @@ from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.rl.loop.validation import with_environment_prompts
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import episode_prompt
+from dschat_lora.rl.options.names import episode_prompt
 from dschat_lora.rl.play.environment import EnvironmentFailedError, is_stateful
 from dschat_lora.rl.play.players import load_environment
 from dschat_lora.rl.score.scores import EpisodeScorer, RewardFunction, RewardFunctions, RewardSum

@@ -9,7 +9,7 @@ from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.lora.layers import FactorCasts
-from dschat_lora.rl.learn.engines import Engines, Retry, RewardModelScorer
+from dschat_lora.rl.learn.engines import Engines, Retry, RewardModelScorer, make_experience
 from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
     Experience,
@@ -17,7 +17,6 @@ from dschat_lora.rl.learn.experience import (
     add_old_outputs,
     advantages_and_returns,
     count_deferred,
-    make_experience,
 )
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.learn.update import StepResult, Updater

@@ -10,7 +10,7 @@ from dschat_lora.engine.distributed import broadcast_, rank
 from dschat_lora.engine.zero import is_sharded, own_shard, whole_of_parts, whole_of_shards
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.parallel import own_part
-from dschat_lora.rl.learn.update import StepResult
+from dschat_lora.rl.learn.experience import StepResult
 
 
 class MovingAverage:

@@ -16,9 +16,10 @@ from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.causal_lm import DivergenceHead, Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.draw.engine import Drawing
+from dschat_lora.rl.learn.experience import Experience, padded
 from dschat_lora.rl.learn.served_teacher import ServedTeacher
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.response.batch import ResponseBatch, gather_rows
+from dschat_lora.rl.response.batch import ResponseBatch, gather_rows, response_mask
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import REWARD_MODEL, RewardSum, Scorer, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
@@ -243,6 +244,60 @@ def with_reward_model(
     if isinstance(scorer, RewardSum) and engines.reward is not None:
         return scorer.adding(RewardModelScorer(engines, batches))
     return scorer
+
+
+@torch.no_grad()
+def make_experience(
+    engines: Engines,
+    responses: Sequence[Response],
+    batches: Sequence[ResponseBatch],
+    scores: Scores,
+    *,
+    deferred: int = 0,
+    from_sampler: bool = False,
+) -> Experience:
+    """The experience of all ranks' responses; call on every rank, with as many batches on each.
+
+    Old log-probabilities and values of the first ``deferred`` batches are left to the update.
+    ``from_sampler`` takes those log-probabilities from the decode loop, without a forward pass.
+    """
+    engines.eval()
+    mask = response_mask(responses, engines.actor.device)
+    width, with_old = mask.shape[1], deferred < len(batches)
+    with_values = with_old and engines.critic is not None
+    wait = None if engines.teacher is None else engines.teacher.begin(responses)
+    rows = []
+    for number, batch in enumerate(batches):
+        batch = batch.to(engines.actor.device)
+        parts = [torch.zeros(len(batch.numbers), 0, device=engines.actor.device)]
+        if wait is None:
+            parts.append(engines.policy(batch, width, "reference")[0])
+        if with_old and not from_sampler:
+            unknown = parts[0].new_full((len(batch.numbers), width), torch.nan)
+            parts.append(unknown if number < deferred else engines.policy(batch, width)[0])
+        if with_values:
+            parts.append(engines.values(batch, width))
+        rows.append(torch.cat(parts, dim=1))
+    table = gather_rows([n for batch in batches for n in batch.numbers], torch.cat(rows))
+    tables = list(torch.split(table, width, dim=1))
+    ref_logprobs = tables.pop(0) if wait is None else padded(wait(), mask)
+    logprobs = None
+    if with_old:
+        drawn = (response.logprobs for response in responses)
+        logprobs = padded(drawn, mask) if from_sampler else tables.pop(0)
+    return Experience(
+        responses,
+        mask & ~scores.total.isnan()[:, None],
+        ref_logprobs=ref_logprobs,
+        scores=scores.total,
+        logprobs=logprobs,
+        values=tables.pop(0) if with_values else None,
+        rewards=scores.by_name,
+        weights=scores.weights,
+        logged_metrics=scores.metrics,
+        logged_columns=scores.columns,
+        by_divergence=scores.by_divergence,
+    )
 
 
 def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:

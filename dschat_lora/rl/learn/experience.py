@@ -13,7 +13,7 @@ from dschat_lora.algos.credit import Outcome
 from dschat_lora.algos.importance import Mismatch, importance_weights, sampler_mismatch
 from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
-from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.engine.build import StepOutcome
 from dschat_lora.rl.options.algorithms import Algorithm, PpoConfig, RolloutCorrection
 from dschat_lora.rl.options.names import is_own
 from dschat_lora.rl.response.batch import (
@@ -21,11 +21,8 @@ from dschat_lora.rl.response.batch import (
     Minibatch,
     ResponseBatch,
     gather_numbered,
-    gather_rows,
-    response_mask,
 )
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -206,58 +203,27 @@ def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
     return len(first)
 
 
-@torch.no_grad()
-def make_experience(
-    engines: Engines,
-    responses: Sequence[Response],
-    batches: Sequence[ResponseBatch],
-    scores: Scores,
-    *,
-    deferred: int = 0,
-    from_sampler: bool = False,
-) -> Experience:
-    """The experience of all ranks' responses; call on every rank, with as many batches on each.
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step of actor and critic; figures are means over its tokens, of all ranks."""
 
-    Old log-probabilities and values of the first ``deferred`` batches are left to the update.
-    ``from_sampler`` takes those log-probabilities from the decode loop, without a forward pass.
-    """
-    engines.eval()
-    mask = response_mask(responses, engines.actor.device)
-    width, with_old = mask.shape[1], deferred < len(batches)
-    with_values = with_old and engines.critic is not None
-    wait = None if engines.teacher is None else engines.teacher.begin(responses)
-    rows = []
-    for number, batch in enumerate(batches):
-        batch = batch.to(engines.actor.device)
-        parts = [torch.zeros(len(batch.numbers), 0, device=engines.actor.device)]
-        if wait is None:
-            parts.append(engines.policy(batch, width, "reference")[0])
-        if with_old and not from_sampler:
-            unknown = parts[0].new_full((len(batch.numbers), width), torch.nan)
-            parts.append(unknown if number < deferred else engines.policy(batch, width)[0])
-        if with_values:
-            parts.append(engines.values(batch, width))
-        rows.append(torch.cat(parts, dim=1))
-    table = gather_rows([n for batch in batches for n in batch.numbers], torch.cat(rows))
-    tables = list(torch.split(table, width, dim=1))
-    ref_logprobs = tables.pop(0) if wait is None else padded(wait(), mask)
-    logprobs = None
-    if with_old:
-        drawn = (response.logprobs for response in responses)
-        logprobs = padded(drawn, mask) if from_sampler else tables.pop(0)
-    return Experience(
-        responses,
-        mask & ~scores.total.isnan()[:, None],
-        ref_logprobs=ref_logprobs,
-        scores=scores.total,
-        logprobs=logprobs,
-        values=tables.pop(0) if with_values else None,
-        rewards=scores.by_name,
-        weights=scores.weights,
-        logged_metrics=scores.metrics,
-        logged_columns=scores.columns,
-        by_divergence=scores.by_divergence,
-    )
+    loss: float  # the actor's, as ``loss_normalization`` divides it
+    policy_loss: float  # likewise, without the KL penalty that may be in it
+    value_loss: float | None
+    text_loss: float | None  # of pretraining text, nats per token
+    entropy: float  # nats per token
+    clip_fraction: float
+    value_clip_fraction: float | None
+    approx_kl: float  # policy that sampled to policy before this step, nats per token
+    ratio_error: float | None  # largest |ratio - 1| at an iteration's first step, else None
+    outcomes: dict[str, StepOutcome]  # by role
+    learning_rates: dict[str, dict[str, float]]  # by role and parameter group
+    num_tokens: int  # response tokens
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a role's gradient was not finite, so that its weights did not change."""
+        return any(outcome.skipped for outcome in self.outcomes.values())
 
 
 def add_old_outputs(

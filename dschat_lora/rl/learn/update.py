@@ -1,7 +1,7 @@
 """Optimizer steps of actor and critic on an iteration's experience."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,35 +13,17 @@ from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
 from dschat_lora.rl.learn.engines import Engines
-from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, Steps, add_old_outputs
+from dschat_lora.rl.learn.experience import (
+    AdvantagesAndReturns,
+    Experience,
+    StepResult,
+    Steps,
+    add_old_outputs,
+)
 from dschat_lora.rl.learn.pretraining import Pretraining, TextWindow
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.runtime.loop import broken_unless_finite
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step of actor and critic; figures are means over its tokens, of all ranks."""
-
-    loss: float  # the actor's, as ``loss_normalization`` divides it
-    policy_loss: float  # likewise, without the KL penalty that may be in it
-    value_loss: float | None
-    text_loss: float | None  # of pretraining text, nats per token
-    entropy: float  # nats per token
-    clip_fraction: float
-    value_clip_fraction: float | None
-    approx_kl: float  # policy that sampled to policy before this step, nats per token
-    ratio_error: float | None  # largest |ratio - 1| at an iteration's first step, else None
-    outcomes: dict[str, StepOutcome]  # by role
-    learning_rates: dict[str, dict[str, float]]  # by role and parameter group
-    num_tokens: int  # response tokens
-
-    @property
-    def skipped(self) -> bool:
-        """Whether a role's gradient was not finite, so that its weights did not change."""
-        return any(outcome.skipped for outcome in self.outcomes.values())
-
 
 # Sums over tokens, of this rank and later of all, in fp64.
 _SUMS = ("loss", "policy", "clipped", "approx_kl", "entropy", "value", "value_clipped", "text")

@@ -12,8 +12,7 @@ from dschat_lora.engine.distributed import data_rank, data_world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.learn.engines import Engines, with_reward_model
-from dschat_lora.rl.learn.experience import make_experience
+from dschat_lora.rl.learn.engines import Engines, make_experience, with_reward_model
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response

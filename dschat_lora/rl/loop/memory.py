@@ -34,7 +34,7 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> Costs:
     plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
     with suppress(ValueError):  # the start-up says why
         counter = FlopCounter(
-            roles,
+            roles.models,
             checkpointed={
                 name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
             },

@@ -22,8 +22,7 @@ from dschat_lora.report.appended_file import AppendedFile
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.rollouts import FILE, as_member
 from dschat_lora.rl.learn.ema import MovingAverage
-from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
-from dschat_lora.rl.learn.update import StepResult
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, StepResult
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.options.names import load_object, made

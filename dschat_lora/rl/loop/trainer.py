@@ -9,12 +9,11 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.report.log import rlhf_line
-from dschat_lora.rl.learn.engines import Engines, Retry, with_reward_model
+from dschat_lora.rl.learn.engines import Engines, Retry, make_experience, with_reward_model
 from dschat_lora.rl.learn.experience import (
     Experience,
     Steps,
     advantages_and_returns,
-    make_experience,
     plan_steps,
 )
 from dschat_lora.rl.learn.update import StepResult, Updater

@@ -19,13 +19,12 @@ from dschat_lora.rl.options.inputs import (
     RlhfInputs,
     announce,
     check_vocabularies,
-    episode_prompt,
     find_sources,
     note_options,
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import gives_one_reward
+from dschat_lora.rl.options.names import episode_prompt, gives_one_reward
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.score.builtin_rewards import check_scorer

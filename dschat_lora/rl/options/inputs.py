@@ -40,11 +40,6 @@ class RlhfInputs:
     asked: tuple[str, ...]
 
 
-def episode_prompt(number: int) -> list[dict[str, str]]:
-    """The prompt of an episode of ``--num_prompts``, in whose place comes what ``reset`` says."""
-    return [{"role": "user", "content": f"Episode {number}"}]
-
-
 def find_sources(config: RlhfConfig) -> Sources:
     """Actor, critic and teacher.
 

@@ -93,3 +93,8 @@ def made(option: str, name: str, found: Any) -> Any:
         raise ValueError(
             f"--{option} {name} is called without arguments: {error}; name an object instead"
         ) from error
+
+
+def episode_prompt(number: int) -> list[dict[str, str]]:
+    """The prompt of an episode of ``--num_prompts``, in whose place comes what ``reset`` says."""
+    return [{"role": "user", "content": f"Episode {number}"}]

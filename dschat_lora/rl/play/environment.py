@@ -20,7 +20,7 @@ from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tool_calls import ToolCall, parse_tool_calls, tool_schema
 from dschat_lora.engine.distributed import first_of_model, gather_texts, raise_together, tensor_rank
 from dschat_lora.rl.draw.player import Key
-from dschat_lora.rl.options.inputs import episode_prompt
+from dschat_lora.rl.options.names import episode_prompt
 from dschat_lora.rl.response.coroutines import run_together, run_without_loop
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response, as_messages, prompt_of

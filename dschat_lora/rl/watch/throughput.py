@@ -10,6 +10,7 @@ import torch
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.engine.distributed import device, sum_over_ranks, world_size
 from dschat_lora.lora.parallel import group_of
+from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import (
@@ -23,7 +24,6 @@ from dschat_lora.perf.throughput import (
     synchronize,
 )
 from dschat_lora.rl.learn.experience import Steps
-from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.response.batch import step_counts
 from dschat_lora.rl.response.response import Response
 
@@ -63,11 +63,11 @@ class PhaseWork:
 
 
 class FlopCounter:
-    """Counts the work of iterations from the shapes of the roles."""
+    """Counts the work of iterations from the shapes of the models, by role."""
 
     def __init__(
         self,
-        roles: Roles,
+        models: Mapping[str, AdaptedModel],
         *,
         checkpointed: Mapping[str, bool],
         num_generations: int,
@@ -85,11 +85,11 @@ class FlopCounter:
         Raises:
             ValueError: for an architecture that is not understood.
         """
-        self._shapes = {name: describe(model.model) for name, model in roles.models.items()}
+        self._shapes = {name: describe(model.model) for name, model in models.items()}
         self._checkpointed = checkpointed
         self._num_generations, self._batch_size = num_generations, batch_size
         self._decodes_here, self._compares = decodes_here, compares
-        model = roles.actor.model
+        model = models["actor"].model
         group = group_of(model)
         holders = 1 if group is None else group.size  # each reads what it holds
         self._weight_bytes = holders * sum(p.numel() * p.element_size() for p in model.parameters())
