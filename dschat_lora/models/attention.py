@@ -70,7 +70,7 @@ def _attend(
     options: Mapping[str, Any],
 ) -> Tensor:
     """(1, N, heads, D) of heads of which all tokens are here, see :func:`attend_by_spans`."""
-    if query.device.type == "cuda" and varlen_takes(query, key, value, options):
+    if varlen_takes(query, key, value, options):
         scaling, window = options.get("scaling"), options.get("sliding_window")
         return varlen_attend(query, key, value, spans, scaling=scaling, window=window)
     window = options.get("sliding_window")
