@@ -135,7 +135,7 @@ class Ours:
 
     def _make(self, setting: Setting) -> RlhfTrainer:
         iterations = _make_iterations(self._setup, self._engines, self._progress, setting.numbers)
-        iterations.timer = self._clock
+        iterations.throughput.timer = iterations.sampler.timer = self._clock
         return iterations
 
     def close(self) -> None:

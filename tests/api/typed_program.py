@@ -29,6 +29,6 @@ with dl.Trainer(sft, lora_dim=16, seed=1234) as trainer:
 
 dl.sft(lora_dimm=16)  # type: ignore[call-arg]
 dl.sft(lora_dim="16")  # type: ignore[arg-type]
-dl.rlhf(algorithm="gpro")  # type: ignore[arg-type]
+dl.rlhf(kl_in="rewards")  # type: ignore[arg-type]
 dl.generate(sft, ["a"], max_tokens=3)  # type: ignore[call-arg]
 dl.Trainer(lora_dimm=16)  # type: ignore[call-arg]

@@ -47,7 +47,7 @@ class RolloutSampler:
         self, setup: RlhfSetup, generator: Generator, progress: RlhfProgress, timer: PhaseTimer
     ) -> None:
         self._setup, self._config, self._generator = setup, setup.config, generator
-        self.progress, self._timer = progress, timer
+        self.progress, self.timer = progress, timer
         self._told = told_sources(setup.config.data.data, setup.data.prompts)
         config, batch = setup.config, setup.config.batch
 
@@ -104,7 +104,7 @@ class RolloutSampler:
             BrokenWeightsError, RolloutError, StreamError: if they could not be drawn.
         """
         setup, config, iteration = self._setup, self._config, self.progress.iteration
-        phase = self._timer.phase
+        phase = self.timer.phase
         with phase("generation"):
             draws, ahead = self._draws(iteration), self._ahead
             drawn = ahead() if ahead else self._generate(draws.prompts, needed=draws.needed)
