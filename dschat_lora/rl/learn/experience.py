@@ -43,9 +43,8 @@ class Experience:
     weights: Mapping[str, float] = field(default_factory=dict)  # of those in the scores
     logged_metrics: Mapping[str, float] = field(default_factory=dict)  # by reward functions
     logged_columns: Mapping[str, list[Any]] = field(default_factory=dict)  # N entries each, too
-    by_divergence: bool = (
-        False  # scores are minus the divergence from the teacher, once it is known
-    )
+    # scores are minus the divergence from the teacher, once it is known
+    by_divergence: bool = False
 
     @property
     def counts(self) -> Tensor:
@@ -159,8 +158,8 @@ class Steps:
     deferred: int = 0  # how many of those, from the first on, have old outputs of the update's
     from_sampler: bool = False  # old log-probabilities are the decode loop's
     per_pass: int = 1  # minibatches
-    shares_before: Mapping[str, float] = field(default_factory=dict)  # of responses, by role, with
-    # a forward pass before the update
+    # of responses, by role, with a forward pass before the update
+    shares_before: Mapping[str, float] = field(default_factory=dict)
 
 
 def plan_steps(
@@ -262,7 +261,7 @@ def advantages_and_returns(
     mask, by_name = experience.mask, experience.rewards or {"reward_model": experience.scores}
     outcome = Outcome(
         # An estimator of the user's may write to them.
-        rewards={name: rewards.clone() for name, rewards in by_name.items()},
+        rewards={name: scores.clone() for name, scores in by_name.items()},
         weights=experience.weights or dict.fromkeys(by_name, 1.0),
         shaped=rewards,
         groups=experience.groups,

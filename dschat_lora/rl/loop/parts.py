@@ -39,7 +39,8 @@ CALLED = ("after_step", "after_iteration", "before_checkpoint")
 class Part(Protocol):
     """What follows optimizer steps and iterations, on every rank; it may leave out any method.
 
-    Parts with :meth:`state` and :meth:`restore` are of the run's checkpoints, by their name.
+    Parts with ``state()`` and ``restore(state)`` are of the run's checkpoints, by their name. A
+    user's ``begin(run)`` gets a :class:`RunOfPart` before the first iteration.
     """
 
     name: str
