@@ -7,17 +7,17 @@ from functools import partial
 from typing import NamedTuple
 
 from dschat_lora import __version__
+from dschat_lora.addons.serving.verbs import chat, serve
+from dschat_lora.addons.tinker.verbs import checked, tinker
 from dschat_lora.api import command_lines
+from dschat_lora.commands import verbs
 from dschat_lora.config.options import chosen_verb, fail
-from dschat_lora.pipeline import verbs
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.stage_main import (
     ended_in_one_line,
     hush_libraries,
     prepare_process,
 )
-from dschat_lora.serving.verbs import chat, serve
-from dschat_lora.tinker.verbs import checked, tinker
 
 
 class Verb(NamedTuple):

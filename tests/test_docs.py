@@ -8,6 +8,15 @@ from pathlib import Path
 import pytest
 
 from dschat_lora import __main__ as command
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.nlg.config import (
+    DecodeConfig,
+    EvaluateConfig,
+    FormatConfig,
+    NlgConfig,
+)
+from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
+from dschat_lora.addons.tinker.config import TinkerConfig
 from dschat_lora.config.options import chosen_verb, option_aliases, option_names, parse_config
 from dschat_lora.config.stages import (
     AuditConfig,
@@ -25,16 +34,7 @@ from dschat_lora.config.verbs import (
     PushConfig,
     TuneConfig,
 )
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.nlg.config import (
-    DecodeConfig,
-    EvaluateConfig,
-    FormatConfig,
-    NlgConfig,
-)
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
-from dschat_lora.serving.config import ChatConfig, ServeConfig
-from dschat_lora.tinker.config import TinkerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -8,7 +8,41 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.glue.validation import check_glue, fix_environment
+from dschat_lora.addons.nlg.config import (
+    DecodeConfig,
+    EvaluateConfig,
+    FormatConfig,
+    NlgConfig,
+)
+from dschat_lora.addons.nlg.predictions import run_format, scorer_arguments
+from dschat_lora.addons.nlg.validation import (
+    check_decode,
+    check_evaluate,
+    check_format,
+    check_training,
+)
+from dschat_lora.addons.pipeline.recipe import options_of_stage
 from dschat_lora.api import stages, verbs
+from dschat_lora.commands.launch import (
+    launch_command,
+    launch_stage,
+    launcher_command,
+    run_or_end,
+    split_launcher_options,
+)
+from dschat_lora.commands.stages import (
+    MODEL_OPTIONS,
+    RANK,
+    STAGES,
+    check_as_verb,
+    check_stage,
+    names_model,
+    planned_card,
+    with_verb_defaults,
+)
+from dschat_lora.commands.verbs import parsed_config
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import (
     build_config,
@@ -22,40 +56,6 @@ from dschat_lora.config.options import (
 from dschat_lora.config.parser import OTHER, Parser
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EXAMPLES, EvalConfig, GenerateConfig, MergeConfig, TuneConfig
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.validation import check_glue, fix_environment
-from dschat_lora.experiments.nlg.config import (
-    DecodeConfig,
-    EvaluateConfig,
-    FormatConfig,
-    NlgConfig,
-)
-from dschat_lora.experiments.nlg.predictions import run_format, scorer_arguments
-from dschat_lora.experiments.nlg.validation import (
-    check_decode,
-    check_evaluate,
-    check_format,
-    check_training,
-)
-from dschat_lora.pipeline.launch import (
-    launch_command,
-    launch_stage,
-    launcher_command,
-    run_or_end,
-    split_launcher_options,
-)
-from dschat_lora.pipeline.recipe import options_of_stage
-from dschat_lora.pipeline.stages import (
-    MODEL_OPTIONS,
-    RANK,
-    STAGES,
-    check_as_verb,
-    check_stage,
-    names_model,
-    planned_card,
-    with_verb_defaults,
-)
-from dschat_lora.pipeline.verbs import parsed_config
 from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.seeds import run_seeds
 from dschat_lora.runtime.stage_main import exits, late, run_main
@@ -145,14 +145,14 @@ def run_nlg(
         argv = scorer_arguments(argv)
     run = partial(run_main, description=description, argv=argv, program=program)
     if verb == "train":
-        main_function = exits(late("experiments.nlg.train:run_training"))
+        main_function = exits(late("addons.nlg.train:run_training"))
         run(NlgConfig, check_training, _once_or_by_seeds("nlg", main_function, command))
     elif verb in ("decode", "beam"):
-        run(DecodeConfig, check_decode, late("experiments.nlg.decode:run_decode"))
+        run(DecodeConfig, check_decode, late("addons.nlg.decode:run_decode"))
     elif verb == "format":
         run(FormatConfig, check_format, run_format)
     else:
-        run(EvaluateConfig, check_evaluate, late("experiments.nlg.evaluate:run_evaluate"))
+        run(EvaluateConfig, check_evaluate, late("addons.nlg.evaluate:run_evaluate"))
 
 
 def run_glue(
@@ -168,9 +168,9 @@ def run_glue(
     def run_once(config: GlueConfig) -> None:
         # A dry run does without the seconds that the imports of training take.
         if config.dry_run:
-            late("experiments.glue.validation:describe_plan")(config)
+            late("addons.glue.validation:describe_plan")(config)
         else:
-            late("experiments.glue.train:run_glue")(config)
+            late("addons.glue.train:run_glue")(config)
 
     run = _once_or_by_seeds("glue", exits(run_once), command)
     run_main(GlueConfig, check_glue, run, description=description, argv=argv, program=program)
@@ -257,7 +257,7 @@ def plan(argv: list[str]) -> None:
             f"unexpected argument {rest[0]!r}: stages with options of their own are "
             f"{', '.join(STAGES)}, and {what} is taken for a pipeline's file"
         )
-    show = late("pipeline.plan_report:show_plans")
+    show = late("addons.planning.plan_report:show_plans")
     if not show(what, options, card=card, processes=values["num_gpus"], as_json=values["json"]):
         raise SystemExit(1)
 
@@ -278,7 +278,7 @@ def tune(argv: list[str]) -> None:
     require_packages("dschat-lora tune", "optuna", extra="tune")
     search = build_config(TuneConfig, values)
     options = typed_options(with_verb_defaults(config, rank=_rank(rest)))
-    late("pipeline.tune:run_tune")(search, stage, options, launcher)
+    late("addons.planning.tune:run_tune")(search, stage, options, launcher)
 
 
 def audit(argv: list[str]) -> None:
@@ -307,15 +307,17 @@ def generate(argv: list[str]) -> None:
     if config.keep is None:
         late("supervised.generate:generate_answers")(config)
     else:
-        late("supervised.best_of_n:write_kept_answers")(config, make_judge)
+        late("addons.evaluation.best_of_n:write_kept_answers")(config, make_judge)
 
 
 def evaluate(argv: list[str]) -> None:
     """Run ``dschat-lora eval``."""
     config = parsed_config("eval RUN [DATA ...]", EvalConfig, argv, "data_path")
     scores, judge = verbs.eval_parts(config)
-    found = late("supervised.measure:evaluate_model")(config, scores=scores, make_judge=judge)
-    late("supervised.measure:show_measures")(found, as_json=config.json)
+    found = late("addons.evaluation.measure:evaluate_model")(
+        config, scores=scores, make_judge=judge
+    )
+    late("addons.evaluation.measure:show_measures")(found, as_json=config.json)
 
 
 def demo(argv: list[str]) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.api import stages
+from dschat_lora.api.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, fail
 from dschat_lora.config.staging import check_within
-from dschat_lora.pipeline.judge import Judgement, accuracy_by_flaw, evaluate_by_rule
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.run_data import read_metrics, read_run

@@ -12,11 +12,11 @@ from dschat_lora.api.notebook import run_html, shown_in_notebook
 from dschat_lora.api.options import Data, Model, Reward, option_values, reward_options, with_options
 from dschat_lora.api.process import on_first_process, only_run, run_in_process
 from dschat_lora.api.verbs import Message, generate
+from dschat_lora.commands.stages import STAGES, check_as_verb
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.models.source import find_model
-from dschat_lora.pipeline.stages import STAGES, check_as_verb
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.run_data import read_run, read_runs

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from dschat_lora.api.options import Data, Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
+from dschat_lora.commands.stages import STAGES, planned_card, with_verb_defaults
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.held import is_held
 from dschat_lora.config.options import build_config, options_in_python, typed_options
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import EvalConfig, GenerateConfig, MergeConfig, TuneConfig
-from dschat_lora.pipeline.stages import STAGES, planned_card, with_verb_defaults
 from dschat_lora.report.markup import safe
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.score.builtin_rewards import check_scorer
@@ -91,7 +91,7 @@ def evaluate(model: Model | None, data: Data | None, **options: Any) -> dict[str
         config = _config(EvalConfig, values, options, stack)
         stack.enter_context(run_in_process())
         scores, make_judge = eval_parts(config)
-        measure = late("supervised.measure:evaluate_model")
+        measure = late("addons.evaluation.measure:evaluate_model")
         found: dict[str, float] = measure(config, scores=scores, make_judge=make_judge)
         return found
 
@@ -113,7 +113,7 @@ def judge_maker(option: str, name: str | None) -> Any:
     named: dict[str, Any] = {option: name}
     RewardsConfig(**named)  # refuses what names no function
     check_scorer(option, name)
-    return partial(late("pipeline.judge:make_judge"), option, name)
+    return partial(late("api.demo_judge:make_judge"), option, name)
 
 
 @with_options(MergeConfig, *_NAMED, "json")
@@ -243,7 +243,7 @@ def plan(
     card = planned_card(device)
     with ExitStack() as stack:
         typed = _stage_options(stage, model, data, options, stack)
-        facts, text = late("pipeline.plan_report:described_plan")(
+        facts, text = late("addons.planning.plan_report:described_plan")(
             stage, typed, card=card, processes=num_gpus or 1
         )
     return Plan(facts, text, int(facts["peak"]), facts["fits"], facts["command"])
@@ -339,7 +339,7 @@ def tune(
         if any(isinstance(each, str) and is_held(each) for each in _each(value)):
             raise TypeError(f"{name} must be a path or a name, which the runs can read themselves")
     require_packages("dschat_lora.tune", "optuna", extra="tune")
-    return Tuned(**late("pipeline.tune:run_tune")(config, stage, typed, None))
+    return Tuned(**late("addons.planning.tune:run_tune")(config, stage, typed, None))
 
 
 def _each(value: Any) -> Sequence[Any]:

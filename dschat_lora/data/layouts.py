@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dschat_lora.addons.nlg.formats import TOKEN_IDS, is_token_row
 from dschat_lora.config.files import parse_json
 from dschat_lora.data.message_layouts import (
     EmptyTextError,
@@ -13,7 +14,6 @@ from dschat_lora.data.message_layouts import (
     standard_messages,
     unweighted,
 )
-from dschat_lora.data.nlg import TOKEN_IDS, is_token_row
 from dschat_lora.data.templates import HUMAN
 
 Columns = dict[str, Any]

@@ -15,10 +15,16 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr, NamedTuple, cast
 
+from dschat_lora.addons.nlg.formats import (
+    dart_rows,
+    e2e_row,
+    is_dart_set,
+    is_webnlg_entry,
+    webnlg_rows,
+)
 from dschat_lora.config.files import TOO_DEEP, json_object
 from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of, without_absent
 from dschat_lora.data.json_stream import JsonError, JsonStream
-from dschat_lora.data.nlg import dart_rows, e2e_row, is_dart_set, is_webnlg_entry, webnlg_rows
 from dschat_lora.data.sources import Source, kind_of_file
 from dschat_lora.data.tar_rows import tar_rows
 

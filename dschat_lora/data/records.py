@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from dschat_lora.addons.nlg.formats import TOKEN_IDS, token_texts
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import (
@@ -15,7 +16,6 @@ from dschat_lora.data.conversations import (
 )
 from dschat_lora.data.left_out import left_out
 from dschat_lora.data.messages import WEIGHT
-from dschat_lora.data.nlg import TOKEN_IDS, token_texts
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
 from dschat_lora.data.templates import ASSISTANT

@@ -6,12 +6,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from dschat_lora.addons.nlg.formats import TOKEN_IDS
 from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, split_weight
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.message_layouts import EmptyTextError, flag
 from dschat_lora.data.messages import MEDIA, EmptyRowError, check_message, medium_of
-from dschat_lora.data.nlg import TOKEN_IDS
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.sources import Source, find_source
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 from transformers.utils.logging import disable_progress_bar
 
+from dschat_lora.addons.nlg.gpt2_checkpoint import Gpt2Checkpoint, load_base
 from dschat_lora.algos.tensors import check_finite
-from dschat_lora.checkpoint.gpt2_checkpoint import Gpt2Checkpoint, load_base
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
 from dschat_lora.checkpoint.quantization import located
 from dschat_lora.config.groups import LoadConfig, ModelConfig, parse_rope_scaling

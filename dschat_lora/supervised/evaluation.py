@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from dschat_lora.addons.nlg.beam_search import greedy_decode
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.data.loader import PackedRow, eval_batches
 from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import world_size
-from dschat_lora.generation.search import greedy_decode
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import end_ids
@@ -135,7 +135,7 @@ def task_measures(
     Raises:
         ValueError: if there is no such task.
     """
-    from dschat_lora.supervised.harness import HarnessModel, find_tasks
+    from dschat_lora.addons.evaluation.harness import HarnessModel, find_tasks
 
     config = setup.config
     tasks = find_tasks(config.tasks.eval_tasks, option="--eval_tasks")

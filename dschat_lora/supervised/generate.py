@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dschat_lora.addons.evaluation.score import output_file
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.data.chat import Chat, Span, make_chat
@@ -26,7 +27,6 @@ from dschat_lora.supervised.inference import (
     load_policy,
     read_rows,
 )
-from dschat_lora.supervised.score import output_file
 
 # Rows held in memory, sorted by length.
 BATCHES_AT_A_TIME = 64

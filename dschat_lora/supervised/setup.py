@@ -96,7 +96,7 @@ def set_up(
     if config.model.compile:
         prepare_to_compile(run)
     if config.tasks.eval_tasks:  # a name that is none is refused before a model is loaded
-        from dschat_lora.supervised.harness import find_tasks
+        from dschat_lora.addons.evaluation.harness import find_tasks
 
         find_tasks(config.tasks.eval_tasks, option="--eval_tasks")
     source = find_model(config.model.model_name_or_path)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dschat_lora.api import demo
-from dschat_lora.pipeline.judge import Judgement, Share
+from dschat_lora.api.demo_judge import Judgement, Share
 
 
 def judged(value):

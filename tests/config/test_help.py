@@ -6,6 +6,10 @@ import sys
 import pytest
 
 import dschat_lora.__main__ as command
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.nlg.config import NlgConfig
+from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
+from dschat_lora.addons.tinker.config import TinkerConfig
 from dschat_lora.config.options import (
     option_aliases,
     option_fields,
@@ -24,11 +28,7 @@ from dschat_lora.config.stages import (
 )
 from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.config.verbs import EvalConfig, ExportConfig, GenerateConfig, MergeConfig
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
-from dschat_lora.serving.config import ChatConfig, ServeConfig
-from dschat_lora.tinker.config import TinkerConfig
 
 STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, NlgConfig)
 COMMANDS = (

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from dschat_lora import __main__ as command
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.pipeline.recipe import options_of_stage, read_recipe
+from dschat_lora.commands.launch import LauncherConfig, launch_command, split_launcher_options
 from dschat_lora.config.bundled import CONFIGS, find_deepspeed_json, find_recipe, recipes
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.engine.ds_config import read_deepspeed_json
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.pipeline.launch import LauncherConfig, launch_command, split_launcher_options
-from dschat_lora.pipeline.recipe import options_of_stage, read_recipe
 from helpers.step1 import ROOT, write_adapter_config, write_jsonl
 
 
@@ -144,7 +144,7 @@ def test_runs_side_by_side_on_one_machine_meet_at_ports_of_their_own(
 ):
     """Unless the port is given, or a file of hosts stands where the launcher looks for one."""
     hosts = tmp_path / "hostfile"
-    monkeypatch.setattr("dschat_lora.pipeline.launch.DEFAULT_HOSTFILE", str(hosts))
+    monkeypatch.setattr("dschat_lora.commands.launch.DEFAULT_HOSTFILE", str(hosts))
     if default:
         hosts.write_text("other slots=8\n", encoding="utf-8")
 

@@ -7,6 +7,11 @@ from functools import partial
 
 import pytest
 
+from dschat_lora.addons.evaluation.score import output_file
+from dschat_lora.addons.serving.config import ServeConfig
+from dschat_lora.addons.serving.verbs import votes_path
+from dschat_lora.addons.serving.votes import VoteFile
+from dschat_lora.addons.tinker.store import RunStore
 from dschat_lora.checkpoint.adapter_config import CONFIG_FILE
 from dschat_lora.config.staging import (
     check_within,
@@ -23,11 +28,6 @@ from dschat_lora.report.record import RunRecord
 from dschat_lora.report.rollouts import as_member, open_rollouts
 from dschat_lora.runtime.directory import RunDirectory, check_links
 from dschat_lora.runtime.sharing import push_directory
-from dschat_lora.serving.config import ServeConfig
-from dschat_lora.serving.verbs import votes_path
-from dschat_lora.serving.votes import VoteFile
-from dschat_lora.supervised.score import output_file
-from dschat_lora.tinker.store import RunStore
 
 TEXT = {"model": "a", "content": "x"}
 VOTE = {

@@ -5,6 +5,8 @@ from typing import ClassVar
 
 import pytest
 
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.nlg.config import NlgConfig
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import (
     ELSEWHERE,
@@ -17,8 +19,6 @@ from dschat_lora.config.options import (
 )
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.config.when import messages, no_effect, without_effect
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.nlg.config import NlgConfig
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 
 TASK = {GlueConfig: ["--model_name_or_path", "m", "--task_name", "cola"]}

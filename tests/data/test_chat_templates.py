@@ -7,6 +7,10 @@ from types import SimpleNamespace
 import pytest
 from chat_tokenizers import TEMPLATES, build_chat_tokenizer
 
+from dschat_lora.addons.serving.endpoint import requests
+from dschat_lora.addons.serving.endpoint.guard import ApiError
+from dschat_lora.addons.serving.endpoint.requests import chat_request
+from dschat_lora.addons.serving.endpoint.text import chat_ids
 from dschat_lora.data.chat import Chat, ends_in_words, make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import RawRow, RowError
@@ -14,10 +18,6 @@ from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import parse_row
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.data.tokenize import TokenRule, tokenize
-from dschat_lora.endpoint import requests
-from dschat_lora.endpoint.guard import ApiError
-from dschat_lora.endpoint.requests import chat_request
-from dschat_lora.endpoint.text import chat_ids
 from helpers.spread import ALL
 
 TOOL = {

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hand_tokenizers import build_byte_tokenizer
 
+from dschat_lora.addons.audit.filtering import count_languages, filter_rows
+from dschat_lora.addons.audit.similar_rows import NearDuplicates, run_hashes, words_of
 from dschat_lora.config.data import DataConfig, FilterConfig
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.filtering import count_languages, filter_rows
-from dschat_lora.data.similar_rows import NearDuplicates, run_hashes, words_of
 
 DIGITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen".split()
 

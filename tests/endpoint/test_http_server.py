@@ -14,10 +14,10 @@ pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from dschat_lora.endpoint import guard, http_server
-from dschat_lora.endpoint.guard import read_json
-from dschat_lora.endpoint.http_server import HttpServer, make_app
-from dschat_lora.endpoint.sockets import listen
+from dschat_lora.addons.serving.endpoint import guard, http_server
+from dschat_lora.addons.serving.endpoint.guard import read_json
+from dschat_lora.addons.serving.endpoint.http_server import HttpServer, make_app
+from dschat_lora.addons.serving.endpoint.sockets import listen
 
 PACKAGE = Path(http_server.__file__).parents[1]
 HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dschat_lora.addons.planning import doctor
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.engine import gpu
 from dschat_lora.engine.rendezvous import check_environment
-from dschat_lora.pipeline import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "dschat_lora" / "__main__.py"

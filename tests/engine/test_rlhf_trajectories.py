@@ -152,8 +152,8 @@ def served(home, family):
         @cache
         def start():
             pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
-            from dschat_lora.serving.config import ServeConfig
-            from dschat_lora.serving.server import make_service
+            from dschat_lora.addons.serving.config import ServeConfig
+            from dschat_lora.addons.serving.server import make_service
 
             config = ServeConfig(models=(family("opt")["base"],), allow_runtime_lora_updating=True)
             return stack.enter_context(running_server(make_service(config, home / "votes.jsonl")))

@@ -140,7 +140,7 @@ def test_there_are_as_many_scripts_as_published():
 
 def test_training_of_gpt2_starts(here, monkeypatch):
     taken = []
-    monkeypatch.setattr("dschat_lora.experiments.nlg.train.run_training", taken.append)
+    monkeypatch.setattr("dschat_lora.addons.nlg.train.run_training", taken.append)
     for part in ("train", "valid"):
         here(f"data/e2e/{part}.jsonl", {"context": [5, 50256], "completion": [6, 7, 50256]})
     here("pretrained_checkpoints/gpt2-medium-pytorch_model.bin")
@@ -229,7 +229,7 @@ def test_seen_categories_and_gaps_are_as_the_original_has_them(here, tmp_path, c
 
 def test_lora_dim_0_on_a_recipe_trains_every_weight(here, monkeypatch, capsys):
     taken = []
-    monkeypatch.setattr("dschat_lora.experiments.nlg.train.run_training", taken.append)
+    monkeypatch.setattr("dschat_lora.addons.nlg.train.run_training", taken.append)
     for part in ("train", "valid"):
         here(f"e2e/{part}.jsonl", {"context": [5], "completion": [6]})
     rows = "--train_data e2e/train.jsonl --valid_data e2e/valid.jsonl"

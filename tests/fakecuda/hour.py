@@ -14,7 +14,7 @@ from pathlib import Path
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.real_accelerator import set_accelerator
 
-from dschat_lora.pipeline import first_hour, hour_checks
+from dschat_lora.addons.planning import first_hour, hour_checks
 from fakecuda.device import fake_cuda
 
 

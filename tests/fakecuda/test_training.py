@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.common.shapes import SHAPES
 from benchmarks.scaling import adapted
+from dschat_lora.addons.planning.plan_search import plan_stage, planning
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.perf.cards import Card
 from dschat_lora.perf.launches import count_launches
-from dschat_lora.pipeline.plan_search import plan_stage, planning
 from fakecuda.test_scaling import check_exchanges
 from helpers.spread import ALL
 

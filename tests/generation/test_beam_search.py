@@ -4,7 +4,12 @@ import pytest
 import torch
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from dschat_lora.generation.search import BeamSearch, TextRules, beam_search, repeated_ngram_ends
+from dschat_lora.addons.nlg.beam_search import (
+    BeamSearch,
+    TextRules,
+    beam_search,
+    repeated_ngram_ends,
+)
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3, 9], [4], [11, 2, 5, 8, 6], [3, 3]]

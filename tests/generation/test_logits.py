@@ -14,12 +14,12 @@ from transformers import (
     GraniteConfig,
 )
 
+from dschat_lora.addons.nlg.beam_search import BeamSearch, beam_search, greedy_decode
 from dschat_lora.algos import logprobs
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.generate import Decoder, decode
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.generation.search import BeamSearch, beam_search, greedy_decode
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from dschat_lora.addons.serving.config import AnswerConfig
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.engine.zero import broken_parameters
 from dschat_lora.generation.generate import Decoder, decode
 from dschat_lora.generation.sampling import NO_TOKEN, Sampling, sample_tokens, undrawn_reason
 from dschat_lora.generation.slots import sample_each
 from dschat_lora.rl.options.config import RolloutConfig
-from dschat_lora.serving.config import AnswerConfig
 from helpers.tiny import tiny_model
 
 NAN, INF = torch.nan, torch.inf

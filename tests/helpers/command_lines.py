@@ -15,8 +15,20 @@ from functools import cache
 from pathlib import Path
 
 from dschat_lora import __main__ as program
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.nlg.config import (
+    DecodeConfig,
+    EvaluateConfig,
+    FormatConfig,
+    NlgConfig,
+)
+from dschat_lora.addons.pipeline import run as pipeline
+from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
+from dschat_lora.addons.tinker.config import TinkerConfig
 from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.commands.launch import LauncherConfig
+from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.stages import AuditConfig, ScoreConfig
@@ -30,19 +42,7 @@ from dschat_lora.config.verbs import (
     ModelsConfig,
     PushConfig,
 )
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.nlg.config import (
-    DecodeConfig,
-    EvaluateConfig,
-    FormatConfig,
-    NlgConfig,
-)
-from dschat_lora.pipeline import run as pipeline
-from dschat_lora.pipeline.launch import LauncherConfig
-from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime import stage_main
-from dschat_lora.serving.config import ChatConfig, ServeConfig
-from dschat_lora.tinker.config import TinkerConfig
 from helpers.step1 import write_adapter_config, write_jsonl
 
 HANGS_AFTER = 60  # seconds

@@ -6,8 +6,8 @@ import json
 import yaml
 from hypothesis import strategies as st
 
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.pipeline.stages import STAGES
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.commands.stages import STAGES
 from helpers.command_lines import COMMANDS, DATA, MODEL, REFUSED, Command, Line, Typed, option_table
 
 HOSTILE = (

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from dschat_lora.addons.nlg.config import NlgConfig, NlgOptimConfig
+from dschat_lora.addons.nlg.validation import schedule
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank
 from dschat_lora.engine.zero import gather_to_cpu
-from dschat_lora.experiments.nlg.config import NlgConfig, NlgOptimConfig
-from dschat_lora.experiments.nlg.validation import schedule
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLoss

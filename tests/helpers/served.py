@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dschat_lora.addons.serving.models import BaseBatch
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -20,7 +21,6 @@ from dschat_lora.generation.slots import SlotRows
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.loading import load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
-from dschat_lora.serving.models import BaseBatch
 
 CARD = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
 QUESTIONS = (
@@ -80,8 +80,8 @@ def endless(model):
 @contextmanager
 def running_server(service):
     """Within, a server of the service; gives its address."""
-    from dschat_lora.endpoint.sockets import address_of, listen
-    from dschat_lora.serving.server import Server
+    from dschat_lora.addons.serving.endpoint.sockets import address_of, listen
+    from dschat_lora.addons.serving.server import Server
 
     with listen("127.0.0.1", 0) as listening:
         server = Server(service)

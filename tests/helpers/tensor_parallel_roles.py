@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 
+from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import TrainEngine
@@ -18,7 +19,6 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.parallel import own_part, whole_sequences
 from dschat_lora.models.loading import load_causal_lm, load_config
-from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.supervised.stages import run_dpo, run_reward
 from helpers.rlhf_course import LETTERS, train_rlhf, vowels

@@ -12,16 +12,16 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
+from dschat_lora.addons.tinker.adapters import OPTIMIZER_FILE, open_base
+from dschat_lora.addons.tinker.losses import DatumLoss
+from dschat_lora.addons.tinker.processes import follow
+from dschat_lora.addons.tinker.service import TinkerService
+from dschat_lora.addons.tinker.store import Store, parse_path
+from dschat_lora.addons.tinker.worker import Worker
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.models.source import find_model
-from dschat_lora.tinker.adapters import OPTIMIZER_FILE, open_base
-from dschat_lora.tinker.losses import DatumLoss
-from dschat_lora.tinker.processes import follow
-from dschat_lora.tinker.service import TinkerService
-from dschat_lora.tinker.store import Store, parse_path
-from dschat_lora.tinker.worker import Worker
 
 NAME = "base"
 ADAM = {"learning_rate": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "grad_clip_norm": 20.0}

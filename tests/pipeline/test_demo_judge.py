@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from dschat_lora.api import demo_judge as judging
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.assets.toy_world import judge
 from dschat_lora.checkpoint.adapter import write_adapter
@@ -15,7 +16,6 @@ from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.pipeline import judge as judging
 
 
 class Words:

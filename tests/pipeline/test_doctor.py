@@ -10,8 +10,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+from dschat_lora.addons.planning import doctor, verbs
 from dschat_lora.models.blocks import compiler_for
-from dschat_lora.pipeline import doctor, verbs
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dschat_lora.pipeline import first_hour, hour_checks, verbs
-from dschat_lora.pipeline.first_hour import Hour, run_items
-from dschat_lora.pipeline.hour_checks import Command, Difference, Item, Size
+from dschat_lora.addons.planning import first_hour, hour_checks, verbs
+from dschat_lora.addons.planning.first_hour import Hour, run_items
+from dschat_lora.addons.planning.hour_checks import Command, Difference, Item, Size
 from dschat_lora.report.log import jsonable
 
 MACHINE = {"card": "Card <1>", "memory_bytes": 2**34, "driver": "1.2", "versions": {"torch": "3"}}

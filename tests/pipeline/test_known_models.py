@@ -6,10 +6,10 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dschat_lora.addons.planning.known_models import model_facts
+from dschat_lora.commands.verbs import models
 from dschat_lora.config.verbs import ModelsConfig
 from dschat_lora.models.families import COLUMNS, NO_EXPERTS, Families, page, read_families, word
-from dschat_lora.pipeline.known_models import model_facts
-from dschat_lora.pipeline.verbs import models
 from families.table import UNPACKED, from_matrix
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -131,7 +131,7 @@ def test_experts_of_a_model_are_named_among_what_learns(tmp_path):
 
 
 def test_a_type_that_was_not_tried_is_left_to_the_probe(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dschat_lora.pipeline.known_models.read_families", lambda: TABLE)
+    monkeypatch.setattr("dschat_lora.addons.planning.known_models.read_families", lambda: TABLE)
     models([saved(tmp_path, "qwen2")])
     text = capsys.readouterr().out
     assert "  sft          starts" in text

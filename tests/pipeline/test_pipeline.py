@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from dschat_lora.addons.pipeline import run as course
+from dschat_lora.addons.pipeline.recipe import check_stages, read_recipe
+from dschat_lora.commands.launch import Relay
 from dschat_lora.config.options import build_config, command_line, parse_config
 from dschat_lora.config.stages import RewardStageConfig, SupervisedConfig
-from dschat_lora.pipeline import run as course
-from dschat_lora.pipeline.launch import Relay
-from dschat_lora.pipeline.recipe import check_stages, read_recipe
 from dschat_lora.report.run_data import RunData
 from helpers.step1 import ROOT
 
@@ -416,7 +416,7 @@ def test_stage_to_be_done_again_is_not_forgotten_when_an_earlier_one_is_stopped(
 
 def test_unfinished_stage_may_change_options_but_not_lose_any(run, monkeypatch):
     run("failed:1")
-    monkeypatch.setattr("dschat_lora.pipeline.run.checkpoints_of", lambda run: [run])
+    monkeypatch.setattr("dschat_lora.addons.pipeline.run.checkpoints_of", lambda run: [run])
     text = "stages: {sft: {lora_dim: 8, logging_steps: 2}}"
     assert run("failed:1", text)[0] == 1
     code, said, commands = run(text="stages: {sft: {logging_steps: 2}}")

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dschat_lora.addons.planning.plan import GENERATION, TRAINING, StepTime
+from dschat_lora.addons.planning.plan_report import expected_speeds, to_dict
+from dschat_lora.addons.planning.plan_search import plan_stage, planning
 from dschat_lora.api import command_lines
+from dschat_lora.commands.stages import MODEL_OPTIONS, STAGES
 from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.models import option_checks
 from dschat_lora.models.published import PUBLISHED, published_name, write_config
 from dschat_lora.perf.cards import Card, find_card
-from dschat_lora.pipeline.plan import GENERATION, TRAINING, StepTime
-from dschat_lora.pipeline.plan_report import expected_speeds, to_dict
-from dschat_lora.pipeline.plan_search import plan_stage, planning
-from dschat_lora.pipeline.stages import MODEL_OPTIONS, STAGES
 from helpers.spread import ALL
 from helpers.step1 import write_jsonl
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from dschat_lora.addons.pipeline.recipe import check_stages, read_recipe
+from dschat_lora.addons.planning.plan_search import plan_file, planning
+from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.options import build_config, command_line, parse_config
 from dschat_lora.perf.cards import find_card
-from dschat_lora.pipeline.plan_search import plan_file, planning
-from dschat_lora.pipeline.recipe import check_stages, read_recipe
-from dschat_lora.pipeline.stages import STAGES
 from helpers.spread import ALL
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dschat_lora.addons.planning import tune
 from dschat_lora.config.verbs import TuneConfig
-from dschat_lora.pipeline import tune
 from helpers.spread import ALL
 from helpers.step1 import ROOT, metrics, run
 from pipeline.curve_run import loss
@@ -260,7 +260,7 @@ def test_a_search_that_is_killed_goes_on_from_the_checkpoints(searched, number):
     options = {**OPTIONS, "max_steps": 400}
     program = (
         "from dschat_lora.config.verbs import TuneConfig\n"
-        "from dschat_lora.pipeline import tune\n"
+        "from dschat_lora.addons.planning import tune\n"
         "tune.PACKAGE = 'pipeline.curve_run'\n"
         f"tune.run_tune(TuneConfig(rates=(1e-3,), output_dir='out'), 'sft', {options}, None)\n"
     )

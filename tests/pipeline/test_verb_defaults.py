@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 import dschat_lora as dl
+from dschat_lora.addons.pipeline import run as pipeline
+from dschat_lora.addons.pipeline.recipe import read_recipe
+from dschat_lora.addons.planning import tune
 from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import read_adapter_config
@@ -15,9 +18,6 @@ from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import build_config, flatten, parse_config
 from dschat_lora.config.verbs import TuneConfig
-from dschat_lora.pipeline import run as pipeline
-from dschat_lora.pipeline import tune
-from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.report.terminal import quiet
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.resume import options_to_keep

@@ -17,21 +17,21 @@ import pytest
 from transformers import AutoTokenizer
 
 from data.chat_tokenizers import build_chat_tokenizer
+from dschat_lora.addons.agents import agents as module
+from dschat_lora.addons.agents.agent_programs import (
+    AgentCommand,
+    AgentFunction,
+    NoRewardError,
+    reward_and_metrics,
+)
+from dschat_lora.addons.agents.agents import AgentFailedError, AgentLimits, Agents
+from dschat_lora.addons.agents.conversations import Conversations, PromptTokens
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.generation.stops import end_of_text
 from dschat_lora.models.loading import end_ids
 from dschat_lora.rl.draw.player import Draw
-from dschat_lora.rl.play import agents as module
-from dschat_lora.rl.play.agent_programs import (
-    AgentCommand,
-    AgentFunction,
-    NoRewardError,
-    reward_and_metrics,
-)
-from dschat_lora.rl.play.agents import AgentFailedError, AgentLimits, Agents
-from dschat_lora.rl.play.conversations import Conversations, PromptTokens
 from dschat_lora.rl.response.response import DecodedTurn, Origin, Response
 from dschat_lora.rl.response.turn_tokens import TurnTokens
 

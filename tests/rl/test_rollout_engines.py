@@ -71,8 +71,8 @@ def actor():
 
 @contextmanager
 def server():
-    from dschat_lora.serving.config import ServeConfig
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.config import ServeConfig
+    from dschat_lora.addons.serving.server import make_service
 
     config = ServeConfig(
         models=("base",), allow_runtime_lora_updating=True, logprobs_mode="processed_logprobs"
@@ -231,8 +231,8 @@ def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
 
 
 def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_others(actor):
-    from dschat_lora.serving.config import ServeConfig
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.config import ServeConfig
+    from dschat_lora.addons.serving.server import make_service
 
     config = ServeConfig(models=("base",), allow_runtime_lora_updating=True)
     with running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl")) as address:

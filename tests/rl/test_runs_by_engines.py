@@ -41,8 +41,8 @@ def brevity(responses):
 
 
 def server():
-    from dschat_lora.serving.config import ServeConfig
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.config import ServeConfig
+    from dschat_lora.addons.serving.server import make_service
 
     config = ServeConfig(models=("base",), allow_runtime_lora_updating=True)
     return running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl"))

@@ -46,8 +46,8 @@ NAMES = ("loss", "kl", "reward", "grad_norm")
 
 
 def serving(*models):
-    from dschat_lora.serving.config import ServeConfig
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.config import ServeConfig
+    from dschat_lora.addons.serving.server import make_service
 
     config = ServeConfig(models=tuple(map(str, models)))
     return running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl"))

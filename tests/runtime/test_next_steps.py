@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.options import parse_config
-from dschat_lora.pipeline.stages import STAGES
 from dschat_lora.runtime.caller import NOBODY
 from dschat_lora.runtime.export import next_commands, say_next_steps
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from dschat_lora.addons.glue import validation as glue
+from dschat_lora.addons.nlg import validation as nlg
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
-from dschat_lora.experiments.glue import validation as glue
-from dschat_lora.experiments.nlg import validation as nlg
 from dschat_lora.rl.loop import validation as rlhf
 from dschat_lora.rl.options import inputs as rlhf_inputs
 from dschat_lora.rl.options.config import RlhfConfig

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dschat_lora.addons.glue.callback import check_pickles
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.pipeline.recipe import read_recipe
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.history import step_directory
@@ -21,11 +24,8 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.data.cache import file_digest
 from dschat_lora.data.prepare import prepare
-from dschat_lora.experiments.glue.callback import check_pickles
-from dschat_lora.experiments.glue.config import GlueConfig
 from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
-from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import RUNS_CODE, options_to_keep, settle

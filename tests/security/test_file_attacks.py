@@ -29,6 +29,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dschat_lora.addons.pipeline.recipe import read_recipe
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.extract import read_checkpoint
@@ -51,7 +52,6 @@ from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.pipeline.recipe import read_recipe
 from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.report.run_data import read_run
 from dschat_lora.runtime.checks import check_adapter_files, model_fields
@@ -1294,7 +1294,7 @@ def test_control_characters_of_responses_do_not_reach_the_terminal(capsys, tmp_p
 def test_control_characters_of_answers_do_not_reach_the_terminal(capsys, monkeypatch):
     import sys
 
-    from dschat_lora.supervised.score import output_file
+    from dschat_lora.addons.evaluation.score import output_file
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with output_file(None) as file:

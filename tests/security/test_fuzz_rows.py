@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from data.chat_tokenizers import build_chat_tokenizer
 from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.addons.nlg.predictions import read_predictions
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.rows import DEFAULT_OPTIONS
-from dschat_lora.experiments.nlg.predictions import read_predictions
 from helpers.drawing import drawing
 from helpers.drawn_rows import drawn_rows, words_that_count
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from dschat_lora.serving.config import ServeConfig
+from dschat_lora.addons.serving.config import ServeConfig
 from helpers.chromium import Page, find_chromium
 from helpers.served import endless, running_server, send, write_run
 from helpers.spread import ALL
@@ -35,8 +35,8 @@ HI = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    from dschat_lora.serving.decoder import AnswerDecoder
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.server import make_service
 
     directory = tmp_path_factory.mktemp("runs")
     run = write_run(directory / "a", seed=1)
@@ -241,7 +241,7 @@ PATHS = ("/settings", "/v1/models", "//", "/./", "/healthz/", "/page.css/../sett
 @pytest.fixture(scope="module")
 def guarded(service):
     """The address of a server for other machines, which demands a token."""
-    from dschat_lora.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
 
     config = replace(service.config, token="secret", host="0.0.0.0")
     decoder = AnswerDecoder([], max_batch_size=1, max_queue=1)
@@ -286,7 +286,8 @@ def test_with_the_token_all_is_given_and_the_page_and_health_without(guarded):
 def test_the_token_is_compared_in_constant_time(guarded, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "dschat_lora.endpoint.guard.hmac.compare_digest", lambda *both: seen.append(both) or False
+        "dschat_lora.addons.serving.endpoint.guard.hmac.compare_digest",
+        lambda *both: seen.append(both) or False,
     )
     for given in ("Bearer secret", "Bearer x"):
         assert send(guarded, "GET", "/settings", headers={"Authorization": given})[0] == 401
@@ -612,8 +613,8 @@ def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    from dschat_lora.addons.serving.endpoint.text import chat_ids
     from dschat_lora.data.encoder import make_encoder
-    from dschat_lora.endpoint.text import chat_ids
 
     backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -628,8 +629,8 @@ def test_text_behind_a_typed_token_has_no_beginning_of_sequence():
     from types import SimpleNamespace
 
     from data.hand_tokenizers import build_byte_tokenizer
+    from dschat_lora.addons.serving.endpoint.text import chat_ids
     from dschat_lora.data.encoder import make_encoder
-    from dschat_lora.endpoint.text import chat_ids
 
     tokenizer = build_byte_tokenizer(bos=True)
     chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"])
@@ -654,14 +655,14 @@ MARKUP = (
 
 @pytest.mark.skipif(find_chromium() is None, reason="there is no chromium")
 def test_the_page_shows_markup_of_names_prompts_and_answers_as_text(service, monkeypatch, tmp_path):
-    from dschat_lora.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
 
     base = service.models["base"]
     models = {f"{n}{MARKUP}": replace(base, name=f"{n}{MARKUP}") for n in range(2)}
     decoder = AnswerDecoder([base.batch], max_batch_size=4, max_queue=9)
     texts = iter([f"first{MARKUP}", f"second{MARKUP}"])
     monkeypatch.setattr(
-        "dschat_lora.endpoint.text.TextStream.add",
+        "dschat_lora.addons.serving.endpoint.text.TextStream.add",
         lambda self, token: "" if self._ids else (self._ids.append(token), next(texts))[1],
     )
     page = Page(tmp_path / "chromium")
@@ -705,7 +706,7 @@ def broken(service):
     """``broken(where, value)``: the server of models of which a weight is set to a value."""
     from contextlib import ExitStack
 
-    from dschat_lora.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
 
     with ExitStack() as stack:
 
@@ -769,7 +770,7 @@ def test_an_answer_that_cannot_be_drawn_ends_alone(served, service, monkeypatch)
 
 
 def test_an_answer_that_cannot_be_drawn_leaves_the_batch(service, served, monkeypatch):
-    from dschat_lora.endpoint.requests import AnswerOptions
+    from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
 
     model, pieces = service.models["endless"], []
     rows, step = model.batch.rows, model.batch.rows.step
@@ -798,7 +799,8 @@ def test_an_unforeseen_error_is_answered_without_what_was_asked(
     address, service, monkeypatch, capfd
 ):
     monkeypatch.setattr(
-        "dschat_lora.endpoint.requests.chat_request", lambda *_: {}["a secret prompt"]
+        "dschat_lora.addons.serving.endpoint.requests.chat_request",
+        lambda *_: {}["a secret prompt"],
     )
     status, answer = send(address, "POST", CHAT, WHOLE.encode())
     monkeypatch.undo()
@@ -811,7 +813,7 @@ def test_an_unforeseen_error_is_answered_without_what_was_asked(
 
 
 def test_a_decoder_that_ends_by_itself_ends_the_server(service, monkeypatch):
-    from dschat_lora.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
 
     model = endless(service.models["base"])
     decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
@@ -832,9 +834,9 @@ def test_a_decoder_that_ends_by_itself_ends_the_server(service, monkeypatch):
 
 
 def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch, tmp_path):
-    from dschat_lora.endpoint.sockets import address_of, listen
-    from dschat_lora.serving import server
-    from dschat_lora.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving import server
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.endpoint.sockets import address_of, listen
 
     model = endless(service.models["base"])
     decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
@@ -859,8 +861,8 @@ def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch
 
 
 def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
-    from dschat_lora.endpoint import sockets as places
-    from dschat_lora.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.endpoint import sockets as places
 
     listen = places.listen
 
@@ -870,7 +872,7 @@ def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
         return listening
 
     monkeypatch.setattr(places, "listen", listen_with_little_room)
-    monkeypatch.setattr("dschat_lora.endpoint.http_server.CLIENT_SECONDS", 0.3)
+    monkeypatch.setattr("dschat_lora.addons.serving.endpoint.http_server.CLIENT_SECONDS", 0.3)
     model = endless(service.models["base"])
     decoder = AnswerDecoder([model.batch], max_batch_size=16, max_queue=0)
     body = {"model": "endless", "prompt": "Hi", "stream": True, "n": 16, "max_tokens": 400}
@@ -897,7 +899,7 @@ def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
 
 
 def test_a_stream_that_is_cancelled_is_decoded_for_one_more_step_at_most(served, service):
-    from dschat_lora.endpoint.requests import AnswerOptions
+    from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
 
     pieces, steps = [], []
     rows = service.models["endless"].batch.rows

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from dschat_lora.addons.serving.endpoint.turns import Piece, Turn, token_bytes
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.endpoint.turns import Piece, Turn, token_bytes
 
 
 @pytest.fixture(scope="module")

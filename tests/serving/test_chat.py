@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from dschat_lora.addons.serving import chat as chat_module
+from dschat_lora.addons.serving.verbs import chat, serve
 from dschat_lora.runtime.stage_main import ended_in_one_line
-from dschat_lora.serving import chat as chat_module
-from dschat_lora.serving.verbs import chat, serve
 from helpers.served import QUESTIONS, peft_greedy, write_run
 from helpers.step1 import write_adapter_config
 
@@ -214,7 +214,7 @@ def test_serve_without_its_libraries_names_the_extra(refused, monkeypatch):
 
 
 def test_runs_of_one_name_are_numbered_and_their_parts_have_the_name_of_the_run(runs, tmp_path):
-    from dschat_lora.serving.config import find_models, model_name
+    from dschat_lora.addons.serving.config import find_models, model_name
 
     other = write_run(tmp_path / "a", seed=3)
     words = [str(runs["a"] / "adapter"), str(other), str(runs["b"])]
@@ -228,8 +228,8 @@ def test_runs_of_one_name_are_numbered_and_their_parts_have_the_name_of_the_run(
 
 
 def test_votes_go_beside_the_first_run(runs, tmp_path, monkeypatch):
-    from dschat_lora.serving.config import ServeConfig
-    from dschat_lora.serving.verbs import votes_path
+    from dschat_lora.addons.serving.config import ServeConfig
+    from dschat_lora.addons.serving.verbs import votes_path
 
     monkeypatch.chdir(tmp_path)
     assert votes_path(ServeConfig(models=(str(runs["a"]),))) == runs["a"] / "votes.jsonl"

@@ -9,13 +9,13 @@ from queue import Queue
 import pytest
 import torch
 
-from dschat_lora.endpoint.answers import BusyError, StoppedError, TooLongError
-from dschat_lora.endpoint.grammars import Grammar
-from dschat_lora.endpoint.requests import AnswerOptions
+from dschat_lora.addons.serving.config import ServeConfig
+from dschat_lora.addons.serving.decoder import AnswerDecoder
+from dschat_lora.addons.serving.endpoint.answers import BusyError, StoppedError, TooLongError
+from dschat_lora.addons.serving.endpoint.grammars import Grammar
+from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
+from dschat_lora.addons.serving.models import open_models
 from dschat_lora.generation.prompt_lookup import PromptLookup
-from dschat_lora.serving.config import ServeConfig
-from dschat_lora.serving.decoder import AnswerDecoder
-from dschat_lora.serving.models import open_models
 from helpers.served import QUESTIONS, endless, peft_greedy, write_run
 
 GREEDY = AnswerOptions(24, temperature=0)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from dschat_lora.addons.serving.config import ServeConfig
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.serving.config import ServeConfig
 from helpers.served import QUESTIONS, peft_greedy, running_server, send, write_run
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
@@ -24,7 +24,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(runs):
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.server import make_service
 
     config = ServeConfig(
         models=("base",), allow_runtime_lora_updating=True, logprobs_mode="processed_logprobs"
@@ -73,7 +73,7 @@ def test_adapters_come_and_go_and_each_answers_as_in_peft(address, runs):
 
 
 def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs, monkeypatch):
-    from dschat_lora.serving import server
+    from dschat_lora.addons.serving import server
 
     def is_adapter_directory(path, known=server.is_adapter_directory):
         if "hidden" in Path(path).parts:  # root may read all
@@ -108,7 +108,7 @@ def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs, monkeypatch
 
 
 def test_the_adapter_that_was_asked_longest_ago_goes_when_there_are_too_many(runs):
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.server import make_service
 
     config = ServeConfig(models=("base",), allow_runtime_lora_updating=True, max_loras=2)
     with running_server(make_service(config, runs[0] / "votes.jsonl")) as address:
@@ -142,7 +142,7 @@ def test_an_adapter_of_another_base_is_refused(address, tmp_path, base, words):
 
 
 def test_a_server_takes_no_adapters_unless_it_is_told_to(runs):
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.server import make_service
 
     config = ServeConfig(models=("base",))
     with running_server(make_service(config, runs[0] / "votes.jsonl")) as address:

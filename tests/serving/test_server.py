@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 
-from dschat_lora.endpoint.sockets import listen, run_until_signal
-from dschat_lora.serving.config import ServeConfig
+from dschat_lora.addons.serving.config import ServeConfig
+from dschat_lora.addons.serving.endpoint.sockets import listen, run_until_signal
 from helpers.chromium import Page, find_chromium
 from helpers.served import QUESTIONS, endless, peft_greedy, running_server, send, write_run
 
@@ -41,8 +41,8 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(runs):
-    from dschat_lora.serving.decoder import AnswerDecoder
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.server import make_service
 
     first = runs["a"]
     config = ServeConfig(
@@ -273,7 +273,7 @@ def test_a_client_that_leaves_ends_its_answer(address, service, monkeypatch, str
 
 
 def test_requests_beyond_the_queue_are_told_to_come_again(service):
-    from dschat_lora.serving.decoder import AnswerDecoder
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
 
     model = endless(service.models["base"])
     decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=0)
@@ -298,8 +298,8 @@ def test_requests_beyond_the_queue_are_told_to_come_again(service):
 
 
 def test_scores_are_those_of_dschat_lora_score(address, service, tmp_path, capsys):
+    from dschat_lora.addons.evaluation.score import score_files
     from dschat_lora.config.stages import ScoreConfig
-    from dschat_lora.supervised.score import score_files
 
     messages = [*asked("Is ice warm?"), {"role": "assistant", "content": "No, it is cold."}]
     file = tmp_path / "rows.jsonl"

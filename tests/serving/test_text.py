@@ -5,8 +5,8 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
+from dschat_lora.addons.serving.endpoint.text import TextStream
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.endpoint.text import TextStream
 
 
 @pytest.fixture(scope="module")

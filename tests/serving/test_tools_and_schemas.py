@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dschat_lora.addons.serving import decoder as decoder_module
+from dschat_lora.addons.serving.config import ServeConfig
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.stages import InferenceConfig
-from dschat_lora.serving import decoder as decoder_module
-from dschat_lora.serving.config import ServeConfig
 from helpers.served import running_server, send
 
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
@@ -68,7 +68,7 @@ TWO_CALLS = (
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    from dschat_lora.serving.server import make_service
+    from dschat_lora.addons.serving.server import make_service
 
     directory = tmp_path_factory.mktemp("serve")
     (directory / "chat.jinja").write_text(TEMPLATE)
@@ -365,7 +365,7 @@ def test_a_wrong_field_is_refused_by_its_name(address, case):
 
 
 def test_without_llguidance_one_line_says_what_to_install(address, service, monkeypatch):
-    from dschat_lora.serving import grammars
+    from dschat_lora.addons.serving import grammars
 
     monkeypatch.setattr(grammars.importlib.util, "find_spec", lambda _: None)
     body = {

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from dschat_lora.addons.serving.endpoint.guard import ApiError
+from dschat_lora.addons.serving.votes import VoteFile
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.rows import parse_row, require_usable
-from dschat_lora.endpoint.guard import ApiError
-from dschat_lora.serving.votes import VoteFile
 
 PROMPT = [{"role": "user", "content": "Name a fruit."}]
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dschat_lora.pipeline import run as course
+from dschat_lora.addons.pipeline import run as course
 from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from dschat_lora import __main__ as command
+from dschat_lora.addons.evaluation.best_of_n import ScoredAnswer, choose_answers
 from dschat_lora.data.readers import RawRow
 from dschat_lora.data.rows import parse_row, require_usable
-from dschat_lora.supervised.best_of_n import ScoredAnswer, choose_answers
 from helpers.served import write_run
 from helpers.step1 import write_jsonl
 

@@ -8,9 +8,9 @@ import torch
 
 import dschat_lora as dl
 from api.programs import ROWS
+from dschat_lora.addons.evaluation.measure import show_measures
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.verbs import EvalConfig
-from dschat_lora.supervised.measure import show_measures
 from helpers.step1 import checked, metrics, write_jsonl
 
 HEAD = """task: {name}
@@ -173,7 +173,7 @@ def test_unknown_tasks_and_models_that_answer_nothing_are_refused(tasks, tmp_pat
 
 def test_as_many_tokens_are_scored_as_the_model_has_positions():
     pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
-    from dschat_lora.supervised.harness import HarnessModel
+    from dschat_lora.addons.evaluation.harness import HarnessModel
     from dschat_lora.supervised.inference import load_policy
 
     config = EvalConfig(model_name_or_path=str(BUNDLED_MODEL), tasks=("t",))

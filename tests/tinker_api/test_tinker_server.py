@@ -30,12 +30,12 @@ from tinker import types  # noqa: E402
 from tinker.lib import internal_client_holder  # noqa: E402
 from tinker.proto import tinker_public_pb2 as messages  # noqa: E402
 
-from dschat_lora.endpoint.http_server import HttpServer  # noqa: E402
-from dschat_lora.tinker import service as service_module  # noqa: E402
-from dschat_lora.tinker.adapters import open_base  # noqa: E402
-from dschat_lora.tinker.server import make_app  # noqa: E402
-from dschat_lora.tinker.service import TinkerService  # noqa: E402
-from dschat_lora.tinker.store import Store  # noqa: E402
+from dschat_lora.addons.serving.endpoint.http_server import HttpServer  # noqa: E402
+from dschat_lora.addons.tinker import service as service_module  # noqa: E402
+from dschat_lora.addons.tinker.adapters import open_base  # noqa: E402
+from dschat_lora.addons.tinker.server import make_app  # noqa: E402
+from dschat_lora.addons.tinker.service import TinkerService  # noqa: E402
+from dschat_lora.addons.tinker.store import Store  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "tml-local"

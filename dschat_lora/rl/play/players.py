@@ -38,7 +38,7 @@ def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) ->
     chat = make_chat(tokenizer, data.data.chat_template_kwargs)
     turn_tokens = TurnTokens(chat, tokenizer)
     if batch.has_agent:  # which needs a server's libraries
-        load_agents = called("dschat_lora.rl.play.agents:load_agents")
+        load_agents = called("dschat_lora.addons.agents.agents:load_agents")
         agents: Player = load_agents(config, tokenizer, turn_tokens, closing)
         return agents
     if (name := batch.environment) is None:

@@ -34,9 +34,9 @@ def task_files(tmp_path_factory):
 @pytest.fixture
 def checked(encoder, task_files):
     """``checked(*options, task=)``: the config of these options, checked."""
+    from dschat_lora.addons.glue.config import GlueConfig
+    from dschat_lora.addons.glue.validation import check_glue
     from dschat_lora.config.options import parse_config
-    from dschat_lora.experiments.glue.config import GlueConfig
-    from dschat_lora.experiments.glue.validation import check_glue
 
     def call(*options, task="rte"):
         argv = ["--model_name_or_path", encoder("roberta"), "--task_name", task]
@@ -49,10 +49,10 @@ def checked(encoder, task_files):
 @pytest.fixture(scope="session")
 def glue_run(encoder, task_files):
     """``glue_run(directory, task, *options, kind=)``: a run that is finished; its directory."""
+    from dschat_lora.addons.glue.config import GlueConfig
+    from dschat_lora.addons.glue.train import run_glue
+    from dschat_lora.addons.glue.validation import check_glue
     from dschat_lora.config.options import parse_config
-    from dschat_lora.experiments.glue.config import GlueConfig
-    from dschat_lora.experiments.glue.train import run_glue
-    from dschat_lora.experiments.glue.validation import check_glue
     from dschat_lora.runtime.stage_main import exits
 
     def run(directory, task, *options, kind="roberta"):

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from dschat_lora.addons.glue.bottleneck import AdaptedOutput, add_adapters, is_adapter
+from dschat_lora.addons.glue.callback import best_before
+from dschat_lora.addons.glue.config import TASKS, GlueConfig
+from dschat_lora.addons.glue.trainer import mean_loss, with_second_pass
 from dschat_lora.config.options import parse_config
-from dschat_lora.experiments.glue.bottleneck import AdaptedOutput, add_adapters, is_adapter
-from dschat_lora.experiments.glue.callback import best_before
-from dschat_lora.experiments.glue.config import TASKS, GlueConfig
-from dschat_lora.experiments.glue.trainer import mean_loss, with_second_pass
 from dschat_lora.report.directory import is_unfinished
 from dschat_lora.runtime.seeds import run_seeds
 from helpers.glue_toys import LORA, read_jsonl

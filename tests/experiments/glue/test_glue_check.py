@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dschat_lora.addons.glue import train
+from dschat_lora.addons.glue import validation as check
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.glue.validation import check_glue
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.config.options import parse_config
-from dschat_lora.experiments.glue import train
-from dschat_lora.experiments.glue import validation as check
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.validation import check_glue
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import options_to_keep
 from helpers.glue_toys import save_encoder, write_task

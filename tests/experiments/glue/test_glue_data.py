@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
+from dschat_lora.addons.glue.config import TASKS, GlueConfig, TaskName
+from dschat_lora.addons.glue.data import find_files, read_split
 from dschat_lora.config.options import parse_config
-from dschat_lora.experiments.glue.config import TASKS, GlueConfig, TaskName
-from dschat_lora.experiments.glue.data import find_files, read_split
 from helpers.glue_toys import TSV_TASKS, write_task
 
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from dschat_lora.experiments.glue.config import TASKS
-from dschat_lora.experiments.glue.trainer import predictions, task_metrics
+from dschat_lora.addons.glue.config import TASKS
+from dschat_lora.addons.glue.trainer import predictions, task_metrics
 
 # True 1: rows 0 to 3; found 1: rows 0, 1, 2, 4. So TP 3, FN 1, FP 1, TN 1.
 LABELS = np.array([1, 1, 1, 1, 0, 0])

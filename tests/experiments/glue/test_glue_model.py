@@ -7,10 +7,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.deberta_v2 import DebertaV2Config
 from transformers.models.roberta import RobertaConfig
 
-from dschat_lora.checkpoint.extract import empty_classifier
-from dschat_lora.config.options import parse_config
-from dschat_lora.experiments.glue.config import GlueConfig
-from dschat_lora.experiments.glue.model import (
+from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.glue.model import (
     adapt,
     build_model,
     lora_settings,
@@ -18,6 +16,8 @@ from dschat_lora.experiments.glue.model import (
     start_from,
     trained_tensors,
 )
+from dschat_lora.checkpoint.extract import empty_classifier
+from dschat_lora.config.options import parse_config
 
 IDS = torch.tensor([[0, 7, 9, 11, 2], [0, 8, 10, 2, 1]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.config.options import parse_config
-from dschat_lora.experiments.glue.config import GlueConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "configs" / "recipes" / "glue").glob("*.yaml"))

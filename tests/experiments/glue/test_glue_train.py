@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dschat_lora.addons.glue import train
+from dschat_lora.addons.glue.config import TASKS, GlueConfig
+from dschat_lora.addons.glue.model import build_model, trained_tensors
+from dschat_lora.addons.glue.trainer import GlueTrainer, mean_loss
 from dschat_lora.checkpoint.manifest import verify, write_manifest
 from dschat_lora.config.options import parse_config
-from dschat_lora.experiments.glue import train
-from dschat_lora.experiments.glue.config import TASKS, GlueConfig
-from dschat_lora.experiments.glue.model import build_model, trained_tensors
-from dschat_lora.experiments.glue.trainer import GlueTrainer, mean_loss
 from helpers.glue_toys import LORA, TSV_TASKS, read_jsonl
 from helpers.spread import ALL
 

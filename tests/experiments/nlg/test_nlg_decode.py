@@ -5,6 +5,15 @@ from types import SimpleNamespace
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from dschat_lora.addons.nlg.config import DecodeConfig
+from dschat_lora.addons.nlg.decode import (
+    Meaning,
+    clean_text,
+    encode_prompts,
+    prediction_lines,
+    read_meanings,
+)
+from dschat_lora.addons.nlg.validation import check_decode
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.options import parse_config
@@ -13,15 +22,6 @@ from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.tokenize import TokenRule, tokenize
-from dschat_lora.experiments.nlg.config import DecodeConfig
-from dschat_lora.experiments.nlg.decode import (
-    Meaning,
-    clean_text,
-    encode_prompts,
-    prediction_lines,
-    read_meanings,
-)
-from dschat_lora.experiments.nlg.validation import check_decode
 from dschat_lora.models.loading import load_tokenizer
 
 

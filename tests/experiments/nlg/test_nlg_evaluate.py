@@ -3,10 +3,10 @@ import re
 
 import pytest
 
-from dschat_lora.experiments.nlg.config import EvaluateConfig
-from dschat_lora.experiments.nlg.evaluate import chosen_metrics, prepared, run_evaluate
-from dschat_lora.experiments.nlg.predictions import Prediction, cleaner, read_predictions
-from dschat_lora.experiments.nlg.validation import check_evaluate
+from dschat_lora.addons.nlg.config import EvaluateConfig
+from dschat_lora.addons.nlg.evaluate import chosen_metrics, prepared, run_evaluate
+from dschat_lora.addons.nlg.predictions import Prediction, cleaner, read_predictions
+from dschat_lora.addons.nlg.validation import check_evaluate
 
 LINES = [
     {"meaning": "m", "prediction": "A b .", "references": ["A b .", "c"], "category": "Food"},

@@ -5,10 +5,10 @@ from itertools import combinations, zip_longest
 import pytest
 from sacrebleu.metrics import TER, lib_ter
 
-from dschat_lora.experiments.nlg import metrics, ter
-from dschat_lora.experiments.nlg.evaluate import chosen_metrics
-from dschat_lora.experiments.nlg.metrics import treebank_tokens
-from dschat_lora.experiments.nlg.ter import EditDistance, least_edits, tercom_edits
+from dschat_lora.addons.nlg import metrics, ter
+from dschat_lora.addons.nlg.evaluate import chosen_metrics
+from dschat_lora.addons.nlg.metrics import treebank_tokens
+from dschat_lora.addons.nlg.ter import EditDistance, least_edits, tercom_edits
 
 METRICS = chosen_metrics("e2e")
 CAT = "the cat sat on the mat"

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 from transformers.models.gpt2 import GPT2Config
 
-from dschat_lora.config.bundled import BUNDLED_DATA
-from dschat_lora.config.groups import LoraConfig
-from dschat_lora.config.options import chosen_verb, flatten, options_of, parse_config
-from dschat_lora.experiments.nlg.config import NlgConfig
-from dschat_lora.experiments.nlg.validation import (
+from dschat_lora.addons.nlg.config import NlgConfig
+from dschat_lora.addons.nlg.validation import (
     NLG_CHECKS,
     check_training,
     in_optimizer_steps,
     schedule,
 )
+from dschat_lora.config.bundled import BUNDLED_DATA
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.options import chosen_verb, flatten, options_of, parse_config
 from dschat_lora.lora.rates import adapter_learning_rate
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.checks import apply_checks

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from dschat_lora.addons.nlg.config import NlgConfig
 from dschat_lora.config.options import parse_config
-from dschat_lora.experiments.nlg.config import NlgConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "configs" / "recipes" / "nlg").glob("*.yaml"))

@@ -1,0 +1,304 @@
+"""What ``dschat-lora plan`` prints of the plans of stages, in words or as JSON."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.addons.pipeline.recipe import read_recipe
+from dschat_lora.addons.planning.plan import (
+    GENERATION,
+    RoleMemory,
+    StagePlan,
+    StepTime,
+    recomputation,
+    recomputing_options,
+    with_recomputation,
+)
+from dschat_lora.addons.planning.plan_search import (
+    Planned,
+    batch_options,
+    plan_file,
+    plan_stage,
+    planning,
+)
+from dschat_lora.config.options import flatten
+from dschat_lora.data.audit import DataAudit
+from dschat_lora.models.published import published_name
+from dschat_lora.perf.cards import Card, find_card
+from dschat_lora.perf.launches import EFFICIENCY, launch_advice
+from dschat_lora.report.markup import duration, operations
+from dschat_lora.report.terminal import log_once, table, to_json, wrapped
+
+GIB = 2**30
+COMMON_CARDS = ("H200", "A100", "RTX 4090", "T4")
+_COLUMNS = ("weights", "adapters", "gradients", "moments", "activations", "logits", "gathered")
+
+
+def show_plans(
+    what: str,
+    options: Mapping[str, Any] | None,
+    *,
+    card: Card | None,
+    processes: int | None,
+    as_json: bool,
+) -> bool:
+    """Print the plan of a stage, or without ``options`` those of a file's stages.
+
+    Returns:
+        Whether all fit, perhaps with other settings.
+    """
+    recipe = read_recipe(what, num_gpus=processes) if options is None else None
+    count = processes or 1 if recipe is None else recipe.launcher.processes or 1
+    with planning(count, card) as home:
+        if recipe is not None:
+            plans = list(plan_file(recipe, home, card=card))
+        else:
+            assert options is not None
+            plans = [plan_stage(what, options, home, card=card, processes=count)]
+        if as_json:
+            found = [to_dict(each) for each in plans]
+            text = to_json(found if recipe else found[0])
+        else:
+            text = "\n\n".join("\n".join(lines(each)) for each in plans)
+        fits = all(each.command for each in plans)
+    log_once(text)
+    return fits
+
+
+def described_plan(
+    stage: str, options: Mapping[str, Any], *, card: Card | None, processes: int
+) -> tuple[dict[str, Any], str]:
+    """The plan of a stage by its options as JSON, and in words."""
+    with planning(processes, card) as home:
+        planned = plan_stage(stage, options, home, card=card, processes=processes)
+        return to_dict(planned), "\n".join(lines(planned))
+
+
+def to_dict(planned: Planned) -> dict[str, Any]:
+    """The plan as JSON; sizes are bytes on one device."""
+    plan, card = planned.plan, planned.card
+    total, trained = plan.parameters
+    shown = planned.better or plan
+    time = shown.time
+    seconds = None if card is None else time.on(card)
+    return {
+        "stage": planned.name,
+        "processes": planned.processes,
+        "parameters": {"total": total, "trainable": trained},
+        "roles": {name: asdict(role) for name, role in plan.memory.roles.items()},
+        "cache": plan.memory.cache,
+        "phases": plan.memory.phases,
+        "peak": plan.memory.peak,
+        "recomputation": {
+            "on": recomputation(plan)[0],
+            "peak_without": with_recomputation(plan, ()).memory.peak,
+            "peak_with": with_recomputation(plan, recomputing_options(plan.config)).memory.peak,
+        },
+        "device": card and {**asdict(card), "usable_bytes": card.usable_bytes},
+        "fits": planned.fits,
+        "largest": planned.largest,
+        "peak_of_command": shown.memory.peak if planned.command else None,
+        "command": planned.command,
+        "tokens_per_step": time.tokens,
+        "flops_per_step": time.flops,
+        "seconds_per_step": seconds and seconds.total,
+        "kernels_per_step": time.launches[time.fused],
+        "expected": [asdict(each) for each in expected_speeds(time, card)],
+        "data": planned.data.to_dict() if isinstance(planned.data, DataAudit) else planned.data,
+    }
+
+
+def lines(planned: Planned) -> Iterator[str]:
+    """The plan in words, in lines of 80 columns."""
+    plan, card = planned.plan, planned.card
+    total, trained = plan.parameters
+    yield f"plan of {planned.name}: {_model_words(planned)}"
+    yield wrapped(
+        f"  parameters   {total:,} in memory, of which {trained:,} train ({trained / total:.2%})"
+    )
+    yield wrapped(f"  per device   {_settings_words(planned, plan)}")
+    yield ""
+    roles = plan.memory.roles
+    columns = [c for c in _COLUMNS if c != "gathered" or any(r.gathered for r in roles.values())]
+    negligible = max(role.weights for role in roles.values()) / 1000
+
+    def cell(role: RoleMemory, column: str) -> str:
+        size: int = getattr(role, column)
+        if column == "weights" and size < negligible:
+            return "shared"  # but for a head of its own
+        return _gib(size) if size else "-"
+
+    rows = [[name, *(cell(role, column) for column in columns)] for name, role in roles.items()]
+    yield from table(["GiB", *columns], rows)
+    yield ""
+    yield wrapped(f"  memory       {_peak_words(plan)}")
+    kept, again = (
+        _gib(with_recomputation(plan, on).memory.peak)
+        for on in ((), recomputing_options(plan.config))
+    )
+    yield wrapped(
+        f"  recomputed   {kept} GiB where activations are kept, {again} GiB where recomputed"
+    )
+    if card is not None:
+        yield wrapped(f"  device       {_device_words(planned, card)}")
+    if planned.better is not None:
+        yield wrapped(f"  that fits    {_settings_words(planned, planned.better)}")
+        yield wrapped(f"               {_peak_words(planned.better)}")
+    if planned.largest:
+        most = ", ".join(f"--{name} {rows}" for name, rows in planned.largest.items())
+        yield wrapped(f"  largest      {most}")
+    yield wrapped(f"  time         {_time_words(planned)}")
+    time = (planned.better or plan).time
+    if bound := launch_words(planned, time):
+        yield wrapped(f"  launches     {bound}")
+    yield from _speed_lines(expected_speeds(time, card))
+    if planned.data is not None:
+        yield ""
+        yield from _data_lines(planned.data)
+    if card is not None and planned.command:
+        given = planned.options
+        model = given.get("model_name_or_path", given.get("actor_model_name_or_path"))
+        # The bundled data is for the bundled model and what is made of it.
+        needs_data = model and not Path(model).expanduser().exists() and "data_path" not in given
+        yield f"$ {planned.command}{' --data_path FILE' if needs_data else ''}"
+
+
+def _data_lines(data: DataAudit | str) -> Iterator[str]:
+    """The lines that a run shows of its data, and what would stop it; why they are not counted."""
+    if isinstance(data, str):
+        yield wrapped(f"  data         {data}")
+        return
+    yield from (wrapped(f"  {line}") for line in data.lines())
+    if refusal := data.refusal:
+        yield wrapped(f"  refused      {refusal}")
+
+
+def _model_words(planned: Planned) -> str:
+    values, options = flatten(planned.plan.config), planned.options
+    names = [n for n in values if n.endswith("model_name_or_path")]
+    found = [str(options[name]) for name in names if options.get(name)]
+    known = [published_name(name) or name for name in found]
+    return ", ".join(dict.fromkeys(known)) or "the bundled tiny model"
+
+
+def _settings_words(planned: Planned, plan: StagePlan) -> str:
+    config, count = plan.config, planned.processes
+    settings = next(iter(plan.settings.values()))
+    batch = [
+        f"{rows.at_once(plan)} rows at a time ({rows.phase})" for rows in batch_options(config)
+    ]
+    if not batch or config.batch.tokens_per_device:
+        batch.append(f"{config.batch.tokens_per_device:,} tokens at a time (training)")
+    longest = max(each.length * each.sequences for each in plan.trained.values())
+    on, _ = recomputation(plan)
+    return (
+        f"{settings.dtype}, {count} process{'es' if count > 1 else ''}, ZeRO "
+        f"{settings.zero_stage}{', offload' if settings.offload else ''}; {', '.join(batch)} of "
+        f"up to {longest:,} tokens; activations {'recomputed' if on else 'kept'}"
+    )
+
+
+def _peak_words(plan: StagePlan) -> str:
+    memory = plan.memory
+    phases = ", ".join(f"{name} {_gib(size)}" for name, size in memory.phases.items())
+    cache = (
+        f", of which keys and values {_gib(memory.cache)}" if GENERATION in memory.phases else ""
+    )
+    host = sum(role.host for role in memory.roles.values())
+    beside = f"; {_gib(host)} GiB of host memory" if host else ""
+    return f"up to {_gib(memory.peak)} GiB per device by estimate: {phases}{cache}{beside}"
+
+
+def _device_words(planned: Planned, card: Card) -> str:
+    verdict = "fits" if planned.fits else "does not fit as given"
+    if planned.fits is False and planned.better is None:
+        verdict = (
+            "does not fit, and no settings were found that do: take a larger device, a "
+            "smaller model or shorter rows"
+        )
+    return (
+        f"{card.name}, of which {_gib(card.usable_bytes)} GiB are planned with (the context and a "
+        f"tenth are left): {verdict}"
+    )
+
+
+def _time_words(planned: Planned) -> str:
+    shown = planned.better or planned.plan
+    time, config = shown.time, shown.config
+    unit = "an iteration" if time.decode_bytes else "a step"
+    work = f"{operations(time.flops)} per device for {unit} of up to {time.tokens:,} tokens"
+    found = None if planned.card is None else time.on(planned.card)
+    if found is None:
+        return f"{work}; --for with a card's name, such as RTX 4090 or H100, says how long"
+    steps, seconds = config.optim.max_steps, found.total
+    whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
+    if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:
+        tokens = planned.data.tokens * config.optim.num_train_epochs
+        whole = f"; {duration(tokens / time.tokens * seconds)} for the data's {tokens:,} tokens"
+    how = f"at {EFFICIENCY:.0%} of the card's peak"
+    if found.launching > found.work:
+        how = "as fast as kernels are launched"
+    per_million = duration(1e6 / time.tokens * seconds)
+    return (
+        f"{work}: {duration(seconds)}, {time.tokens / seconds:,.0f} tokens/s, {per_million} for a "
+        f"million tokens{whole}, {how}"
+    )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second that are expected on a card, over all processes."""
+
+    device: str
+    training: float  # of a step or iteration but for decoding, in all of its tokens
+    training_unfused: float  # with --fused_kernels off
+    decoding: float | None  # of responses; None where a stage has none
+    decoding_without_graphs: float | None
+
+
+def expected_speeds(time: StepTime, card: Card | None) -> list[Speed]:
+    """Of the card that is asked for, where its peak is known, and of some common ones."""
+    cards = {each.name: each for each in ([card] if card else []) + [*map(find_card, COMMON_CARDS)]}
+    found = []
+    for each in cards.values():
+        as_is, unfused = time.on(each), time.on(each, fused=False)
+        eager = time.on(each, graphs=False)
+        if as_is is None or unfused is None or eager is None:
+            continue
+        decodes = time.generated > 0
+        found.append(
+            Speed(
+                each.name,
+                time.tokens / as_is.training,
+                time.tokens / unfused.training,
+                time.generated / as_is.decoding if decodes else None,
+                time.generated / eager.decoding if decodes else None,
+            )
+        )
+    return found
+
+
+def launch_words(planned: Planned, time: StepTime) -> str | None:
+    """What helps where launching takes longer than the work on the card; None where it does not."""
+    found = None if planned.card is None else time.on(planned.card)
+    if found is None:
+        return None
+    return launch_advice(
+        found.launching, found.work, compiled=flatten(planned.plan.config)["compile"]
+    )
+
+
+def _speed_lines(speeds: Sequence[Speed]) -> Iterator[str]:
+    decodes = any(each.decoding is not None for each in speeds)
+    columns = ["tokens/s, estimated", "training", "not fused"]
+    rows = [[s.device, f"{s.training:,.0f}", f"{s.training_unfused:,.0f}"] for s in speeds]
+    if decodes:
+        columns += ["decoding", "no graphs"]
+        for row, each in zip(rows, speeds, strict=True):
+            row += [f"{each.decoding:,.0f}", f"{each.decoding_without_graphs:,.0f}"]
+    yield from table(columns, rows)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.3g}"

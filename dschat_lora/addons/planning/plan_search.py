@@ -1,0 +1,365 @@
+"""Plans of stages by their options, and the search for settings that fit a device."""
+
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.addons.pipeline.recipe import Recipe, checked_stages
+from dschat_lora.addons.planning.plan import (
+    GENERATION,
+    TRAINING,
+    StagePlan,
+    build_plan,
+    recomputation,
+    recomputing_options,
+    with_recomputation,
+)
+from dschat_lora.commands.stages import STAGES, check_stage, restated, with_placeholders
+from dschat_lora.config.bundled import BUNDLED_DATA
+from dschat_lora.config.options import command_line, flatten, option_names
+from dschat_lora.config.stages import DpoStageConfig
+from dschat_lora.data.audit import DataAudit
+from dschat_lora.data.rows import config_sources
+from dschat_lora.engine.distributed import planned_processes
+from dschat_lora.models.loading import load_tokenizer, only_errors
+from dschat_lora.models.option_checks import shapes_alone
+from dschat_lora.models.published import published_name
+from dschat_lora.models.source import find_model
+from dschat_lora.perf.cards import Card
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.runtime.data_audit import STAGES as AUDITED
+from dschat_lora.runtime.memory import fewest
+from dschat_lora.runtime.setup import prepare_data
+
+# Of no consequence for memory; what they name need not be there.
+_OUTPUT = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
+# Positions of a micro-batch from which on a GPU is busy; below, recomputation costs less.
+ENOUGH_POSITIONS = 2048
+MOST_ROWS = 4096  # of a micro-batch that is looked for
+
+Change = Mapping[str, Any]  # option -> value
+Planner = Callable[[Change], StagePlan]  # the plan with options changed; a ValueError refuses them
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is known of a stage: its plan as given, and one that fits where that does not."""
+
+    name: str
+    options: Mapping[str, Any]  # as typed
+    processes: int
+    plan: StagePlan
+    card: Card | None
+    largest: dict[str, int]  # rows at a time that fit, by option
+    better: StagePlan | None = None
+    changes: Change | None = None  # the options of ``better`` that were not typed so
+    data: DataAudit | str | None = None  # why it was not counted; None: no data is named
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits as it was given; None without a device."""
+        return None if self.card is None else self.plan.memory.peak <= self.card.usable_bytes
+
+    @property
+    def command(self) -> str | None:
+        """A command line that fits, or the one that was planned without a device."""
+        if self.fits is False and self.changes is None:
+            return None
+        options: dict[str, Any] = {"num_gpus": self.processes} if self.processes > 1 else {}
+        options |= {**self.options, **(self.changes or {})}
+        for option, value in options.items():  # a model's short name as the hub's
+            if isinstance(value, str) and "/" not in value and not Path(value).exists():
+                options[option] = published_name(value) or value
+        return shlex.join(["dschat-lora", self.name, *command_line(options)])
+
+
+def plan_stage(
+    name: str, options: Mapping[str, Any], home: Path, *, card: Card | None, processes: int = 1
+) -> Planned:
+    """The plan of a stage by its options; published models need no files.
+
+    Call it, and read what it returns, within :func:`planning`. ``home`` is a new directory, for
+    placeholders; without a ``card`` no particular device is planned for.
+
+    Raises:
+        ValueError: as the stage would refuse the options, or where its architecture is not
+            understood.
+    """
+    values = _with_dtype({k: v for k, v in options.items() if k not in _OUTPUT})
+    if any(option.endswith("model_name_or_path") for option in values):
+        values.setdefault("data_path", (str(BUNDLED_DATA["train"]),))  # rows to be checked
+    values = with_placeholders(name, values, home / "published")
+    built: dict[str, StagePlan] = {}
+
+    def planner(change: Change) -> StagePlan:
+        config = check_stage(name, values | dict(change), processes)
+        made_of = str(change.get("base_bits"))
+        if made_of not in built:
+            built[made_of] = build_plan(config, home)
+        return built[made_of].changed(config)
+
+    return _planned(name, options, planner({}), planner, card=card, processes=processes)
+
+
+def _planned(
+    name: str,
+    options: Mapping[str, Any],
+    plan: StagePlan,
+    planner: Planner,
+    *,
+    card: Card | None,
+    processes: int,
+) -> Planned:
+    usable = None if card is None else card.usable_bytes
+    given = resolved(plan, usable)
+    options = restated(options, given.config)
+    data = _audit(name, given.config, options)
+    found = Planned(name, options, processes, given, card, {}, data=data)
+    if usable is None:
+        return found
+    if found.fits:
+        return replace(found, largest=largest_rows(given, usable))
+    bits = "base_bits" in option_names(STAGES[name].config)
+    better = search(planner, usable=usable, processes=processes, has_bits=bits)
+    if better is None:
+        return found
+    return replace(
+        found, better=better[0], changes=better[1], largest=largest_rows(better[0], usable)
+    )
+
+
+def plan_file(recipe: Recipe, home: Path, *, card: Card | None = None) -> Iterator[Planned]:
+    """The plans of the stages of a pipeline, in order; see :func:`plan_stage`."""
+    shapes = {
+        name: with_placeholders(name, _with_dtype(options), home / "published")
+        for name, options in recipe.stages.items()
+    }
+    for name, config in checked_stages(replace(recipe, stages=shapes), home):
+        plan = build_plan(config, home)
+
+        def planner(change: Change, plan: StagePlan = plan) -> StagePlan:
+            if change:
+                raise ValueError("a file's stage is planned with its own options alone")
+            return plan
+
+        options, count = recipe.stages[name], recipe.launcher.processes or 1
+        yield _planned(name, options, plan, planner, card=card, processes=count)
+
+
+@contextmanager
+def planning(processes: int = 1, card: Card | None = None) -> Iterator[Path]:
+    """Inside the block, which gets a directory for placeholders, so many processes are planned.
+
+    Without a ``card`` their GPUs are of compute capability 8 or more. transformers does not say
+    there what is unusual about shapes without weights.
+    """
+    with (
+        only_errors(),
+        shapes_alone(),
+        planned_processes(processes, has_varlen=card is None or card.has_varlen),
+        tempfile.TemporaryDirectory() as temporary,
+    ):
+        yield Path(temporary).resolve()
+
+
+def _with_dtype(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with bf16 for ``auto``, whatever this machine computes best."""
+    typed = options.get("dtype", "auto")
+    return {**options, "dtype": "bf16" if typed == "auto" else typed}
+
+
+def _audit(name: str, config: Any, options: Mapping[str, Any]) -> DataAudit | str | None:
+    """The audit that the run would show, why it cannot be made, or None where no data is named.
+
+    The prepared data stays in the cache, where the run finds it. Nothing is downloaded.
+    ``config`` is as the stage's checks resolved it.
+
+    Raises:
+        ValueError: if rows cannot be used.
+    """
+    if not options.get("data_path"):
+        return None
+    if isinstance(config, RlhfConfig):
+        data, model, model_name = config.data.data, config.actor.model(config.load), "actor_"
+    else:
+        data, model, model_name = config.data, config.model, ""
+    source = find_model(model.model_name_or_path)
+    if not (Path(source.tokenizer) / "tokenizer_config.json").is_file():
+        return (
+            f"not counted: the tokenizer of {options[f'{model_name}model_name_or_path']} is not "
+            f"in a directory here; --dry_run of {name} counts"
+        )
+    if any(each.hub_name is not None for each in config_sources(data)):
+        return f"not counted: it would be downloaded; --dry_run of {name} counts"
+    phase, kind = AUDITED[name]
+    if isinstance(config, DpoStageConfig) and config.dpo.is_unpaired:
+        kind = "unpaired"
+    tokenizer = load_tokenizer(source.tokenizer, model)
+    return prepare_data(data, tokenizer, seed=config.run.seed, phase=phase, kind=kind).audit
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Options that say how many rows a phase computes at a time, and how often in a step."""
+
+    phase: str
+    size: str
+    times: str
+    multiple_of: int = 1
+
+    def at_once(self, plan: StagePlan) -> int:
+        """Rows at a time."""
+        return int(getattr(plan.config.batch, self.size))
+
+    def changed(self, plan: StagePlan, rows: int, times: int | None = None) -> StagePlan:
+        """The plan with so many rows at a time."""
+        batch = replace(plan.config.batch, **{self.size: rows})
+        if times is not None:
+            batch = replace(batch, **{self.times: times})
+        return plan.changed(replace(plan.config, batch=batch))
+
+    def of_one_step(self, plan: StagePlan) -> Iterator[StagePlan]:
+        """The same step in ever smaller micro-batches, beginning with the present one."""
+        now = self.at_once(plan)
+        total = now * getattr(plan.config.batch, self.times)
+        for rows in range(now, 0, -1):
+            if total % rows == 0 and rows % self.multiple_of == 0:
+                yield self.changed(plan, rows, total // rows)
+
+
+def batch_options(config: Any) -> list[BatchOptions]:
+    """What sizes micro-batches, by phase; none where tokens do."""
+    if isinstance(config, RlhfConfig):
+        batch = config.batch
+        decoding = "per_device_generation_batch_size"
+        found = [BatchOptions(GENERATION, decoding, "generation_batches", batch.num_generations)]
+        if not batch.tokens_per_device:
+            size = "per_device_training_batch_size"
+            found.append(BatchOptions(TRAINING, size, "gradient_accumulation_steps"))
+        return found
+    if config.batch.tokens_per_device:
+        return []
+    return [BatchOptions(TRAINING, "per_device_train_batch_size", "gradient_accumulation_steps")]
+
+
+def resolved(plan: StagePlan, usable: int | None) -> StagePlan:
+    """The plan with ``auto`` recomputation as a run decides it on a device, off without one."""
+    on, undecided = recomputation(plan)
+    if usable is None:
+        return with_recomputation(plan, on)
+
+    def fits(more: Sequence[str]) -> bool:
+        return with_recomputation(plan, [*on, *more]).phases[TRAINING] <= usable
+
+    return with_recomputation(plan, [*on, *fewest(undecided, fits)])
+
+
+def largest_rows(plan: StagePlan, usable: int) -> dict[str, int]:
+    """The most rows at a time that fit, by option; 0 where not even the fewest do."""
+    found = {}
+    for rows in batch_options(plan.config):
+        unit = rows.multiple_of
+
+        def need(count: int, rows: BatchOptions = rows) -> int:
+            return rows.changed(plan, count * rows.multiple_of).phases[rows.phase]
+
+        found[rows.size] = unit * _largest(need, usable, MOST_ROWS // unit)
+    return found
+
+
+def _largest(need: Callable[[int], int], usable: int, most: int) -> int:
+    """The largest number from 1 to ``most`` whose need is ``usable`` or less; 0 where 1's is more.
+
+    The need grows with the number, by nearly as much each time: it is looked for along the line.
+    """
+    if need(1) > usable:
+        return 0
+    low, high, is_low = 1, most + 1, True  # ``low`` fits, ``high`` does not
+    while high - low > 1 and need(low + 1) <= usable:
+        guess = (low + high) // 2
+        if is_low:
+            guess = low + (usable - need(low)) // max(1, need(low + 1) - need(low))
+        guess = min(max(guess, low + 1), high - 1)
+        is_low = need(guess) <= usable
+        low, high = (guess, high) if is_low else (low, guess)
+    return low
+
+
+def search(
+    planner: Planner, *, usable: int, processes: int, has_bits: bool
+) -> tuple[StagePlan, dict[str, Any]] | None:
+    """The plan that fits, and the options that make it so; None where nothing does.
+
+    Options that the user typed are kept, but a micro-batch may become smaller as its number
+    grows: the step stays the same.
+    """
+    first = planner({})
+    for change in _sharing(first.config, processes, has_bits=has_bits):
+        try:
+            plan = planner(change) if change else first
+        except ValueError:
+            continue  # the stage refuses it
+        if found := _in_smaller_batches(plan, usable):
+            # Options whose values differ, recomputation included where it was left open.
+            old, new = flatten(first.config), flatten(found.config)
+            names = set(recomputing_options(found.config))
+            names |= {n for each in batch_options(found.config) for n in (each.size, each.times)}
+            changed = {n: v for n, v in new.items() if n in names and v != old[n]}
+            return found, changed | change
+    return None
+
+
+def _sharing(config: Any, processes: int, *, has_bits: bool) -> Iterator[dict[str, Any]]:
+    """What moves or shrinks weights and optimizer state, the least costly first."""
+    yield {}
+    if isinstance(config, RlhfConfig):
+        ranks = [config.actor.lora_dim] + [config.critic.lora_dim] * config.has_critic
+        trains_base = min(ranks) == 0 or not config.classic.only_optimize_lora
+    else:
+        trains_base = config.lora.lora_dim == 0 or not config.lora.only_optimize_lora
+    steps: list[dict[str, Any]] = []
+    if has_bits and not trains_base:
+        steps.append({"base_bits": 4})
+    if processes > config.parallel.tensor_parallel_size:
+        steps += [{"zero_stage": stage} for stage in ((2, 3) if trains_base else (3,))]
+    if trains_base:
+        steps.append({"zero_stage": max(config.parallel.zero_stage or 0, 1), "offload": True})
+    steps.append({"zero_stage": 3, "offload": True})
+    for change in [*steps, *accumulate(steps, or_)]:
+        if not change.keys() & config.given:
+            yield change
+
+
+def _in_smaller_batches(plan: StagePlan, usable: int) -> StagePlan | None:
+    """The plan in micro-batches that fit, recomputed where that leaves too small ones."""
+
+    def positions(plan: StagePlan) -> int:
+        trained = next(iter(plan.trained.values()))
+        return trained.tokens or trained.rows * trained.length * trained.sequences
+
+    on, free = recomputation(plan)
+    found = []
+    for count in range(len(free) + 1):
+        fitting = _in_fitting_rows(with_recomputation(plan, [*on, *free[:count]]), usable)
+        if fitting is None:
+            continue
+        found.append(fitting)
+        if positions(fitting) >= min(ENOUGH_POSITIONS, positions(plan)):
+            return fitting
+    return max(found, key=positions, default=None)
+
+
+def _in_fitting_rows(plan: StagePlan, usable: int) -> StagePlan | None:
+    for rows in batch_options(plan.config):
+        fitting = (p for p in rows.of_one_step(plan) if p.phases[rows.phase] <= usable)
+        found = next(fitting, None)
+        if found is None:
+            return None
+        plan = found
+    return plan if max(plan.phases.values()) <= usable else None
