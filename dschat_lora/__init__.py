@@ -11,6 +11,7 @@ Each name is imported when it is used: to import the package is quick.
 import sys
 from importlib import import_module
 
+from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.old_names import OldNames
 
 __version__ = "0.3.0"
@@ -19,12 +20,13 @@ __version__ = "0.3.0"
 _HOMES = {
     **dict.fromkeys(("sft", "reward", "dpo", "rlhf", "distill", "Run", "load"), "api.stages"),
     **dict.fromkeys(
-        ("generate", "evaluate", "merge", "audit", "plan", "tune", "Audit", "Plan", "Tuned"),
+        ("generate", "merge", "audit", "Audit"),
         "api.verbs",
     ),
     "Trainer": "api.trainer",
     "Sample": "api.trainer_sampling",
     "Algorithm": "rl.options.algorithms",
+    "Addon": "config.addons",
     # DeepSpeed-Chat's
     **dict.fromkeys(
         (
@@ -37,7 +39,8 @@ _HOMES = {
         "lora.deepspeed_chat",
     ),
 }
-__all__ = ["__version__", *_HOMES]
+_OF_ADDONS = [name for each in ADDONS.values() for name in each.functions.split()]
+__all__ = ["__version__", *_HOMES, *_OF_ADDONS]
 
 
 sys.meta_path.append(OldNames())
@@ -45,9 +48,13 @@ sys.meta_path.append(OldNames())
 
 def __getattr__(name: str) -> object:
     """A public name, imported at its first use."""
-    if name not in _HOMES:
+    if name in _HOMES:
+        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    elif name in _OF_ADDONS:
+        addons = import_module(f"{__name__}.config.addons")
+        found = addons.load(addons.function_path(name))
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = found
     return found
 

@@ -43,7 +43,7 @@ from dschat_lora.runtime.caller import Callback
 def stub() -> str:
     """The text of the file."""
     names = [n for n in dl.__all__ if n not in (*WRITTEN_OUT, "__version__", "Trainer")]
-    homes = (f"from dschat_lora.{dl._HOMES[name]} import {name} as {name}" for name in names)
+    homes = (f"from {getattr(dl, name).__module__} import {name} as {name}" for name in names)
     parts = [HEAD + "\n".join(homes), "__version__: str\n__all__: list[str]\n"]
     parts += [_function(name, getattr(dl, name)) for name in WRITTEN_OUT]
     init = _function("__init__", dl.Trainer.__init__)

@@ -33,8 +33,8 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "config": Room(
             libraries="yaml",
-            light="bundled data files groups held old_names options other_names parser staging"
-            " stages values verbs when",
+            light="addon_names addons bundled data files groups held old_names options other_names"
+            " parser staging stages values verbs when",
         ),
     },
     {
@@ -72,15 +72,6 @@ FLOORS = [
             "algos checkpoint config data engine lora",
             "safetensors torch transformers",
             "families option_checks published source",
-        ),
-    },
-    {
-        "endpoint": Room("config data models report", "h11 starlette uvicorn", "sockets"),
-        "generation": Room("algos config lora models", "psutil torch transformers"),
-        "runtime": Room(
-            "algos checkpoint config data engine lora models perf report",
-            "huggingface_hub packaging psutil safetensors torch transformers",
-            "caller checks describe directory resume seeds sharing stage_main validation",
         ),
     },
     {
@@ -137,47 +128,73 @@ FLOORS = [
         ),
     },
     {
-        "experiments.glue": Room(
-            "algos checkpoint config data engine lora models report runtime",
-            "datasets numpy scipy sklearn torch transformers",
-            "config data validation",
-        ),
-        "experiments.nlg": Room(
-            "algos checkpoint config data engine generation lora models report runtime supervised",
-            "nltk pycocoevalcap sacrebleu torch",
-            "config predictions validation",
-        ),
-        "pipeline": Room(
-            "algos assets checkpoint config data engine generation lora models perf report"
-            " rl.learn rl.loop rl.options rl.response rl.score rl.watch runtime supervised",
-            "optuna packaging psutil torch",
-            "launch recipe run stages verbs",
-        ),
-        "serving": Room(
-            "algos checkpoint config data endpoint engine generation lora models report runtime"
-            " supervised",
-            "llguidance starlette torch",
-            "config verbs",
-        ),
-        "tinker": Room(
-            "algos checkpoint config data endpoint engine generation lora models report runtime",
-            "numpy safetensors starlette tinker torch",
-            "config verbs",
+        "commands": Room(
+            "checkpoint config models report runtime",
+            "psutil",
+            "launch seeds stages train verbs",
         ),
     },
     {
         "api": Room(
-            "algos checkpoint config data engine experiments.glue experiments.nlg generation lora"
-            " models pipeline report rl.draw rl.loop rl.options rl.score runtime supervised",
+            "algos assets checkpoint commands config data engine generation lora models report"
+            " rl.draw rl.loop rl.options rl.response rl.score runtime supervised",
             "IPython numpy torch",
-            "command_lines notebook options process stages verbs",
+            "demo notebook options process stages verbs",
+        ),
+        "__main__": Room("commands config report runtime", light="__main__"),
+    },
+    {
+        "addons.audit": Room("config data", "datasketch py3langid regex", "addon"),
+        "addons.evaluation": Room(
+            "algos api commands config data engine generation lora models report"
+            " rl.options rl.response rl.score runtime supervised",
+            "lm_eval torch",
+            "addon verbs",
+        ),
+        "addons.glue": Room(
+            "algos checkpoint commands config data engine lora models report runtime",
+            "datasets numpy scipy sklearn torch transformers",
+            "addon config data validation verbs",
+        ),
+        "addons.nlg": Room(
+            "algos checkpoint commands config data engine generation lora models report runtime"
+            " supervised",
+            "nltk pycocoevalcap sacrebleu torch transformers",
+            "addon config formats predictions validation verbs",
+        ),
+        "addons.pipeline": Room(
+            "checkpoint commands config engine models report rl.options runtime",
+            "psutil",
+            "addon placeholders recipe run verbs",
+        ),
+        "addons.serving": Room(
+            "algos checkpoint commands config data engine generation lora models report runtime"
+            " supervised",
+            "h11 llguidance starlette torch uvicorn",
+            "addon config verbs endpoint.sockets",
         ),
     },
     {
-        "__main__": Room(
-            "api config pipeline report runtime serving tinker",
-            light="__main__",
+        "addons.agents": Room(
+            "addons.serving algos config data engine generation models report rl.draw rl.options"
+            " rl.play rl.response rl.score runtime",
+            "numpy openai starlette torch",
+            "addon",
         ),
+        "addons.planning": Room(
+            "addons.pipeline algos api assets checkpoint commands config data engine generation"
+            " lora models perf report rl.learn rl.loop rl.options rl.response rl.score rl.watch"
+            " runtime supervised",
+            "optuna packaging psutil torch",
+            "addon config python verbs",
+        ),
+        "addons.tinker": Room(
+            "addons.serving algos checkpoint commands config data engine generation lora models"
+            " report runtime",
+            "numpy safetensors starlette tinker torch",
+            "addon config verbs",
+        ),
+        "addons": Room(light="old_names"),
     },
 ]
 # The package itself holds the version, which every module may read.
@@ -188,20 +205,23 @@ ROOMS = {"": Room("config", light="__init__")} | {
 OWNERS = {
     "argparse": {"config"},
     "bitsandbytes": {"lora"},
-    "datasets": {"data", "experiments.glue"},
+    "datasets": {"data", "addons.glue"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("checkpoint", "data", "experiments.glue", "generation", "models", "rl.draw", "runtime")
+        *("addons.glue", "addons.nlg", "checkpoint", "data", "generation", "models", "rl.draw"),
+        "runtime",
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.
-SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.score"}
+SPEAKERS = {"report.log", "report.terminal", "config.options", "addons.evaluation.score"}
 # These load the heavy parts of a verb when it runs.
 VERBS = {
-    *("pipeline.verbs", "serving.verbs", "tinker.verbs"),
-    *("api.command_lines", "api.options", "api.stages", "api.verbs"),
+    *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
+    *("api.verbs", "api.demo", "addons.evaluation.verbs", "addons.glue.verbs", "addons.nlg.verbs"),
+    *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
+    *("addons.serving.verbs", "addons.tinker.verbs"),
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}

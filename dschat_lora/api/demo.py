@@ -9,7 +9,9 @@ from typing import Any
 from dschat_lora.api import stages
 from dschat_lora.api.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
 from dschat_lora.config.bundled import BUNDLED_DATA
+from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import command_line, fail
+from dschat_lora.config.parser import Parser
 from dschat_lora.config.staging import check_within
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.html import render_report, write_report
@@ -145,3 +147,17 @@ def judgement_rows(judged: Mapping[str, Judgement]) -> Rows:
             shares = [str(getattr(j, way)[key]) for j in judged.values()]
             rows.append([f"{label} ({way})" if key == "score" else label, *shares])
     return rows
+
+
+def demo(argv: list[str]) -> None:
+    """Run ``dschat-lora demo``."""
+    parser = Parser("dschat-lora demo", "Train on the bundled model and data, show what changed.")
+    parser.add_argument(
+        "--output_dir", metavar="DIR", help="default: the first free of output/demo, -2, -3, ..."
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=1234, help="of all stages (default: 1234)"
+    )
+    chosen = parser.values(argv, ["output_dir", "seed"])
+    RunConfig(seed=chosen["seed"])  # refuses one that no stage takes, before anything is written
+    run_demo(**chosen)

@@ -24,14 +24,6 @@ from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 from dschat_lora.runtime.caller import Callback, Caller
 from dschat_lora.runtime.stage_main import late
 
-# Functions that train by a checked config, and give the directory, None of a dry run.
-PROGRAMS = {
-    "sft": late("supervised.stages:run_sft"),
-    "reward": late("supervised.stages:run_reward"),
-    "dpo": late("supervised.stages:run_dpo"),
-    "rlhf": late("rl.loop.train:run_rlhf"),
-    "distill": late("rl.loop.train:run_rlhf"),
-}
 # Options that are arguments under a shorter name.
 _NAMED = (
     *("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path"),
@@ -327,7 +319,7 @@ def _train(
         stack.enter_context(shown_in_notebook(stage, quiet=quiet))
         config = check_as_verb(config, stage)
         caller = Caller(callbacks, in_python=True)
-        path = PROGRAMS[stage].load()(config, caller)
+        path = late(STAGES[stage].program)(config, caller)
     if path is None:
         return Run(config.run.output_dir or ".", record={"stage": stage, "status": "dry run"})
     return Run(path.absolute())

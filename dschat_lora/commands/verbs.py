@@ -1,32 +1,31 @@
-"""The command lines of the verbs on pipelines, this machine, and what runs left."""
+"""The command lines of the verbs that look at data, models and runs, or use them."""
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.commands.launch import run_or_end
-from dschat_lora.config.bundled import recipes
+from dschat_lora.config import bundled
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.parser import Parser
-from dschat_lora.config.stages import ScoreConfig
+from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import (
     EXAMPLES,
     ExportConfig,
+    GenerateConfig,
     InspectConfig,
-    ModelsConfig,
+    MergeConfig,
     PushConfig,
 )
-from dschat_lora.models.families import COLUMNS, read_families, short
 from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.rollouts import show_rollouts
 from dschat_lora.report.run_data import read_runs
-from dschat_lora.report.terminal import log_once, table, to_json, wrapped
+from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.runtime import describe, sharing
 from dschat_lora.runtime.directory import check_file_can_be_made
-from dschat_lora.runtime.stage_main import ended_in_one_line, late
-from dschat_lora.runtime.validation import check_reading
+from dschat_lora.runtime.stage_main import late
+from dschat_lora.runtime.validation import check_audit, check_reading
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -34,72 +33,11 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 
 
-def pipeline(argv: list[str]) -> None:
-    """Run ``dschat-lora pipeline``."""
-    parser = Parser(
-        "dschat-lora pipeline",
-        "Run the stages of a YAML file one after another; those that are finished are "
-        "skipped, one that was stopped goes on.",
-    )
-    parser.add_argument(
-        "file", metavar="FILE", help="YAML file of the stages and their options, or a recipe's name"
-    )
-    parser.add_argument("--output_dir", metavar="DIR", help="instead of the file's output_dir")
-    parser.add_argument("--num_gpus", metavar="N", type=int, help="processes, one for each GPU")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="check all stages, say what would run, and stop"
-    )
-    parser.add_argument(
-        "--from",
-        dest="redo_from",
-        metavar="STAGE",
-        help="do this stage and all later ones again, over what they left",
-    )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="STAGE.OPTION=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="options instead of the file's",
-    )
-    chosen = parser.values(argv, ["output_dir", "num_gpus", "dry_run", "from", "set"])
-    late("addons.pipeline.run:run_pipeline")(**chosen)
-
-
-def doctor(argv: list[str]) -> None:
-    """Run ``dschat-lora doctor``."""
-    parser = Parser(
-        "dschat-lora doctor",
-        "Say whether this machine can train, and what to do where it cannot: versions, devices, "
-        "compiler, disk, network, and two steps of the bundled model on each device.",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--no_training", action="store_true", help="leave the training step out")
-    parser.add_argument(
-        "--first_hour",
-        action="store_true",
-        help="on a GPU, in 40 minutes at most: compare what it computes with the CPU, measure "
-        "speed and memory, and write output/first-hour/first_hour.html for a bug report",
-    )
-    chosen = parser.values(argv, ["json", "no_training", "first_hour"])
-    if chosen["first_hour"]:
-        for name in ("json", "no_training"):
-            if chosen[name]:
-                raise ValueError(f"--first_hour has no --{name}: leave one of them out")
-        late("addons.planning.first_hour:first_hour")()
-        return
-    diagnose = late("addons.planning.doctor:diagnose")
-    if not diagnose(as_json=chosen["json"], trains=not chosen["no_training"]):
-        raise SystemExit(1)
-
-
-def list_recipes(argv: list[str]) -> None:
+def recipes(argv: list[str]) -> None:
     """Run ``dschat-lora recipes``."""
     parser = Parser("dschat-lora recipes", "List the recipes that come with the package.")
     parser.add_argument("--json", action="store_true", help="one JSON list on standard output")
-    found = recipes()
+    found = bundled.recipes()
     if parser.values(argv, ["json"])["json"]:
         fields = ("name", "kind", "summary", "command")
         rows = [{f: getattr(each, f) for f in fields} | {"path": str(each.path)} for each in found]
@@ -172,45 +110,10 @@ def rollouts(argv: list[str]) -> None:
     show_rollouts(Path(chosen.pop("run")), **chosen)
 
 
-def models(argv: list[str]) -> None:
-    """Run ``dschat-lora models``."""
-    config = parsed_config("models [MODEL]", ModelsConfig, argv)
-    if config.model_name_or_path is None:
-        _show_families(as_json=config.json)
-    elif not late("addons.planning.known_models:show_model")(config):
-        raise SystemExit(1)
-
-
-def _show_families(*, as_json: bool) -> None:
-    """Print the table of types, the reasons of what is missing, and what the columns say."""
-    found = read_families()
-    if as_json:
-        log_once(to_json(asdict(found)))
-        return
-    log_once(f"types of models with transformers {found.transformers}, found by trying each\n")
-    for line in table(["type", *map(short, COLUMNS)], found.rows()):
-        log_once(line)
-    for column, reasons in found.why_not().items():
-        log_once(f"\n{short(column)}: {COLUMNS[column]}; not for")
-        for reason, kinds in reasons.items():
-            log_once(wrapped(f"  {', '.join(kinds)}: {reason}"))
-    log_once(
-        "\n- nothing to try; ? not tried. Other types are tried by the probe that starts a run."
-    )
-
-
 def inspect(argv: list[str]) -> None:
     """Run ``dschat-lora inspect``."""
     if not describe.inspect_directory(parsed_config("inspect DIRECTORY", InspectConfig, argv)):
         raise SystemExit(1)
-
-
-def score(argv: list[str]) -> None:
-    """Run ``dschat-lora score``."""
-    config = parsed_config("score RUN [DATA ...]", ScoreConfig, argv, "data_path")
-    check_reading(config, ("SEQ_CLS",))
-    with ended_in_one_line(stopped="stopped; --output_path was not written"):
-        late("addons.evaluation.score:score_files")(config)
 
 
 def push(argv: list[str]) -> None:
@@ -274,3 +177,31 @@ def parsed_config(usage: str, config_class: type[ConfigT], argv: list[str], *mor
         examples=EXAMPLES[verb],
         positionals=(first, *more),
     )
+
+
+def audit(argv: list[str]) -> None:
+    """Run ``dschat-lora audit``."""
+    config = parse_config(
+        AuditConfig,
+        argv,
+        description=AuditConfig.__doc__,
+        program="dschat-lora audit DATA",
+        positionals=("data_path",),
+    )
+    if not late("runtime.data_audit:show_audit")(check_audit(config)):
+        raise SystemExit(1)
+
+
+def merge(argv: list[str]) -> None:
+    """Run ``dschat-lora merge``."""
+    late("runtime.merge:show_merge")(parsed_config("merge RUN", MergeConfig, argv))
+
+
+def generate(argv: list[str]) -> None:
+    """Run ``dschat-lora generate``."""
+    config = parsed_config("generate RUN [PROMPT ...]", GenerateConfig, argv, "prompts")
+    check_reading(config, ("CAUSAL_LM",))
+    if config.keep is None:
+        late("supervised.generate:generate_answers")(config)
+    else:
+        late("addons.evaluation.best_of_n:write_kept_answers")(config, None)

@@ -1,23 +1,24 @@
 """Names that modules had: imports, command lines and checkpoints of users may have them."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _PACKAGE = __name__.partition(".")[0]
-# By the old name the modules that have what was in it; names begin behind that of the package.
+# By the old name the modules that have what was in it, or the package that has its modules; names
+# begin behind that of this package. addons/ has a table of its own.
 OLD_NAMES = {
+    "pipeline.judge": "api.demo_judge",
+    "pipeline.launch": "commands.launch",
     "rl.advice": "rl.loop.advice rl.response.errors",
-    "rl.agent_programs": "rl.play.agent_programs rl.play.conversations rl.play.agents",
-    "rl.agent_server": "rl.play.agents",
-    "rl.agents": "rl.play.agents rl.play.conversations",
     "rl.algorithms": "rl.options.algorithms",
     "rl.batch": "rl.response.batch rl.response.response",
     "rl.builtin_rewards": "rl.score.builtin_rewards rl.options.names",
     "rl.config": "rl.options.config rl.options.names",
-    "rl.conversations": "rl.play.conversations",
     "rl.coroutines": "rl.response.coroutines",
     "rl.draw.order": "rl.draw.source",
     "rl.draw.prompt_stream": "rl.draw.source",
@@ -36,7 +37,6 @@ OLD_NAMES = {
     "rl.learn.network": "rl.learn.engines",
     "rl.memory": "rl.loop.memory rl.draw.own_engine",
     "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.loop.parts",
-    "rl.play.agent_server": "rl.play.agents",
     "rl.play.mcp_tools": "rl.play.environment_adapters",
     "rl.play.stateful_environment": "rl.play.environment",
     "rl.play.turn_tokens": "rl.response.turn_tokens",
@@ -66,8 +66,17 @@ OLD_NAMES = {
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.vllm_server": "rl.draw.vllm_server",
     "rl.watch.rows": "rl.loop.parts",
+    "runtime.seeds": "commands.seeds",
     "world": "assets.toy_world",
 }
+
+
+@cache
+def _table() -> dict[str, str]:
+    """``OLD_NAMES``, and those of the add-ons that are there."""
+    with suppress(ModuleNotFoundError):
+        return OLD_NAMES | import_module(f"{_PACKAGE}.addons.old_names").OLD_NAMES
+    return OLD_NAMES
 
 
 class _FormerModule(ModuleType):
@@ -92,7 +101,7 @@ class _FormerModule(ModuleType):
         return sorted({name for each in self._successors() for name in vars(each)})
 
     def _successors(self) -> list[ModuleType]:
-        names = OLD_NAMES[self.__name__.partition(".")[2]].split()
+        names = _table().get(self.__name__.partition(".")[2], "").split()
         return [import_module(f"{_PACKAGE}.{each}") for each in names]
 
 
@@ -102,10 +111,14 @@ class OldNames(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The specification of a module of ``OLD_NAMES``."""
+        """The specification of a former module, or of a package that had some."""
         package, _, module = name.partition(".")
-        is_old = package == _PACKAGE and module in OLD_NAMES
-        return ModuleSpec(name, self, origin=OLD_NAMES[module]) if is_old else None
+        if package != _PACKAGE or module.startswith("addons"):
+            return None
+        is_package = any(each.startswith(f"{module}.") for each in _table())
+        if module not in _table() and not is_package:
+            return None
+        return ModuleSpec(name, self, origin=_table().get(module), is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
         """Let the module have what its successors have."""
@@ -117,4 +130,4 @@ class OldNames(MetaPathFinder, Loader):
         Raises:
             ImportError: naming its successors.
         """
-        raise ImportError(f"{name} has become {OLD_NAMES[name.partition('.')[2]]} of {_PACKAGE}")
+        raise ImportError(f"{name} has become {_table()[name.partition('.')[2]]} of {_PACKAGE}")

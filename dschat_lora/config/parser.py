@@ -54,10 +54,13 @@ COMPATIBILITY = "compatibility"
 
 
 def by_section(sections: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Names of options by section, from pairs of both, in the order of ``SECTIONS``."""
+    """Names of options by section, from pairs of both, in the order of ``SECTIONS``.
+
+    Sections of add-ons follow.
+    """
     found: dict[str, list[str]] = {title: [] for title in (*SECTIONS, OTHER, COMPATIBILITY)}
     for name, section in sections:
-        found[section].append(name)
+        found.setdefault(section, []).append(name)
     for title, first in SECTIONS.items():
         found[title].sort(key=lambda name: first.index(name) if name in first else len(first))
     return {title: names for title, names in found.items() if names}

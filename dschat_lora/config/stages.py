@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from dschat_lora.config.addons import addon_options
 from dschat_lora.config.data import DataConfig, FilterConfig, parse_columns, parse_variables
 from dschat_lora.config.groups import (
     EVALUATION,
@@ -207,6 +208,7 @@ class SupervisedConfig(StageConfig):
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
     tasks: TasksConfig = group(TasksConfig)
+    addons: Any = group(addon_options("sft"))
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:
@@ -238,6 +240,7 @@ class RewardStageConfig(SupervisedConfig):
     data: DataConfig = group(DataConfig, packing=False)
     pairs: PairConfig = group(PairConfig)
     reward: RewardConfig = group(RewardConfig)
+    addons: Any = group(addon_options("reward"))
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,7 @@ class DpoStageConfig(SupervisedConfig):
     optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
     pairs: PairConfig = group(PairConfig)
     dpo: DpoConfig = group(DpoConfig)
+    addons: Any = group(addon_options("dpo"))
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,16 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
     return resolve_stage(config, check, stage=rules.name)
 
 
+def check_reward(config: ConfigT) -> ConfigT:
+    """:func:`check_supervised` of step 2."""
+    return check_supervised(config, rules=REWARD)
+
+
+def check_dpo(config: ConfigT) -> ConfigT:
+    """:func:`check_supervised` of DPO."""
+    return check_supervised(config, rules=DPO)
+
+
 def check_eval(config: EvalConfig) -> bool:
     """Whether the model is a reward model; refuses what cannot be evaluated."""
     source = check_reading(config, ("CAUSAL_LM",) if config.tasks else ("CAUSAL_LM", "SEQ_CLS"))

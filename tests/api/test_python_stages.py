@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from dschat_lora.api.command_lines import run_stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
@@ -32,7 +33,6 @@ from api.programs import (
     write_rows,
 )
 from dschat_lora.api import command_lines
-from dschat_lora.api.command_lines import run_stage
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import command_line, options_in_python
 from dschat_lora.config.stages import SupervisedConfig

@@ -5,10 +5,9 @@ import shlex
 from itertools import pairwise
 
 import pytest
+from dschat_lora.api.command_lines import run_glue, run_nlg
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Tokenizer
-
-from dschat_lora.api.command_lines import run_glue, run_nlg
 
 GLUE = """--task_name {} --do_train --do_eval --max_seq_length {} --per_device_train_batch_size {}
     --learning_rate {} --num_train_epochs {} --output_dir $output_dir/model --logging_steps 10

@@ -9,7 +9,7 @@ Without a verb it trains. The loss is taken on the text and its end-of-sequence 
 
 import sys
 
-from dschat_lora.api.command_lines import run_nlg
+from dschat_lora.addons.nlg.verbs import run_nlg
 
 if __name__ == "__main__":
     run_nlg(sys.argv[1:], description=__doc__)

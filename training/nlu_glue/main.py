@@ -9,7 +9,7 @@ LoRA factors and the head; without --apply_lora every weight.
 
 import sys
 
-from dschat_lora.api.command_lines import run_glue
+from dschat_lora.addons.glue.verbs import run_glue
 
 if __name__ == "__main__":
     run_glue(sys.argv[1:], description=__doc__)

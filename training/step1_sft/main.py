@@ -6,7 +6,7 @@ Without --model_name_or_path and --data_path the bundled tiny model and data are
 is taken on completions and their end-of-sequence token only.
 """
 
-from dschat_lora.api.command_lines import run_stage
+from dschat_lora.commands.train import run_stage
 
 if __name__ == "__main__":
     run_stage("sft", description=__doc__)

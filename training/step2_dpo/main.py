@@ -7,7 +7,7 @@ chosen and a rejected answer; for --loss_type kto also a prompt, a completion an
 --model_name_or_path and --data_path the bundled tiny model and data are used.
 """
 
-from dschat_lora.api.command_lines import run_stage
+from dschat_lora.commands.train import run_stage
 
 if __name__ == "__main__":
     run_stage("dpo", description=__doc__)

@@ -6,7 +6,7 @@ Rows have a prompt, a chosen and a rejected answer, perhaps with a margin. Witho
 --model_name_or_path and --data_path the bundled tiny model and data are used.
 """
 
-from dschat_lora.api.command_lines import run_stage
+from dschat_lora.commands.train import run_stage
 
 if __name__ == "__main__":
     run_stage("reward", description=__doc__)

@@ -7,7 +7,7 @@ The reference is the actor as it is before training. Rows bring prompts; answers
 read. With no model and no data named, the bundled ones are used and the bundled world judges.
 """
 
-from dschat_lora.api.command_lines import run_stage
+from dschat_lora.commands.train import run_stage
 
 if __name__ == "__main__":
     run_stage("rlhf", description=__doc__)

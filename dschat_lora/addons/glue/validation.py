@@ -13,6 +13,7 @@ from dschat_lora.checkpoint.adapter_config import (
     read_adapter_config,
     verify_adapter,
 )
+from dschat_lora.commands.seeds import check_starts_runs
 from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import read_json
 from dschat_lora.config.options import flatten
@@ -23,7 +24,6 @@ from dschat_lora.report.terminal import log_once, say_once
 from dschat_lora.runtime.checks import Check, apply_checks, require_packages, resolve_stage
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import with_options
-from dschat_lora.runtime.seeds import check_starts_runs
 
 #: where a run that ends with its best weights keeps the last ones
 LAST = "last"

@@ -19,6 +19,7 @@ from dschat_lora.addons.nlg.predictions import chosen_predictions, predictions_t
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.history import STATE_FILE
+from dschat_lora.commands.seeds import check_starts_runs
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.rows import check_sources
@@ -27,7 +28,6 @@ from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.checks import Check, check_task, model_fields, require_packages
 from dschat_lora.runtime.directory import check_can_be_made, check_file_can_be_made
-from dschat_lora.runtime.seeds import check_starts_runs
 from dschat_lora.runtime.validation import StageRules, check_supervised
 
 _METRICS = ("sacrebleu", "nltk")  # packages

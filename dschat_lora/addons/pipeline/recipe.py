@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.addons.pipeline.placeholders import write_placeholder
 from dschat_lora.commands.launch import LauncherConfig
-from dschat_lora.commands.stages import STAGES, check_stage, write_placeholder
+from dschat_lora.commands.stages import STAGES, check_stage
 from dschat_lora.config.files import parse_yaml
 from dschat_lora.config.options import (
     build_config,

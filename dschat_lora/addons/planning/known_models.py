@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dschat_lora.addons.pipeline.placeholders import with_placeholders
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
-from dschat_lora.commands.stages import with_placeholders
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.verbs import ModelsConfig
 from dschat_lora.models.build import AdaptedModel

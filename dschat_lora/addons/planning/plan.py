@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from dschat_lora.addons.pipeline.placeholders import as_planned
 from dschat_lora.algos.segments import causal_pairs
-from dschat_lora.commands.stages import as_planned
 from dschat_lora.config.groups import is_on
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig

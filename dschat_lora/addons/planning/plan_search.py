@@ -10,6 +10,7 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.addons.pipeline.placeholders import with_placeholders
 from dschat_lora.addons.pipeline.recipe import Recipe, checked_stages
 from dschat_lora.addons.planning.plan import (
     GENERATION,
@@ -20,7 +21,7 @@ from dschat_lora.addons.planning.plan import (
     recomputing_options,
     with_recomputation,
 )
-from dschat_lora.commands.stages import STAGES, check_stage, restated, with_placeholders
+from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, flatten, option_names
 from dschat_lora.config.stages import DpoStageConfig

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dschat_lora.addons.planning.config import TuneConfig
 from dschat_lora.commands.launch import (
     PACKAGE,
     LauncherConfig,
@@ -34,7 +35,6 @@ from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, fail, flatten, value_text
 from dschat_lora.config.staging import alone, check_place, open_in_place
-from dschat_lora.config.verbs import TuneConfig
 from dschat_lora.engine.children import (
     end_with_parent,
     environment_of_no_launch,

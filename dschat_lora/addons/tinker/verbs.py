@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dschat_lora.addons.serving.endpoint.sockets import listen
 from dschat_lora.addons.tinker.config import TinkerConfig
+from dschat_lora.commands.train import launched
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine import failure_detection
 from dschat_lora.models.source import ModelSource, find_model
@@ -59,7 +60,7 @@ def checked(argv: Sequence[str]) -> tuple[TinkerConfig, Mapping[str, ModelSource
 
 
 def tinker(argv: Sequence[str]) -> None:
-    """Run ``dschat-lora tinker``; each process of a launch calls this."""
+    """Serve; each process of a launch calls this."""
     failure_detection.join()
     config, sources = checked(argv)
     serves = os.environ.get("RANK", "0") == "0"
@@ -67,3 +68,8 @@ def tinker(argv: Sequence[str]) -> None:
     with listen(config.host, config.port) if serves else nullcontext() as listening:
         failure_detection.wait_until_all_are_ready()
         late("addons.tinker.server:run_server")(config, sources, listening)
+
+
+def main(argv: list[str]) -> None:
+    """Run ``dschat-lora tinker``, or have the launcher run it."""
+    launched("tinker", checked, tinker, argv)

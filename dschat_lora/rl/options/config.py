@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
+from dschat_lora.config.addons import addon_options
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
     PROMPT_LOOKUP,
@@ -472,6 +473,7 @@ class RlhfConfig(StageConfig):
         "and none is held out unless --eval_ratio is given",
         section="evaluation",
     )
+    addons: Any = group(addon_options("rlhf"))
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
@@ -560,6 +562,7 @@ class DistillConfig(RlhfConfig):
     }
 
     ppo: PpoConfig = group(PpoConfig, algorithm="distill")
+    addons: Any = group(addon_options("distill"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

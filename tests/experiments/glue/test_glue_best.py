@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from dschat_lora.runtime.seeds import run_seeds
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -17,7 +18,6 @@ from dschat_lora.addons.glue.config import TASKS, GlueConfig
 from dschat_lora.addons.glue.trainer import mean_loss, with_second_pass
 from dschat_lora.config.options import parse_config
 from dschat_lora.report.directory import is_unfinished
-from dschat_lora.runtime.seeds import run_seeds
 from helpers.glue_toys import LORA, read_jsonl
 
 EPOCHS = ("--eval_strategy", "epoch", "--save_strategy", "epoch")

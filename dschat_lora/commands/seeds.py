@@ -3,12 +3,20 @@
 import json
 import os
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dschat_lora.commands.launch import (
+    launch_command,
+    launch_stage,
+    launcher_command,
+    run_or_end,
+    split_launcher_options,
+)
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.staging import check_within, write_whole
 from dschat_lora.report.directory import default_directory, read_object
@@ -105,3 +113,32 @@ def run_seeds(
     report = {"seeds": list(seeds), "measures": {n: asdict(each) for n, each in found.items()}}
     write_whole(home / "seeds.json", json.dumps(report, indent=2) + "\n")
     show_spreads(found, runs=f"seeds {seeds[0]} to {seeds[-1]}")
+
+
+def once_or_by_seeds(
+    name: str, run_once: Callable[..., None], command: Sequence[str] | None
+) -> Callable[[Any], None]:
+    """What a checked config is given to: one run, or as many as ``--seeds`` says."""
+    prefix = command or (sys.executable, "-m", "dschat_lora", name)
+
+    def run(config: Any) -> None:
+        if config.seeds > 1 and not flatten(config)["dry_run"]:
+            run_seeds(config, name=name, prefix=prefix, run=run_or_end)
+        else:
+            run_once(config)
+
+    return run
+
+
+def experiment(name: str, run: Callable[..., None], description: str, argv: Sequence[str]) -> None:
+    """An experiment in this process, or in those that the launcher starts.
+
+    Of several seeds each run has processes of the launcher.
+    """
+    launcher, rest = split_launcher_options(argv)
+    command = None
+    if launcher is not None:
+        command = launch_command(name, launcher, (), program=launcher_command())
+        if not any(word.split("=")[0] == "--seeds" for word in rest):
+            launch_stage(name, launcher, rest)
+    run(rest, description=description, program=f"dschat-lora {name}", command=command)

@@ -1,0 +1,5 @@
+"""Filters of rows: near duplicates, contamination, languages."""
+
+from dschat_lora.config.addons import Addon
+
+ADDON = Addon("audit")

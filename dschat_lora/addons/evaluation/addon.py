@@ -1,0 +1,16 @@
+"""Measures of trained models on rows and on tasks."""
+
+from dschat_lora.config.addons import Addon
+
+ADDON = Addon(
+    "evaluation",
+    verbs={
+        "eval": "dschat_lora.addons.evaluation.verbs:evaluate",
+        "score": "dschat_lora.addons.evaluation.verbs:score",
+    },
+    summaries={
+        "eval": "perplexity, preferences or rewards on rows of data",
+        "score": "score answers by a reward model",
+    },
+    functions={"evaluate": "dschat_lora.addons.evaluation.python:evaluate"},
+)

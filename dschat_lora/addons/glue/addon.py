@@ -1,0 +1,9 @@
+"""GLUE, as in LoRA's paper."""
+
+from dschat_lora.config.addons import Addon
+
+ADDON = Addon(
+    "glue",
+    verbs={"glue": "dschat_lora.addons.glue.verbs:glue"},
+    summaries={"glue": "GLUE with RoBERTa or DeBERTa-v2"},
+)

@@ -1,0 +1,9 @@
+"""GPT-2 on E2E, WebNLG and DART, as in LoRA's paper."""
+
+from dschat_lora.config.addons import Addon
+
+ADDON = Addon(
+    "nlg",
+    verbs={"nlg": "dschat_lora.addons.nlg.verbs:nlg"},
+    summaries={"nlg": "GPT-2 puts data into words: train, decode, format or evaluate"},
+)

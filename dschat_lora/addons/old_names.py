@@ -1,0 +1,54 @@
+"""Names that the add-ons' modules had; :mod:`dschat_lora.config.old_names` reads them."""
+
+from pathlib import Path
+from pkgutil import iter_modules
+
+# Packages whose modules have kept their own names, and where they are.
+_PACKAGES = {
+    "endpoint": "addons.serving.endpoint",
+    "experiments.glue": "addons.glue",
+    "experiments.nlg": "addons.nlg",
+    "serving": "addons.serving",
+    "tinker": "addons.tinker",
+}
+OLD_NAMES = {
+    "api.command_lines": "commands.train commands.verbs commands.stages "
+    "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
+    "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
+    "data.filtering": "addons.audit.filtering",
+    "data.nlg": "addons.nlg.formats",
+    "data.similar_rows": "addons.audit.similar_rows",
+    "generation.search": "addons.nlg.beam_search",
+    "pipeline.doctor": "addons.planning.doctor",
+    "pipeline.first_hour": "addons.planning.first_hour",
+    "pipeline.hour_checks": "addons.planning.hour_checks",
+    "pipeline.hour_probes": "addons.planning.hour_probes",
+    "pipeline.known_models": "addons.planning.known_models",
+    "pipeline.plan": "addons.planning.plan",
+    "pipeline.plan_report": "addons.planning.plan_report",
+    "pipeline.plan_search": "addons.planning.plan_search",
+    "pipeline.recipe": "addons.pipeline.recipe",
+    "pipeline.run": "addons.pipeline.run",
+    "pipeline.stages": "commands.stages addons.pipeline.placeholders addons.planning.verbs",
+    "pipeline.tune": "addons.planning.tune",
+    "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
+    "addons.evaluation.verbs",
+    "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
+    "addons.agents.agents",
+    "rl.agent_server": "addons.agents.agents",
+    "rl.agents": "addons.agents.agents addons.agents.conversations",
+    "rl.conversations": "addons.agents.conversations",
+    "rl.play.agent_programs": "addons.agents.agent_programs",
+    "rl.play.agent_server": "addons.agents.agents",
+    "rl.play.agents": "addons.agents.agents",
+    "rl.play.conversations": "addons.agents.conversations",
+    "supervised.best_of_n": "addons.evaluation.best_of_n",
+    "supervised.harness": "addons.evaluation.harness",
+    "supervised.measure": "addons.evaluation.measure",
+    "supervised.score": "addons.evaluation.score",
+    **{
+        f"{old}.{module.name}": f"{new}.{module.name}"
+        for old, new in _PACKAGES.items()
+        for module in iter_modules([str(Path(__file__).parents[1].joinpath(*new.split(".")))])
+    },
+}

@@ -1,0 +1,24 @@
+"""What a run takes, which settings are good, and whether a machine can train."""
+
+from dschat_lora.config.addons import Addon
+
+ADDON = Addon(
+    "planning",
+    verbs={
+        "plan": "dschat_lora.addons.planning.verbs:plan",
+        "tune": "dschat_lora.addons.planning.verbs:tune",
+        "doctor": "dschat_lora.addons.planning.verbs:doctor",
+        "models": "dschat_lora.addons.planning.verbs:models",
+    },
+    summaries={
+        "plan": "memory, time and what fits, before a run",
+        "tune": "find a stage's rate, rank and batch by short runs",
+        "doctor": "whether this machine can train, and what to do",
+        "models": "types of models, and what each can do",
+    },
+    functions={
+        name: f"dschat_lora.addons.planning.python:{name}"
+        for name in ("plan", "tune", "Plan", "Tuned")
+    },
+    needs=("pipeline",),
+)

@@ -1,0 +1,187 @@
+"""The command lines of ``dschat-lora plan``, ``tune`` and ``doctor``."""
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.addons.pipeline.placeholders import MODEL_OPTIONS
+from dschat_lora.addons.pipeline.recipe import options_of_stage
+from dschat_lora.addons.planning.config import TuneConfig
+from dschat_lora.commands.launch import split_launcher_options
+from dschat_lora.commands.stages import STAGES, with_verb_defaults
+from dschat_lora.commands.train import rank_of
+from dschat_lora.commands.verbs import parsed_config
+from dschat_lora.config.bundled import find_recipe
+from dschat_lora.config.options import (
+    build_config,
+    option_fields,
+    option_names,
+    parse_config,
+    typed_options,
+)
+from dschat_lora.config.parser import OTHER, Parser
+from dschat_lora.config.verbs import ModelsConfig
+from dschat_lora.models.families import COLUMNS, read_families, short
+from dschat_lora.models.published import published_name
+from dschat_lora.perf.cards import Card, find_card
+from dschat_lora.report.terminal import log_once, table, to_json, wrapped
+from dschat_lora.runtime.checks import require_packages
+from dschat_lora.runtime.stage_main import late
+
+PLAN_EXAMPLES = """examples:
+  dschat-lora plan Qwen/Qwen3-0.6B --for 24GB
+  dschat-lora plan rlhf --actor_model_name_or_path Qwen3-8B \\
+    --critic_model_name_or_path Qwen3-8B --for H100
+  dschat-lora plan llama-2-7b --for 48GB    every stage of a recipe
+  dschat-lora plan dpo --model_name_or_path my/config.json --lora_dim 8 --json"""
+TUNE_EXAMPLES = """examples:
+  dschat-lora tune sft --data_path mine.jsonl --max_steps 200
+  dschat-lora tune dpo --model_name_or_path output/sft --ranks 8 64 --jobs 2
+  dschat-lora tune sft --rates 1e-4 3e-4 1e-3 --seeds 3 --output_dir search"""
+
+
+def plan(argv: list[str]) -> None:
+    """Run ``dschat-lora plan``."""
+    parser = Parser(
+        "dschat-lora plan [STAGE] [MODEL]",
+        "Say what memory and time a stage takes, before anything is loaded, and which settings fit "
+        "a device. The other options are the stage's own. "
+        f"STAGE is one of {', '.join(STAGES)} (default: sft), or a pipeline's YAML file or a "
+        "recipe's name.",
+        PLAN_EXAMPLES,
+    )
+    parser.add_argument(
+        "--for", metavar="DEVICE", help="memory of a device, such as 24GB, or the name of a card"
+    )
+    parser.add_argument("--num_gpus", metavar="N", type=int, help="processes, one for each GPU")
+    parser.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    chosen, rest = parser.parse_known_args(argv)
+    values = vars(chosen)
+    if values["num_gpus"] is not None and values["num_gpus"] < 1:
+        raise ValueError(f"--num_gpus must be >= 1, got {values['num_gpus']}")
+    card = planned_card(values["for"])
+    what, options = "sft", None
+    if rest and not rest[0].startswith("-") and not names_model(rest[0]):
+        what, *rest = rest
+    if what in STAGES:
+        read_file, stage = partial(options_of_stage, what), STAGES[what].config
+        model = next(name for name in option_names(stage) if name in MODEL_OPTIONS)
+        program = f"dschat-lora plan {what}"
+        config: Any = parse_config(
+            stage, rest, program=program, positionals=(model,), read_file=read_file
+        )
+        options = typed_options(with_verb_defaults(config, rank=rank_of(rest)))
+    elif rest:
+        raise ValueError(
+            f"unexpected argument {rest[0]!r}: stages with options of their own are "
+            f"{', '.join(STAGES)}, and {what} is taken for a pipeline's file"
+        )
+    show = late("addons.planning.plan_report:show_plans")
+    if not show(what, options, card=card, processes=values["num_gpus"], as_json=values["json"]):
+        raise SystemExit(1)
+
+
+def tune(argv: list[str]) -> None:
+    """Run ``dschat-lora tune``."""
+    parser = Parser("dschat-lora tune", TuneConfig.__doc__, TUNE_EXAMPLES)
+    parser.add_argument("stage", metavar="STAGE", help=", ".join(STAGES))
+    for name, option in option_fields(TuneConfig):
+        parser.add_option(OTHER, [name], *option)
+    chosen, rest = parser.parse_known_args(argv)
+    values = vars(chosen)
+    if (stage := values.pop("stage")) not in STAGES:
+        raise ValueError(f"STAGE must be one of {', '.join(STAGES)}, got {stage!r}")
+    launcher, rest = split_launcher_options(rest)
+    read_file, program = partial(options_of_stage, stage), f"dschat-lora tune {stage}"
+    config: Any = parse_config(STAGES[stage].config, rest, program=program, read_file=read_file)
+    require_packages("dschat-lora tune", "optuna", extra="tune")
+    search = build_config(TuneConfig, values)
+    options = typed_options(with_verb_defaults(config, rank=rank_of(rest)))
+    late("addons.planning.tune:run_tune")(search, stage, options, launcher)
+
+
+def doctor(argv: list[str]) -> None:
+    """Run ``dschat-lora doctor``."""
+    parser = Parser(
+        "dschat-lora doctor",
+        "Say whether this machine can train, and what to do where it cannot: versions, devices, "
+        "compiler, disk, network, and two steps of the bundled model on each device.",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--no_training", action="store_true", help="leave the training step out")
+    parser.add_argument(
+        "--first_hour",
+        action="store_true",
+        help="on a GPU, in 40 minutes at most: compare what it computes with the CPU, measure "
+        "speed and memory, and write output/first-hour/first_hour.html for a bug report",
+    )
+    chosen = parser.values(argv, ["json", "no_training", "first_hour"])
+    if chosen["first_hour"]:
+        for name in ("json", "no_training"):
+            if chosen[name]:
+                raise ValueError(f"--first_hour has no --{name}: leave one of them out")
+        late("addons.planning.first_hour:first_hour")()
+        return
+    diagnose = late("addons.planning.doctor:diagnose")
+    if not diagnose(as_json=chosen["json"], trains=not chosen["no_training"]):
+        raise SystemExit(1)
+
+
+def planned_card(device: str | None) -> Card | None:
+    """The card that a plan is for, by its name or its memory; None for no particular device.
+
+    Raises:
+        ValueError: for a name of none.
+    """
+    return None if device is None else find_card(device)
+
+
+def names_model(word: str) -> bool:
+    """Whether a word is a model's name or path, and no stage, pipeline's file or recipe.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    path = Path(word).expanduser()
+    if word in STAGES or path.suffix in (".yaml", ".yml"):
+        return False
+    if path.exists():
+        return path.is_dir() or path.name == "config.json" or path.suffix == ".gguf"
+    try:
+        find_recipe(word, label=word)
+    except ValueError as error:
+        if "/" in word or published_name(word):
+            return True
+        raise ValueError(
+            f"{error}; a stage is one of {', '.join(STAGES)}, and a model is named as owner/name, "
+            "or by its directory"
+        ) from error
+    return False
+
+
+def models(argv: list[str]) -> None:
+    """Run ``dschat-lora models``."""
+    config = parsed_config("models [MODEL]", ModelsConfig, argv)
+    if config.model_name_or_path is None:
+        _show_families(as_json=config.json)
+    elif not late("addons.planning.known_models:show_model")(config):
+        raise SystemExit(1)
+
+
+def _show_families(*, as_json: bool) -> None:
+    """Print the table of types, the reasons of what is missing, and what the columns say."""
+    found = read_families()
+    if as_json:
+        log_once(to_json(asdict(found)))
+        return
+    log_once(f"types of models with transformers {found.transformers}, found by trying each\n")
+    for line in table(["type", *map(short, COLUMNS)], found.rows()):
+        log_once(line)
+    for column, reasons in found.why_not().items():
+        log_once(f"\n{short(column)}: {COLUMNS[column]}; not for")
+        for reason, kinds in reasons.items():
+            log_once(wrapped(f"  {', '.join(kinds)}: {reason}"))
+    log_once(
+        "\n- nothing to try; ? not tried. Other types are tried by the probe that starts a run."
+    )

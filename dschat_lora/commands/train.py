@@ -1,0 +1,84 @@
+"""The command lines of the stages."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from dschat_lora.addons.pipeline.recipe import options_of_stage
+from dschat_lora.commands.launch import launch_stage, split_launcher_options
+from dschat_lora.commands.stages import RANK, STAGES, check_as_verb, check_stage
+from dschat_lora.config.options import parse_config, typed_options
+from dschat_lora.config.verbs import EXAMPLES
+from dschat_lora.runtime.stage_main import exits, late, prepare_process, run_main
+
+_PROCESSES = """
+
+One process runs, unless --num_gpus N, --include HOST:GPU, --hostfile FILE or --master_port PORT
+ask for DeepSpeed's launcher, whose options they are."""
+
+
+def run_stage(
+    name: str,
+    *,
+    description: str | None = None,
+    argv: Sequence[str] | None = None,
+    program: str | None = None,
+    examples: str | None = None,
+    check: Callable[[Any], Any] | None = None,
+) -> None:
+    """The main function of a stage of a pipeline, by default with DeepSpeed-Chat's defaults."""
+    prepare_process()
+    run_main(
+        STAGES[name].config,
+        check or STAGES[name].check,
+        exits(late(STAGES[name].program)),
+        description=description,
+        argv=argv,
+        program=program,
+        examples=examples,
+        read_file=partial(options_of_stage, name),
+    )
+
+
+def stage(name: str, argv: list[str]) -> None:
+    """A stage in this process, or in those that the launcher starts."""
+    launcher, rest = split_launcher_options(argv)
+    program = f"dschat-lora {name}"
+    if launcher is None:
+        about, examples = f"{STAGES[name].summary}.", EXAMPLES[name] + _PROCESSES
+        run_stage(
+            name,
+            description=about,
+            argv=rest,
+            program=program,
+            examples=examples,
+            check=partial(check_as_verb, stage=name, rank=rank_of(rest)),
+        )
+        return
+    read_file = partial(options_of_stage, name)
+    config: Any = parse_config(STAGES[name].config, rest, program=program, read_file=read_file)
+    check_stage(name, typed_options(config), launcher.processes, rank=rank_of(rest))
+    launch_stage(name, launcher, rest)
+
+
+sft, reward, dpo, rlhf, distill = (partial(stage, name) for name in STAGES)
+
+
+def rank_of(argv: Sequence[str]) -> int:
+    """Rank of adapters where no option says one: 0 beside a file, which says what trains."""
+    return 0 if any(word.partition("=")[0] == "--config" for word in argv) else RANK
+
+
+def launched(
+    name: str,
+    check: Callable[[list[str]], object],
+    run: Callable[[list[str]], None],
+    argv: list[str],
+) -> None:
+    """A verb in this process or, with options that hold, in those that the launcher starts."""
+    launcher, rest = split_launcher_options(argv)
+    if launcher is None:
+        run(rest)
+    else:
+        check(rest)
+        launch_stage(name, launcher, rest)
