@@ -81,9 +81,9 @@ def with_options(
             kind = type_text(name, annotation)
             if default is None and not kind.endswith("None"):
                 kind += " | None"
-            rows[name] = (name, kind, default, field.metadata["help"])
+            rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))
             sections[name] = field.metadata["section"]
-        by_title = by_section(sections.items())
+        by_title = by_section(sections, getattr(config_class, "everyday", ()))
         function.options = {  # type: ignore[attr-defined]
             title: [rows[name] for name in names] for title, names in by_title.items()
         }

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
 from dschat_lora.config.other_names import dotted_name
-from dschat_lora.config.parser import COMPATIBILITY, OTHER, Parser, by_section, unknown_option
+from dschat_lora.config.parser import (
+    COMPATIBILITY,
+    EVERYDAY,
+    MOST,
+    OTHER,
+    Parser,
+    by_section,
+    unknown_option,
+)
 from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
 
 if TYPE_CHECKING:
@@ -75,8 +83,9 @@ def option(
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
-    The help shows it in ``section``, or in that of its class. ``hint`` follows the message about
-    a value that is not allowed. ``settled`` says in words what other things make of the
+    The first line of ``help`` says of an everyday option what a newcomer needs, further lines what
+    ``--help all`` adds. The help shows it in ``section``, or in that of its class. ``hint`` follows
+    the message about a value that is not allowed. ``settled`` says in words what other things make of the
     default, which the help then shows in its place, unless a stage has a default of its own.
     ``names`` are values that the help of a command lists, where others are allowed too.
 
@@ -94,7 +103,7 @@ def option(
 
 
 def classic(default: ValueT, *, help: str, hint: str = "", when: When = "") -> ValueT:
-    """An option that is there for compatibility: ``--help all`` explains it."""
+    """An option that is there for compatibility, which the help shows last."""
     return option(default, help=help, section=COMPATIBILITY, hint=hint, when=when)
 
 
@@ -151,19 +160,24 @@ def parse_config(
     A YAML file given with ``--config`` sets the same fields; the command line wins. ``read_file``
     gives the values that it has, where they are not simply its lines. Words that belong to no
     option are the values of ``positionals`` in turn, the last of which takes several if it can.
-    ``examples`` are lines that the help begins with.
+    ``examples`` are lines that the help begins with. ``everyday`` of the class are the options that
+    ``--help`` shows before those of ``EVERYDAY``; of a class without it, all are shown.
 
     Raises:
         ValueError: naming an option that is unknown, or its value and what is allowed.
     """
     fields = dict(option_fields(config_class))
     parser = Parser(program or Path(sys.argv[0]).name, description, examples)
-    sections = by_section((name, field.metadata["section"]) for name, (field, _) in fields.items())
-    for title, names in sections.items():
+    sections = {name: field.metadata["section"] for name, (field, _) in fields.items()}
+    everyday = getattr(config_class, "everyday", None)
+    if everyday is not None:
+        known = [name for name in dict.fromkeys((*everyday, *EVERYDAY)) if name in fields]
+        parser.everyday = {*known[:MOST], "h", "config"}
+    for title, names in by_section(sections, everyday or ()).items():
         for name in names:
             also = [old for old, new in option_aliases(config_class).items() if new == name]
             parser.add_option(title, [name, *also], *fields[name])
-    about = "YAML file of these options, or the name of a recipe"
+    about = "YAML file of options, or the name of a recipe"
     parser.add_argument("--config", action="once", metavar="FILE", help=about)
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=SUPPRESS)
@@ -438,7 +452,7 @@ def option_fields(
             about, settled = field.metadata["help"], field.metadata["settled"]
             own.default = defaults.get(field.name, None if settled else field.default)
             if settled and field.name not in defaults:
-                about += f"; default: {settled}"
+                about = re.sub(r"$", f"; default: {settled}", about, count=1, flags=re.MULTILINE)
             shown = field.metadata["section"] or section or getattr(config_class, "section", OTHER)
             here = {"help": about, "section": shown, "prefix": prefix}
             here["when"] = (*when, field.metadata["when"])

@@ -21,7 +21,7 @@ from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
 from dschat_lora.rl.options.engines import ENGINES_HELP, EngineFacts, check_engine, engine_facts
 from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
-from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
+from dschat_lora.rl.options.role_config import CriticConfig, RoleConfig, TeacherConfig
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 
@@ -37,7 +37,9 @@ class PromptConfig(SourceConfig):
         help="episodes whose prompts an --environment of a class makes itself, in the place of "
         "--data_path; reset gets the number of the episode, 0 and on, as `episode`",
     )
-    max_prompt_seq_len: int = option(256, help="longer prompts follow --overlong")
+    max_prompt_seq_len: int = option(
+        256, help="most tokens of a prompt; longer ones follow --overlong"
+    )
     max_answer_seq_len: int = option(256, help="most tokens of a response")
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class RolloutConfig:
     )
     generation_batches: int = option(
         1,
-        help="generation batches of one iteration; where no size of a batch is typed, as many as "
+        help="generation batches of one iteration\nwhere no size of a batch is typed, as many as "
         "make 64 responses over all processes",
     )
     per_device_training_batch_size: int = option(
@@ -92,8 +94,9 @@ class RolloutConfig:
         section="training",
     )
     num_generations: int = by_algorithm(
-        "responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare "
-        "them (8, or fewer that divide --per_device_generation_batch_size; or 1)"
+        "responses to each prompt (8, or 1 where they are not compared)\n2 or more but for ppo "
+        "and reinforce_pp, which do not compare them; 8, or fewer that divide "
+        "--per_device_generation_batch_size"
     )
     rollout_engine: str = option("own", help=ENGINES_HELP)
     vllm_command: str | None = of_vllm(
@@ -153,11 +156,12 @@ class RolloutConfig:
     )
     environment: str | None = option(
         None,
-        help="module:function that answers the actor's turns with messages of a user or tool, or "
-        "ends the episode; or module:Class of objects with reset, and step or tools, and rewards; "
-        "or module:Player with play(tasks, draw, *, key), which makes the responses; "
-        "or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND "
-        "and mcp:URL, whose tools are offered",
+        help="what answers the actor's turns: module:function or module:Class, or one of a "
+        "library, such as gymnasium:ENV_ID\nthe function answers with messages of a user or tool, "
+        "or ends the episode; objects of the class have reset, and step or tools, and rewards; or "
+        "module:Player with play(tasks, draw, *, key), which makes the responses; or "
+        "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
+        "mcp:URL, whose tools are offered",
     )
     agent: str | None = option(
         None,
@@ -279,10 +283,10 @@ class RewardsConfig:
 
     reward_function: tuple[str, ...] = option(
         (),
-        help="module:function that scores responses, one or several, instead of the reward model "
-        "or added to it, with the arguments of TRL, verl or OpenRLHF; module:Class of one that "
-        "gives several rewards by its names; builtin:NAME for one that comes along; the http:// "
-        "address of a server that is asked as OpenRLHF asks one",
+        help="module:function or builtin:NAME that scores responses, beside or without a reward "
+        "model\none or several, instead of it or added to it, with the arguments of TRL, verl or "
+        "OpenRLHF; module:Class of one that gives several rewards by its names; builtin:NAME for one that comes along; "
+        "the http:// address of a server that is asked as OpenRLHF asks one",
     )
     reward_weights: tuple[float, ...] = option(
         (),
@@ -442,6 +446,12 @@ class ClassicConfig:
 class RlhfConfig(StageConfig):
     """Options of step 3, which trains the actor on its own responses."""
 
+    everyday: ClassVar[Sequence[str]] = (
+        *("actor_model_name_or_path", "critic_model_name_or_path", "reward_function", "algorithm"),
+        *("data_path", "actor_lora_dim", "actor_learning_rate", "num_generations", "kl_coef"),
+        *("max_prompt_seq_len", "max_answer_seq_len", "per_device_generation_batch_size"),
+        *("generation_batches", "per_device_training_batch_size", "rollout_engine"),
+    )
     when: ClassVar[Mapping[str, str]] = {
         "critic_model_name_or_path": "",  # the reward model, too
         "loraplus_lr_ratio": "actor_lora_dim or critic_lora_dim",
@@ -450,8 +460,8 @@ class RlhfConfig(StageConfig):
         "print_loss": ELSEWHERE,
     }
     actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
-    critic: RoleConfig = group(
-        RoleConfig,
+    critic: CriticConfig = group(
+        CriticConfig,
         flat=False,
         section="critic and reward model",
         when="has_critic",
@@ -553,6 +563,12 @@ class RlhfConfig(StageConfig):
 class DistillConfig(RlhfConfig):
     """Options of step 3 for on-policy distillation; the actor is the student."""
 
+    everyday: ClassVar[Sequence[str]] = (
+        *("actor_model_name_or_path", "teacher_model_name_or_path", "data_path", "actor_lora_dim"),
+        *("actor_learning_rate", "distill_loss", "teacher_system_prompt", "on_policy_share"),
+        *("max_prompt_seq_len", "max_answer_seq_len", "per_device_generation_batch_size"),
+        *("generation_batches", "per_device_training_batch_size", "temperature", "rollout_engine"),
+    )
     spellings: ClassVar[Mapping[str, str]] = {
         name: f"actor_{name}"
         for name in (
