@@ -147,7 +147,7 @@ def sft(
             checkpoint and the status "stopped".
         resume: ``"latest"``, ``"auto"`` or a checkpoint to go on from.
         quiet: print nothing.
-        **options: those of ``dschat-lora sft --help``, by their names.
+        **options: those of ``dschat-lora sft --help all``, by their names.
 
     Returns:
         The run, with its directory, metrics and adapter. Call on every rank of a launch.
@@ -941,7 +941,7 @@ def rlhf(
         callbacks: as in ``sft``.
         resume: as in ``sft``.
         quiet: print nothing.
-        **options: those of ``dschat-lora rlhf --help``, by their names.
+        **options: those of ``dschat-lora rlhf --help all``, by their names.
 
     Options:
         actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
@@ -1358,7 +1358,7 @@ def distill(
         callbacks: as in ``sft``.
         resume: as in ``sft``.
         quiet: print nothing.
-        **options: those of ``dschat-lora distill --help``, by their names.
+        **options: those of ``dschat-lora distill --help all``, by their names.
 
     Options:
         actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
@@ -1730,9 +1730,9 @@ def audit(
     language_rows: int = 0,
     kept_path: str | os.PathLike[str] | None = None,
     overwrite_kept_path: bool = False,
-    seed: int = 1234,
-    stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
     show: int = 0,
+    stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
+    seed: int = 1234,
     chat_template: str | None = None,
     trust_remote_code: bool = False,
     add_eot_token: bool = False,
@@ -1743,7 +1743,7 @@ def audit(
     Args:
         data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
-        **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
+        **options: those of ``dschat-lora audit --help all`` by their names, such as ``stage="reward"``
             and ``show=3``.
 
     Options:
@@ -1775,9 +1775,9 @@ def audit(
         language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
         kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
         overwrite_kept_path (bool): replace a file that is at --kept_path
-        seed (int): of --data_split and --eval_ratio
-        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
         show (int): samples to show, token by token, with what is supervised
+        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
+        seed (int): of --data_split and --eval_ratio
         chat_template (str | None): file of a Jinja chat template, as in training
         trust_remote_code (bool): run tokenizer code of a hub repository
         add_eot_token (bool): as in training

@@ -142,7 +142,7 @@ def sft(
             checkpoint and the status "stopped".
         resume: ``"latest"``, ``"auto"`` or a checkpoint to go on from.
         quiet: print nothing.
-        **options: those of ``dschat-lora sft --help``, by their names.
+        **options: those of ``dschat-lora sft --help all``, by their names.
 
     Returns:
         The run, with its directory, metrics and adapter. Call on every rank of a launch.
@@ -229,7 +229,7 @@ def rlhf(
         callbacks: as in ``sft``.
         resume: as in ``sft``.
         quiet: print nothing.
-        **options: those of ``dschat-lora rlhf --help``, by their names.
+        **options: those of ``dschat-lora rlhf --help all``, by their names.
     """
     with ExitStack() as stack:
         named = {
@@ -273,7 +273,7 @@ def distill(
         callbacks: as in ``sft``.
         resume: as in ``sft``.
         quiet: print nothing.
-        **options: those of ``dschat-lora distill --help``, by their names.
+        **options: those of ``dschat-lora distill --help all``, by their names.
     """
     with ExitStack() as stack:
         named = {

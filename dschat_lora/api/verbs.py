@@ -121,7 +121,7 @@ def audit(data: Data | None = None, model: Model | None = None, **options: Any) 
     Args:
         data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
-        **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
+        **options: those of ``dschat-lora audit --help all`` by their names, such as ``stage="reward"``
             and ``show=3``.
     """
     with ExitStack() as stack:

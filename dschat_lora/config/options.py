@@ -85,8 +85,8 @@ def option(
 
     The first line of ``help`` says of an everyday option what a newcomer needs, further lines what
     ``--help all`` adds. The help shows it in ``section``, or in that of its class. ``hint`` follows
-    the message about a value that is not allowed. ``settled`` says in words what other things make of the
-    default, which the help then shows in its place, unless a stage has a default of its own.
+    the message about a value that is not allowed. ``settled`` says in words what other things make
+    of the default, which the help then shows in its place, unless a stage has a default of its own.
     ``names`` are values that the help of a command lists, where others are allowed too.
 
     ``when`` is the condition under which the option has an effect; where it does not hold a run

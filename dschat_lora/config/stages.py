@@ -334,6 +334,9 @@ class AuditConfig:
     Exit code 1 where a run would refuse the data.
     """
 
+    everyday: ClassVar[Sequence[str]] = (
+        *("model_name_or_path", "data_path", "show", "stage", "json", "html"),
+    )
     model_name_or_path: str | None = option(
         None,
         help="model whose tokenizer and chat template read the data: hub name, directory, or "

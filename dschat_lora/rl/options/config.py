@@ -285,8 +285,8 @@ class RewardsConfig:
         (),
         help="module:function or builtin:NAME that scores responses, beside or without a reward "
         "model\none or several, instead of it or added to it, with the arguments of TRL, verl or "
-        "OpenRLHF; module:Class of one that gives several rewards by its names; builtin:NAME for one that comes along; "
-        "the http:// address of a server that is asked as OpenRLHF asks one",
+        "OpenRLHF; module:Class of one that gives several rewards by its names; builtin:NAME for "
+        "one that comes along; the http:// address of a server that is asked as OpenRLHF asks one",
     )
     reward_weights: tuple[float, ...] = option(
         (),
@@ -460,7 +460,7 @@ class RlhfConfig(StageConfig):
         "print_loss": ELSEWHERE,
     }
     actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
-    critic: CriticConfig = group(
+    critic: RoleConfig = group(
         CriticConfig,
         flat=False,
         section="critic and reward model",
