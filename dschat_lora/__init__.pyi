@@ -1743,8 +1743,8 @@ def audit(
     Args:
         data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
-        **options: those of ``dschat-lora audit --help all`` by their names, such as ``stage="reward"``
-            and ``show=3``.
+        **options: those of ``dschat-lora audit --help all`` by their names, such as
+            ``stage="reward"`` and ``show=3``.
 
     Options:
         max_seq_len (int): tokens per row, prompt and completion together

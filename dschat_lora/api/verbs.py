@@ -121,8 +121,8 @@ def audit(data: Data | None = None, model: Model | None = None, **options: Any) 
     Args:
         data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
-        **options: those of ``dschat-lora audit --help all`` by their names, such as ``stage="reward"``
-            and ``show=3``.
+        **options: those of ``dschat-lora audit --help all`` by their names, such as
+            ``stage="reward"`` and ``show=3``.
     """
     with ExitStack() as stack:
         values = {"model_name_or_path": model, "data_path": data}
