@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from dschat_lora import __main__ as command
 from dschat_lora.addons.evaluation.best_of_n import ScoredAnswer, choose_answers
 from dschat_lora.data.readers import RawRow
 from dschat_lora.data.rows import parse_row, require_usable
 from helpers.served import write_run
 from helpers.step1 import write_jsonl
+from helpers.trained import Verbs
 
 QUESTIONS = ["What is 2 plus 3?", "Name a fruit.", "What is the opposite of hot?"]
 DRAWS = 4
@@ -102,22 +102,9 @@ def home(tmp_path_factory):
 @pytest.fixture
 def verb(home, monkeypatch, capsys):
     """``verb(words)``: output and error of ``dschat-lora`` in the home."""
-
-    def run(words, code=0):
-        monkeypatch.chdir(home)
-        monkeypatch.syspath_prepend(str(home))
-        monkeypatch.setattr("sys.argv", ["dschat-lora", *words.split()])
-        capsys.readouterr()
-        ended = 0
-        try:
-            command.main()
-        except SystemExit as end:
-            ended = end.code
-        found = capsys.readouterr()
-        assert ended == code, found.err
-        return found
-
-    return run
+    monkeypatch.syspath_prepend(str(home))
+    verbs = Verbs(home, monkeypatch, capsys)
+    return lambda words, code=0: verbs.run(*words.split(), code=code)
 
 
 SAMPLED = f"--do_sample --num_return_sequences {DRAWS} --max_new_tokens 40 --seed 2"
