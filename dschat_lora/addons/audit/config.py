@@ -65,9 +65,9 @@ class FilterConfig:
 
         against = [find_source("against", entry) for entry in self.against]
         if self.near_duplicates is not None:
-            require_packages("--near_duplicates", "datasketch", extra="dedup")
+            require_packages("--near_duplicates", "datasketch", extra="audit")
         if self.language_rows:
-            require_packages("--language_rows", "py3langid", extra="dedup")
+            require_packages("--language_rows", "py3langid", extra="audit")
         if self.kept_path is None:
             return
         check_file_can_be_made(self.kept_path, "kept_path")

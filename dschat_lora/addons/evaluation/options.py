@@ -21,7 +21,7 @@ class TaskOptions:
     eval_tasks: tuple[str, ...] = option(
         (),
         help="SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured "
-        "at each evaluation; needs dschat_lora[eval]",
+        "at each evaluation; needs dschat_lora[evaluation]",
     )
     eval_tasks_limit: int = option(0, help="questions of each of --eval_tasks at most; 0: all")
 
@@ -49,7 +49,7 @@ class TaskOptions:
                     f"--eval_tasks need the whole model in each process: --{name} must be at most "
                     f"{most}, got {size}; dschat-lora eval --tasks takes checkpoints"
                 )
-        require_packages("--eval_tasks", "lm_eval", extra="eval")
+        require_packages("--eval_tasks", "lm_eval", extra="evaluation")
 
     def before_models(self) -> None:
         """Refuse names of no task before a model is loaded."""

@@ -26,7 +26,7 @@ def check_eval(config: EvalConfig) -> bool:
     check_function("judge_function", config.judge_function)
     source = check_reading(config, ("CAUSAL_LM",) if config.tasks else ("CAUSAL_LM", "SEQ_CLS"))
     if config.tasks:  # they have rows of their own
-        require_packages("--tasks", "lm_eval", extra="eval")
+        require_packages("--tasks", "lm_eval", extra="evaluation")
     else:
         answers = config.reward_model or config.judge_function  # of the model are scored
         check_rows(config, "prompts" if answers else "samples")

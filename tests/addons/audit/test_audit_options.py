@@ -37,6 +37,7 @@ def audit(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.smoke
 def test_filtered_rows_are_in_the_counts_the_table_and_a_file(audit, tmp_path):
     rows = [{"prompt": "What is held out?", "completion": " Yes"}, ROWS[0], ROWS[0], ROWS[1]]
     data, held_out, kept = (tmp_path / f"{name}.jsonl" for name in ("data", "eval", "kept"))
@@ -62,6 +63,7 @@ def test_filtered_rows_are_in_the_counts_the_table_and_a_file(audit, tmp_path):
     assert f"kept         2 of 4 rows, in {kept}; left out: 1 contaminated, 1 duplicates" in out
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("option", ["data_path", "against", "eval_data_path"])
 def test_a_file_that_is_read_is_not_written(audit, data, tmp_path, option):
     link, other = tmp_path / "link.jsonl", tmp_path / "other.jsonl"
@@ -82,4 +84,4 @@ def test_near_duplicates_are_refused_without_their_package(audit, data, monkeypa
     monkeypatch.setitem(sys.modules, "datasketch", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     _, _, err = audit(data, "--near_duplicates", 0.8)
-    assert err == "error: --near_duplicates needs datasketch: pip install 'dschat_lora[dedup]'\n"
+    assert err == "error: --near_duplicates needs datasketch: pip install 'dschat_lora[audit]'\n"

@@ -49,6 +49,7 @@ def slow_logprob(model, tokenizer, prompt, answer):
     return total, len(ids) - start
 
 
+@pytest.mark.smoke
 def test_eval_of_a_language_model_is_that_of_a_slow_loop(verb, stock):
     found = json.loads(verb("eval", "sft", "pairs.jsonl", "--json"))
     chosen = [slow_logprob(*stock, row["prompt"], row["chosen"]) for row in PAIRS]
@@ -148,6 +149,7 @@ def test_eval_of_a_reward_model_is_that_of_peft(verb, judge):
     assert found["accuracy"] == pytest.approx(sum(wins) / 3)
 
 
+@pytest.mark.smoke
 def test_eval_scores_the_models_own_answers(verb, stock, judge):
     found = json.loads(
         verb(
