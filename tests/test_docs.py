@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dschat_lora import __main__ as command
+from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.nlg.config import (
     DecodeConfig,
@@ -22,11 +23,9 @@ from dschat_lora.config.stages import (
     AuditConfig,
     DpoStageConfig,
     RewardStageConfig,
-    ScoreConfig,
     SupervisedConfig,
 )
 from dschat_lora.config.verbs import (
-    EvalConfig,
     ExportConfig,
     GenerateConfig,
     InspectConfig,

@@ -124,7 +124,7 @@ FLOORS = [
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",
-            "lm_eval numpy torch",
+            "numpy torch",
         ),
     },
     {
@@ -144,12 +144,14 @@ FLOORS = [
         "__main__": Room("commands config report runtime", light="__main__"),
     },
     {
-        "addons.audit": Room("config data", "datasketch py3langid regex", "addon"),
+        "addons.audit": Room(
+            "config data runtime", "datasketch numpy py3langid regex", "addon config"
+        ),
         "addons.evaluation": Room(
             "algos api commands config data engine generation lora models report"
             " rl.options rl.response rl.score runtime supervised",
-            "lm_eval torch",
-            "addon verbs",
+            "lm_eval numpy",
+            "addon config options python validation verbs",
         ),
         "addons.glue": Room(
             "algos checkpoint commands config data engine lora models report runtime",
@@ -215,11 +217,13 @@ OWNERS = {
 # What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.
-SPEAKERS = {"report.log", "report.terminal", "config.options", "addons.evaluation.score"}
+SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.inference"}
 # These load the heavy parts of a verb when it runs.
 VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
-    *("api.verbs", "api.demo", "addons.evaluation.verbs", "addons.glue.verbs", "addons.nlg.verbs"),
+    *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
+    *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
+    "addons.nlg.verbs",
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *("addons.serving.verbs", "addons.tinker.verbs"),
 }

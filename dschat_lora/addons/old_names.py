@@ -45,7 +45,7 @@ OLD_NAMES = {
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",
     "supervised.measure": "addons.evaluation.measure",
-    "supervised.score": "addons.evaluation.score",
+    "supervised.score": "addons.evaluation.score supervised.scorer supervised.inference",
     **{
         f"{old}.{module.name}": f"{new}.{module.name}"
         for old, new in _PACKAGES.items()

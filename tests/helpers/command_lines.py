@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from dschat_lora import __main__ as program
+from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.nlg.config import (
     DecodeConfig,
@@ -31,10 +32,9 @@ from dschat_lora.commands.launch import LauncherConfig
 from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
-from dschat_lora.config.stages import AuditConfig, ScoreConfig
+from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.values import is_switch, switch_words, value_shape
 from dschat_lora.config.verbs import (
-    EvalConfig,
     ExportConfig,
     GenerateConfig,
     InspectConfig,

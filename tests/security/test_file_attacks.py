@@ -1294,7 +1294,7 @@ def test_control_characters_of_responses_do_not_reach_the_terminal(capsys, tmp_p
 def test_control_characters_of_answers_do_not_reach_the_terminal(capsys, monkeypatch):
     import sys
 
-    from dschat_lora.addons.evaluation.score import output_file
+    from dschat_lora.supervised.inference import output_file
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with output_file(None) as file:

@@ -7,11 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hand_tokenizers import build_byte_tokenizer
 
+from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.addons.audit.config import FilterConfig
 from dschat_lora.addons.audit.filtering import count_languages, filter_rows
 from dschat_lora.addons.audit.similar_rows import NearDuplicates, run_hashes, words_of
-from dschat_lora.config.data import DataConfig, FilterConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import make_chat
 
 DIGITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen".split()
@@ -73,7 +74,7 @@ def edited_texts():
 
 @pytest.mark.parametrize("threshold", [0.5, 0.75])
 def test_near_duplicates_are_those_of_a_loop_over_all_pairs(edited_texts, threshold):
-    pytest.importorskip("datasketch", reason="needs dschat_lora[dedup]")
+    pytest.importorskip("datasketch", reason="needs dschat_lora[audit]")
     index, found = NearDuplicates(threshold), {}
     for number, words in enumerate(edited_texts):
         like = index.find_or_add(str(number), words)
@@ -90,7 +91,7 @@ def test_near_duplicates_are_those_of_a_loop_over_all_pairs(edited_texts, thresh
 
 
 def test_a_similarity_of_the_threshold_is_near_and_less_is_not(tmp_path):
-    pytest.importorskip("datasketch", reason="needs dschat_lora[dedup]")
+    pytest.importorskip("datasketch", reason="needs dschat_lora[audit]")
     # 8 of 10 runs of five words are in both: 12 words, and these with one behind, one in front.
     rows = text(*DIGITS[:13]), text(*DIGITS[1:14])
     assert len(shingles(DIGITS[:13]) & shingles(DIGITS[1:14])) == 8
@@ -203,7 +204,7 @@ def test_rows_that_are_kept_are_their_lines_byte_for_byte(tmp_path):
         )
         + '{"prompt": "é", "completion": "6"}\n'.encode()
     )
-    assert found.to_dict()["fates"] == {
+    assert found.to_dict()["filtered"]["fates"] == {
         "kept": 5,
         "unusable": 2,
         "contaminated": 1,
@@ -238,7 +239,7 @@ def test_a_failed_reading_leaves_no_part_of_the_kept_rows(tmp_path):
 
 
 def test_languages_are_of_a_seeded_sample(tmp_path):
-    pytest.importorskip("py3langid", reason="needs dschat_lora[dedup]")
+    pytest.importorskip("py3langid", reason="needs dschat_lora[audit]")
     english = ["What is the capital of France?", "The weather was cold and wet.", "Who wrote this?"]
     texts = [
         *english,
