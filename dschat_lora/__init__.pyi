@@ -108,8 +108,6 @@ def sft(
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
-    eval_tasks: str | Sequence[str] = (),
-    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
@@ -127,6 +125,8 @@ def sft(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -232,8 +232,6 @@ def sft(
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
@@ -251,6 +249,8 @@ def sft(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -344,8 +344,6 @@ def reward(
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
-    eval_tasks: str | Sequence[str] = (),
-    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
@@ -363,6 +361,8 @@ def reward(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -450,8 +450,6 @@ def reward(
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
@@ -469,6 +467,8 @@ def reward(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -570,8 +570,6 @@ def dpo(
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
-    eval_tasks: str | Sequence[str] = (),
-    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
@@ -589,6 +587,8 @@ def dpo(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -684,8 +684,6 @@ def dpo(
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
@@ -703,6 +701,8 @@ def dpo(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -1662,7 +1662,7 @@ def evaluate(
         judge_function (str | Callable[..., Any] | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
         max_new_tokens (int): tokens of such an answer at most
         limit (int): rows to take at most, of each task too, the first ones; 0: all
-        tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[eval]
+        tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[evaluation]
         num_fewshot (int | None): worked examples before each question of --tasks; default: as the task says
         apply_chat_template (bool): questions of --tasks are a user's messages, rendered by the chat template
     """
@@ -1724,12 +1724,6 @@ def audit(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
-    near_duplicates: float | None = None,
-    against: str | Sequence[str] = (),
-    against_ngram: int = 13,
-    language_rows: int = 0,
-    kept_path: str | os.PathLike[str] | None = None,
-    overwrite_kept_path: bool = False,
     show: int = 0,
     stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
     seed: int = 1234,
@@ -1737,6 +1731,12 @@ def audit(
     trust_remote_code: bool = False,
     add_eot_token: bool = False,
     eot_token: str = '<|endoftext|>',
+    near_duplicates: float | None = None,
+    against: str | Sequence[str] = (),
+    against_ngram: int = 13,
+    language_rows: int = 0,
+    kept_path: str | os.PathLike[str] | None = None,
+    overwrite_kept_path: bool = False,
 ) -> Audit:
     """What a stage would learn of data; nothing is trained.
 
@@ -1769,12 +1769,6 @@ def audit(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        near_duplicates (float | None): count rows whose text is near that of an earlier one: with at least this Jaccard similarity, in (0, 1], of their runs of 5 words, as 0.8
-        against (str | Sequence[str]): count rows that share a run of --against_ngram words with these evaluation data, named as in --data_path
-        against_ngram (int): words of a run; a shorter text is compared as a whole
-        language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
-        kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
-        overwrite_kept_path (bool): replace a file that is at --kept_path
         show (int): samples to show, token by token, with what is supervised
         stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
         seed (int): of --data_split and --eval_ratio
@@ -1782,6 +1776,12 @@ def audit(
         trust_remote_code (bool): run tokenizer code of a hub repository
         add_eot_token (bool): as in training
         eot_token (str): as in training
+        near_duplicates (float | None): count rows whose text is near that of an earlier one: with at least this Jaccard similarity, in (0, 1], of their runs of 5 words, as 0.8
+        against (str | Sequence[str]): count rows that share a run of --against_ngram words with these evaluation data, named as in --data_path
+        against_ngram (int): words of a run; a shorter text is compared as a whole
+        language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
+        kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
+        overwrite_kept_path (bool): replace a file that is at --kept_path
     """
 
 def plan(
