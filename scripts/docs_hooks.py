@@ -115,7 +115,7 @@ def checkout_first() -> Iterator[None]:
 def families_page() -> str:
     """The page of the types of models, by a module of the package that needs no library."""
     with checkout_first():
-        return import_module("dschat_lora.models.families").page()  # type: ignore[no-any-return]
+        return import_module("dschat_lora.addons.planning.families").page()  # type: ignore[no-any-return]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -71,7 +71,7 @@ FLOORS = [
         "models": Room(
             "algos checkpoint config data engine lora",
             "safetensors torch transformers",
-            "families option_checks published source",
+            "option_checks source",
         ),
     },
     {
@@ -186,7 +186,7 @@ FLOORS = [
             " lora models perf report rl.learn rl.loop rl.options rl.response rl.score rl.watch"
             " runtime supervised",
             "optuna packaging psutil torch",
-            "addon config python verbs",
+            "addon cards config families published python verbs",
         ),
         "addons.tinker": Room(
             "addons.serving algos checkpoint commands config data engine generation lora models"

@@ -1,4 +1,4 @@
-"""Options of the verbs that read models: merge, generate, eval, models, inspect, push, export."""
+"""Options of the verbs that read models: merge, generate, eval, inspect, push, export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -236,20 +236,6 @@ class ExportConfig:
     json: bool = option(False, help="one JSON object on standard output")
 
 
-@dataclass(frozen=True)
-class ModelsConfig:
-    """List the types of models with what each can do, as found by trying it, or look at a model.
-
-    Of a model its configuration is read, and no weights: whether a run would start, what would
-    learn, and what was found of its type. Exit code 1 where a run would be refused.
-    """
-
-    model_name_or_path: str | None = option(
-        None, help="directory or hub name of a model; it may stand first, without the option"
-    )
-    json: bool = option(False, help="one JSON object on standard output")
-
-
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "sft": """examples:
@@ -284,10 +270,6 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora eval output/sft --tasks hellaswag gsm8k --limit 200""",
     "score": """examples:
   dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
-    "models": """examples:
-  dschat-lora models
-  dschat-lora models Qwen/Qwen3-30B-A3B
-  dschat-lora models my/model --json""",
     "inspect": """examples:
   dschat-lora inspect output/sft
   dschat-lora inspect output/sft/adapter --json""",

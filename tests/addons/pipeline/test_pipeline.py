@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,11 +16,12 @@ import pytest
 
 from dschat_lora.addons.pipeline import run as course
 from dschat_lora.addons.pipeline.recipe import check_stages, read_recipe
+from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.commands.launch import Relay
 from dschat_lora.config.options import build_config, command_line, parse_config
 from dschat_lora.config.stages import RewardStageConfig, SupervisedConfig
 from dschat_lora.report.run_data import RunData
-from helpers.step1 import ROOT
+from helpers.step1 import ROOT, write_adapter_config
 
 ALL = "stages: {sft: {lora_dim: 8}, reward: {}, rlhf: {}}"
 
@@ -180,6 +182,38 @@ def test_directory_must_be_named():
     Path("run.yaml").write_text(ALL, encoding="utf-8")
     with pytest.raises(ValueError, match="output_dir must be a directory, got None; name it"):
         read_recipe("run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "expected"),
+    [
+        ("sft: {}", "sft", {"lora_dim": 0}),
+        ("sft: {lora_dim: 4}", "sft", {"lora_dim": 4}),
+        ("dpo: {model_name_or_path: adapter}", "dpo", {}),
+        ("rlhf: {reward_function: ['builtin:length=12']}", "rlhf", {"actor_lora_dim": 0}),
+        (
+            "rlhf: {actor_lora_dim: 4, reward_function: ['builtin:length=12']}",
+            "rlhf",
+            {"actor_lora_dim": 4},
+        ),
+        (
+            "rlhf: {actor_model_name_or_path: adapter, critic_model_name_or_path: scorer}",
+            "rlhf",
+            {"critic_lora_dim": 0},
+        ),
+        ("sft: {}\n  dpo: {}", "dpo", {}),  # of what is yet to be written
+    ],
+)
+def test_stages_of_a_file_train_what_it_says_by_the_verbs_that_a_pipeline_runs(
+    recipe_of, tmp_path, text, stage, expected
+):
+    write_adapter_config(tmp_path / "adapter")
+    shutil.copytree(BUNDLED_MODEL, "scorer")
+    fields = json.loads(Path("scorer/config.json").read_text(encoding="utf-8"))
+    fields["architectures"] = ["OPTForSequenceClassification"]
+    Path("scorer/config.json").write_text(json.dumps(fields), encoding="utf-8")
+    options = course._options(recipe_of(f"stages:\n  {text}"), stage, "begin")
+    assert {n: value for n, value in options.items() if n.endswith("lora_dim")} == expected
 
 
 # ---------------------------------------------------------------------------- before the first
@@ -456,7 +490,7 @@ def test_dry_run_shows_commands_and_writes_nothing(run):
 
 
 def test_second_pipeline_is_kept_out(run):
-    with course.alone(Path("out")):
+    with course.alone(Path("out"), "pipeline"):
         code, said, commands = run()
     assert (code, commands) == (2, [])
     assert "another pipeline is at work in out" in said
