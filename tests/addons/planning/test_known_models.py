@@ -93,6 +93,7 @@ def test_the_page_has_a_row_for_each_type_and_every_reason(monkeypatch):
     assert "transformers 5.0" in text
 
 
+@pytest.mark.smoke
 def test_the_list_is_printed_with_reasons_and_as_json(capsys):
     models([])
     text = capsys.readouterr().out

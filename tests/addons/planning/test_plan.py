@@ -224,6 +224,7 @@ def test_recomputation_that_was_left_open_comes_before_tiny_micro_batches(tiny, 
     assert found.better is None or not found.better.config.model.gradient_checkpointing
 
 
+@pytest.mark.smoke
 def test_the_largest_micro_batch_fits_and_one_row_more_does_not(tiny, home):
     options = {"model_name_or_path": tiny, "lora_dim": 4, "max_seq_len": 512}
     usable = plan_stage("sft", options, home, card=card(10**12)).plan.memory.peak
@@ -265,6 +266,7 @@ def run(capsys, line):
     return code, capsys.readouterr().out
 
 
+@pytest.mark.smoke
 def test_a_plan_is_one_screen_or_one_json_object(tiny, capsys):
     line = f"sft --model_name_or_path {tiny} --lora_dim 4 --for 24GB"
     code, text = run(capsys, line)
@@ -446,6 +448,7 @@ def test_nothing_that_fits_is_exit_code_1(tiny, capsys):
     assert "does not fit, and no settings were found" in " ".join(text.split())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("line", "stage", "model"),
     [
@@ -535,3 +538,15 @@ def test_plans_are_of_what_would_train():
 
     assert command("sft", "Qwen/Qwen3-0.6B").endswith("--lora_dim 16")
     assert "--lora_dim 0" in command("sft", "Qwen/Qwen3-0.6B", lora_dim=0)
+
+
+def test_a_plan_of_rows_is_that_of_the_command(tmp_path, capsys):
+    rows = [{"prompt": f"{n} plus 1 is", "completion": f" {n + 1}"} for n in range(16)]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    plan = dl.plan("sft", data=rows, lora_dim=8, device="24GB")
+    verbs.plan(["sft", "--data_path", path, *"--lora_dim 8 --for 24GB --json".split()])
+    found = json.loads(capsys.readouterr().out)
+    for name in ("peak", "roles", "largest", "parameters"):
+        assert plan.facts[name] == found[name], name
+    assert plan.fits is True
+    assert (plan.peak, str(plan)[:11]) == (found["peak"], "plan of sft")

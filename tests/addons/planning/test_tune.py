@@ -33,6 +33,7 @@ def search_of(options=None, stage="sft", **own):
 # ---------------------------------------------------------------------------- candidates
 
 
+@pytest.mark.smoke
 def test_rates_around_the_published_rule_begin_with_it():
     """The bundled model is 128 wide, and of no family with an exponent of its own."""
     found = [each["lora_learning_rate"] for each in search_of().candidates]
@@ -227,6 +228,7 @@ def test_seeds_count_by_their_mean_and_run_at_a_time(searched):
     )
 
 
+@pytest.mark.smoke
 def test_the_command_is_that_of_the_best_trial_with_its_steps(searched):
     _, said = searched(rates=(1e-3,), batches=(4, 2), trials=1)
     assert "--max_steps 14 --per_device_train_batch_size 4\n" in said
