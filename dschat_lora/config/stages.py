@@ -188,7 +188,7 @@ class TasksConfig:
     eval_tasks: tuple[str, ...] = option(
         (),
         help="SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured "
-        "at each evaluation; needs dschat_lora[eval]",
+        "at each evaluation; needs dschat_lora[evaluation]",
     )
     eval_tasks_limit: int = option(0, help="questions of each of --eval_tasks at most; 0: all")
 

@@ -166,7 +166,7 @@ class EvalConfig(ReadingConfig):
     tasks: tuple[str, ...] = option(
         (),
         help="tasks of lm-evaluation-harness, or directories of task files of your own, in place "
-        "of rows; needs dschat_lora[eval]",
+        "of rows; needs dschat_lora[evaluation]",
     )
     num_fewshot: int | None = option(
         None, help="worked examples before each question of --tasks; default: as the task says"

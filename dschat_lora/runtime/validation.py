@@ -142,7 +142,7 @@ def check_eval(config: EvalConfig) -> bool:
     """Whether the model is a reward model; refuses what cannot be evaluated."""
     source = check_reading(config, ("CAUSAL_LM",) if config.tasks else ("CAUSAL_LM", "SEQ_CLS"))
     if config.tasks:
-        require_packages("--tasks", "lm_eval", extra="eval")
+        require_packages("--tasks", "lm_eval", extra="evaluation")
     if config.judge_function is not None and task_of(source) == "SEQ_CLS":
         raise ValueError(
             f"--judge_function {config.judge_function} scores a language model's answers, and "
@@ -208,9 +208,9 @@ def check_filters(filters: FilterConfig, data: DataConfig) -> None:
     """
     against = [find_source("against", entry) for entry in filters.against]
     if filters.near_duplicates is not None:
-        require_packages("--near_duplicates", "datasketch", extra="dedup")
+        require_packages("--near_duplicates", "datasketch", extra="audit")
     if filters.language_rows:
-        require_packages("--language_rows", "py3langid", extra="dedup")
+        require_packages("--language_rows", "py3langid", extra="audit")
     if filters.kept_path is None:
         return
     check_file_can_be_made(filters.kept_path, "kept_path")
@@ -370,7 +370,7 @@ def check_eval_tasks(config: SupervisedConfig, rules: StageRules) -> None:
                 f"--eval_tasks need the whole model in each process: --{name} must be at most "
                 f"{most}, got {getattr(parallel, name)}; dschat-lora eval --tasks takes checkpoints"
             )
-    require_packages("--eval_tasks", "lm_eval", extra="eval")
+    require_packages("--eval_tasks", "lm_eval", extra="evaluation")
 
 
 def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource) -> None:

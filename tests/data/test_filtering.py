@@ -73,7 +73,7 @@ def edited_texts():
 
 @pytest.mark.parametrize("threshold", [0.5, 0.75])
 def test_near_duplicates_are_those_of_a_loop_over_all_pairs(edited_texts, threshold):
-    pytest.importorskip("datasketch", reason="needs dschat_lora[dedup]")
+    pytest.importorskip("datasketch", reason="needs dschat_lora[audit]")
     index, found = NearDuplicates(threshold), {}
     for number, words in enumerate(edited_texts):
         like = index.find_or_add(str(number), words)
@@ -90,7 +90,7 @@ def test_near_duplicates_are_those_of_a_loop_over_all_pairs(edited_texts, thresh
 
 
 def test_a_similarity_of_the_threshold_is_near_and_less_is_not(tmp_path):
-    pytest.importorskip("datasketch", reason="needs dschat_lora[dedup]")
+    pytest.importorskip("datasketch", reason="needs dschat_lora[audit]")
     # 8 of 10 runs of five words are in both: 12 words, and these with one behind, one in front.
     rows = text(*DIGITS[:13]), text(*DIGITS[1:14])
     assert len(shingles(DIGITS[:13]) & shingles(DIGITS[1:14])) == 8
@@ -238,7 +238,7 @@ def test_a_failed_reading_leaves_no_part_of_the_kept_rows(tmp_path):
 
 
 def test_languages_are_of_a_seeded_sample(tmp_path):
-    pytest.importorskip("py3langid", reason="needs dschat_lora[dedup]")
+    pytest.importorskip("py3langid", reason="needs dschat_lora[audit]")
     english = ["What is the capital of France?", "The weather was cold and wet.", "Who wrote this?"]
     texts = [
         *english,

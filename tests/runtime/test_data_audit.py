@@ -153,7 +153,7 @@ def test_near_duplicates_are_refused_without_their_package(audit, data, monkeypa
     monkeypatch.setitem(sys.modules, "datasketch", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     _, _, err = audit(data, "--near_duplicates", 0.8)
-    assert err == "error: --near_duplicates needs datasketch: pip install 'dschat_lora[dedup]'\n"
+    assert err == "error: --near_duplicates needs datasketch: pip install 'dschat_lora[audit]'\n"
 
 
 def test_a_path_that_is_not_there_is_one_line(audit):

@@ -61,7 +61,7 @@ SFT = {
 @pytest.fixture(scope="module")
 def run(tasks, tmp_path_factory):
     """A run that measures the tasks before, in the middle and at the end."""
-    pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
+    pytest.importorskip("lm_eval", reason="needs dschat_lora[evaluation]")
     home = tmp_path_factory.mktemp("run") / "out"
     return dl.sft(eval_tasks=[str(tasks)], save_interval=4, output_dir=home, **SFT)
 
@@ -160,7 +160,7 @@ def test_tasks_that_cannot_be_measured_in_training_are_refused(argv, message, fi
 
 @pytest.mark.stage
 def test_unknown_tasks_and_models_that_answer_nothing_are_refused(tasks, tmp_path):
-    pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
+    pytest.importorskip("lm_eval", reason="needs dschat_lora[evaluation]")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"^--eval_tasks \S*empty holds no task"):
         dl.sft(eval_tasks=[str(tmp_path / "empty")], output_dir=tmp_path / "out", **SFT)
@@ -172,7 +172,7 @@ def test_unknown_tasks_and_models_that_answer_nothing_are_refused(tasks, tmp_pat
 
 
 def test_as_many_tokens_are_scored_as_the_model_has_positions():
-    pytest.importorskip("lm_eval", reason="needs dschat_lora[eval]")
+    pytest.importorskip("lm_eval", reason="needs dschat_lora[evaluation]")
     from dschat_lora.addons.evaluation.harness import HarnessModel
     from dschat_lora.supervised.inference import load_policy
 

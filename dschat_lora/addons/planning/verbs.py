@@ -95,7 +95,7 @@ def tune(argv: list[str]) -> None:
     launcher, rest = split_launcher_options(rest)
     read_file, program = partial(options_of_stage, stage), f"dschat-lora tune {stage}"
     config: Any = parse_config(STAGES[stage].config, rest, program=program, read_file=read_file)
-    require_packages("dschat-lora tune", "optuna", extra="tune")
+    require_packages("dschat-lora tune", "optuna", extra="planning")
     search = build_config(TuneConfig, values)
     options = typed_options(with_verb_defaults(config, rank=rank_of(rest)))
     late("addons.planning.tune:run_tune")(search, stage, options, launcher)
