@@ -22,6 +22,22 @@ OUTSIDE = {
     "configs/ds/README.md": "configs_ds.md",
     "dschat_lora/assets/README.md": "bundled_assets.md",
 }
+# Add-ons of pages that had an address of their own.
+FORMER = {
+    "chat_and_serve": "serving",
+    "nlg_gpt2": "nlg",
+    "nlu_glue": "glue",
+    "pipeline": "pipeline",
+    "tinker": "tinker",
+    "train_your_agent": "agents",
+}
+REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<title>{0}</title>
+<script>location.replace("{0}" + location.hash)</script>
+<meta http-equiv="refresh" content="0; url={0}">
+<a href="{0}">{0}</a>
+"""
 # Rooms whose functions a program may want to call, and what each is about.
 ROOMS = {
     "algos": "losses, advantages and metrics: pure functions of tensors",
@@ -163,3 +179,10 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
     """The same for the page that says that there is none."""
     return output.replace(SHIM, "/assets/search_worker.js")
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let former addresses lead to their pages."""
+    for former, addon in FORMER.items():
+        page = Path(config.site_dir, f"{former}.html")
+        page.write_text(REDIRECT.format(f"addons/{addon}.html"), encoding="utf-8")

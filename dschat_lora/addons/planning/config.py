@@ -12,7 +12,7 @@ class TuneConfig:
 
     Successive halving ends runs that fall behind. A trial that is not ended is a whole run. The
     other options are the stage's own; --max_steps is the length of a whole trial. Needs
-    dschat_lora[tune].
+    dschat_lora[planning].
     """
 
     rates: tuple[float, ...] = option(

@@ -118,7 +118,7 @@ def tune(
 ) -> Tuned:
     """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
 
-    Needs ``dschat_lora[tune]``. Runs are processes of their own; call it from the main thread.
+    Needs ``dschat_lora[planning]``. Runs are processes of their own; call it from the main thread.
 
     Args:
         stage: "sft", "reward", "dpo", "rlhf" or "distill".
@@ -168,7 +168,7 @@ def tune(
     for name, value in typed.items():
         if any(isinstance(each, str) and is_held(each) for each in _each(value)):
             raise TypeError(f"{name} must be a path or a name, which the runs can read themselves")
-    require_packages("dschat_lora.tune", "optuna", extra="tune")
+    require_packages("dschat_lora.tune", "optuna", extra="planning")
     return Tuned(**late("addons.planning.tune:run_tune")(config, stage, typed, None))
 
 

@@ -112,7 +112,7 @@ def tune(argv: list[str]) -> None:
         raise ValueError(f"STAGE must be one of {', '.join(STAGES)}, got {stage!r}")
     launcher, rest = split_launcher_options(rest)
     options = _typed("tune", stage, rest)
-    require_packages("dschat-lora tune", "optuna", extra="tune")
+    require_packages("dschat-lora tune", "optuna", extra="planning")
     search = build_config(TuneConfig, values)
     late("addons.planning.tune:run_tune")(search, stage, options, launcher)
 

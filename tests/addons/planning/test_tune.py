@@ -139,7 +139,7 @@ def test_mistakes_are_named(options, own, message):
 @pytest.fixture
 def searched(monkeypatch, capsys):
     """``searched(**own)``: a search over runs that are only curves; its trials and output."""
-    optuna = pytest.importorskip("optuna", reason="needs dschat_lora[tune]")
+    optuna = pytest.importorskip("optuna", reason="needs dschat_lora[planning]")
 
     def call(options=None, **own):
         monkeypatch.setattr(tune, "PACKAGE", "curve_run")
@@ -322,7 +322,7 @@ def _runs_here():
 
 @pytest.mark.stage
 def test_a_trial_that_is_not_ended_is_the_run_of_its_command(launcher):
-    pytest.importorskip("optuna", reason="needs dschat_lora[tune]")
+    pytest.importorskip("optuna", reason="needs dschat_lora[planning]")
     # Of so many steps a trial that has lost at the first one is ended before its last.
     short = ["--lora_dim", "4", "--max_seq_len", "32", "--max_steps", "12", "--eval_iters", "1"]
     words = ["tune", "sft", *short, "--rates", "1e-3", "1e-5", "--output_dir", "out"]
