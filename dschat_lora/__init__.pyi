@@ -1827,7 +1827,7 @@ def tune(
 ) -> Tuned:
     """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
 
-    Needs ``dschat_lora[tune]``. Runs are processes of their own; call it from the main thread.
+    Needs ``dschat_lora[planning]``. Runs are processes of their own; call it from the main thread.
 
     Args:
         stage: "sft", "reward", "dpo", "rlhf" or "distill".
