@@ -16,6 +16,7 @@ from dschat_lora.addons.nlg.config import (
     FormatConfig,
     NlgConfig,
 )
+from dschat_lora.addons.planning.config import TuneConfig
 from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
 from dschat_lora.addons.tinker.config import TinkerConfig
 from dschat_lora.config.options import chosen_verb, option_aliases, option_names, parse_config
@@ -31,7 +32,6 @@ from dschat_lora.config.verbs import (
     InspectConfig,
     MergeConfig,
     PushConfig,
-    TuneConfig,
 )
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 

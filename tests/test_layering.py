@@ -71,7 +71,7 @@ FLOORS = [
         "models": Room(
             "algos checkpoint config data engine lora",
             "safetensors torch transformers",
-            "families option_checks published source",
+            "option_checks source",
         ),
     },
     {
@@ -165,9 +165,8 @@ FLOORS = [
             "addon config formats predictions validation verbs",
         ),
         "addons.pipeline": Room(
-            "checkpoint commands config engine models report rl.options runtime",
-            "psutil",
-            "addon placeholders recipe run verbs",
+            "checkpoint commands config models report rl.options runtime",
+            light="addon placeholders recipe run verbs",
         ),
         "addons.serving": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"
@@ -184,11 +183,10 @@ FLOORS = [
             "addon",
         ),
         "addons.planning": Room(
-            "addons.pipeline algos api assets checkpoint commands config data engine generation"
-            " lora models perf report rl.learn rl.loop rl.options rl.response rl.score rl.watch"
-            " runtime supervised",
+            "addons.pipeline algos api commands config data engine generation lora models perf"
+            " report rl.learn rl.loop rl.options rl.response rl.watch runtime",
             "optuna packaging psutil torch",
-            "addon config python verbs",
+            "addon cards config families published python verbs",
         ),
         "addons.tinker": Room(
             "addons.serving algos checkpoint commands config data engine generation lora models"

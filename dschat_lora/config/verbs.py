@@ -1,4 +1,4 @@
-"""Options of the verbs that read models: merge, generate, models, inspect, push, export."""
+"""Options of the verbs that read models: merge, generate, inspect, push, export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -159,20 +159,6 @@ class ExportConfig:
     json: bool = option(False, help="one JSON object on standard output")
 
 
-@dataclass(frozen=True)
-class ModelsConfig:
-    """List the types of models with what each can do, as found by trying it, or look at a model.
-
-    Of a model its configuration is read, and no weights: whether a run would start, what would
-    learn, and what was found of its type. Exit code 1 where a run would be refused.
-    """
-
-    model_name_or_path: str | None = option(
-        None, help="directory or hub name of a model; it may stand first, without the option"
-    )
-    json: bool = option(False, help="one JSON object on standard output")
-
-
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "sft": """examples:
@@ -198,10 +184,6 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
   dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
   dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
-    "models": """examples:
-  dschat-lora models
-  dschat-lora models Qwen/Qwen3-30B-A3B
-  dschat-lora models my/model --json""",
     "inspect": """examples:
   dschat-lora inspect output/sft
   dschat-lora inspect output/sft/adapter --json""",

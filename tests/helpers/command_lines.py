@@ -24,6 +24,7 @@ from dschat_lora.addons.nlg.config import (
     NlgConfig,
 )
 from dschat_lora.addons.pipeline import run as pipeline
+from dschat_lora.addons.planning.config import ModelsConfig
 from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
 from dschat_lora.addons.tinker.config import TinkerConfig
 from dschat_lora.api import command_lines
@@ -39,7 +40,6 @@ from dschat_lora.config.verbs import (
     GenerateConfig,
     InspectConfig,
     MergeConfig,
-    ModelsConfig,
     PushConfig,
 )
 from dschat_lora.runtime import stage_main

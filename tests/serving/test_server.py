@@ -25,7 +25,7 @@ from dschat_lora.addons.serving.endpoint.sockets import listen, run_until_signal
 from helpers.chromium import Page, find_chromium
 from helpers.served import QUESTIONS, endless, peft_greedy, running_server, send, write_run
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 openai = pytest.importorskip("openai", reason="openai's client is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]

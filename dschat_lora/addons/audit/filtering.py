@@ -12,7 +12,6 @@ import regex
 
 from dschat_lora.addons.audit.config import FilterConfig
 from dschat_lora.addons.audit.similar_rows import Likeness, NearDuplicates, SharedRuns, words_of
-from dschat_lora.addons.nlg.formats import TOKEN_IDS, token_texts
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.staging import staged_file
 from dschat_lora.data.chat import Chat
@@ -184,9 +183,7 @@ def compared_texts(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[str, str
     System messages are left out, which many rows share. Of a pair the rejected answer counts where
     it is learnt from.
     """
-    values = row.values
-    if row.layout == TOKEN_IDS:
-        values = token_texts(values, chat.tokenizer)
+    values = row.with_texts(chat.tokenizer)
     if row.kind == "preference":
         prompt, *answers = split_preference(values)[: 2 if kind == "samples" else 3]
     elif row.kind == "conversation":

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from dschat_lora.addons.evaluation.judge import Judge, function_judge, model_judge
 from dschat_lora.addons.evaluation.options import KeepOptions
-from dschat_lora.addons.nlg.formats import TOKEN_IDS
 from dschat_lora.config.data import parse_columns
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.data.chat import Span
@@ -145,7 +144,7 @@ def _row(
     else:
         options = RowOptions(parse_columns(config.columns), unpaired="all")
         row = parse_row(RawRow(record.location, json.loads(record.columns)), options)
-        values = {} if row.layout == TOKEN_IDS else row.values
+        values = {} if row.is_encoded else row.values
     prompt = values.get("prompt", [])
     answered = next((values[n] for n in ("messages", "completion", "chosen") if n in values), None)
     if isinstance(prompt, list) and isinstance(answered, list):
