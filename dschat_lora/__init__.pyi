@@ -718,7 +718,6 @@ def rlhf(
     *,
     rewards: Reward | Sequence[Reward] = (),
     environment: object = None,
-    agent: Callable[..., Any] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -808,10 +807,6 @@ def rlhf(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
-    agent_command: str | None = None,
-    agent_timeout: float = 600.0,
-    agent_retries: int = 0,
-    agent_max_calls: int = 100,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -917,6 +912,11 @@ def rlhf(
     inference_tp_size: int = 1,
     tp_gather_partition_size: int = 8,
     enable_mixed_precision_lora: bool = False,
+    agent: str | Callable[..., Any] | None = None,
+    agent_command: str | None = None,
+    agent_timeout: float = 600.0,
+    agent_retries: int = 0,
+    agent_max_calls: int = 100,
 ) -> Run:
     """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
 
@@ -932,8 +932,6 @@ def rlhf(
         environment: function that answers the actor's turns, or a class whose objects do, each
             through an episode, or a dict of classes by the rows' column ``environment``; or a
             player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
-        agent: function, ``async`` or not, that plays an episode: it gets ``row``, a ``client`` of
-            the ``openai`` package for the policy, and the ``model``'s name, and returns the reward.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -1027,10 +1025,6 @@ def rlhf(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
-        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
-        agent_retries (int): further attempts at an agent's episode that failed
-        agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
@@ -1136,6 +1130,11 @@ def rlhf(
         inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
+        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
+        agent_retries (int): further attempts at an agent's episode that failed
+        agent_max_calls (int): most answers in an episode of an agent
     """
 
 def distill(
@@ -1233,11 +1232,6 @@ def distill(
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
     environment: str | None = None,
-    agent: str | None = None,
-    agent_command: str | None = None,
-    agent_timeout: float = 600.0,
-    agent_retries: int = 0,
-    agent_max_calls: int = 100,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -1341,6 +1335,11 @@ def distill(
     inference_tp_size: int = 1,
     tp_gather_partition_size: int = 8,
     enable_mixed_precision_lora: bool = False,
+    agent: str | Callable[..., Any] | None = None,
+    agent_command: str | None = None,
+    agent_timeout: float = 600.0,
+    agent_retries: int = 0,
+    agent_max_calls: int = 100,
 ) -> Run:
     """Train a student on its own responses, each token of which a teacher scores.
 
@@ -1445,11 +1444,6 @@ def distill(
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
         environment (str | None): module:function that answers the actor's turns with messages of a user or tool, or ends the episode; or module:Class of objects with reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
-        agent (str | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
-        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
-        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
-        agent_retries (int): further attempts at an agent's episode that failed
-        agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
@@ -1553,6 +1547,11 @@ def distill(
         inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
+        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
+        agent_retries (int): further attempts at an agent's episode that failed
+        agent_max_calls (int): most answers in an episode of an agent
     """
 
 def generate(

@@ -37,7 +37,7 @@ from dschat_lora.addons.tinker.server import make_app  # noqa: E402
 from dschat_lora.addons.tinker.service import TinkerService  # noqa: E402
 from dschat_lora.addons.tinker.store import Store  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KEY = "tml-local"
 TOKENS = [120, 41, 7, 300, 52, 9, 77]
 ADAM = types.AdamParams(learning_rate=1e-2)

@@ -28,7 +28,7 @@ from helpers.served import QUESTIONS, endless, peft_greedy, running_server, send
 pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
 openai = pytest.importorskip("openai", reason="openai's client is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
