@@ -83,6 +83,7 @@ def test_models_are_listed_by_the_names_of_their_runs(client):
     assert client.models.retrieve("a").id == "a"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["base", "a", "b"])
 def test_chat_says_what_peft_and_transformers_generate(client, service, runs, name):
     messages = asked(QUESTIONS[2])
@@ -315,6 +316,7 @@ def test_scores_are_those_of_dschat_lora_score(address, service, tmp_path, capsy
     assert send(address, "POST", "/score", {"messages": []})[0] == 400
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(find_chromium() is None, reason="there is no chromium")
 def test_the_page_streams_columns_takes_a_vote_and_comes_back(address, service, tmp_path):
     page = Page(tmp_path / "chromium")

@@ -25,6 +25,7 @@ def vote(chosen="A pear.", *others):
     }
 
 
+@pytest.mark.smoke
 def test_a_vote_is_a_preference_over_each_other_answer_that_step_2_reads(tmp_path):
     file = VoteFile(tmp_path / "new" / "votes.jsonl")
     assert file.append(vote("A pear.", "A car.", "A pear. ", "", "Caf\u00e9.")) == 2

@@ -159,6 +159,7 @@ def trained(trainer, step, between=lambda: None):
 # What works
 
 
+@pytest.mark.smoke
 def test_a_loss_falls_and_equal_seeds_give_equal_numbers(client):
     trainers = [new_trainer(client, seed=seed) for seed in (1, 1, 2)]
     losses = []
@@ -174,6 +175,7 @@ def test_a_loss_falls_and_equal_seeds_give_equal_numbers(client):
     assert all(last < first / 2 for first, last in zip(losses[0], losses[-1], strict=True))
 
 
+@pytest.mark.smoke
 def test_info_says_what_the_model_is(client, base):
     info = new_trainer(client, rank=2).get_info()
     assert (info.model_data.model_name, info.lora_rank, info.is_lora) == ("base", 2, True)
