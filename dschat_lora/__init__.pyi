@@ -718,7 +718,6 @@ def rlhf(
     *,
     rewards: Reward | Sequence[Reward] = (),
     environment: object = None,
-    agent: Callable[..., Any] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -808,10 +807,6 @@ def rlhf(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
-    agent_command: str | None = None,
-    agent_timeout: float = 600.0,
-    agent_retries: int = 0,
-    agent_max_calls: int = 100,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -898,6 +893,11 @@ def rlhf(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    agent: str | Callable[..., Any] | None = None,
+    agent_command: str | None = None,
+    agent_timeout: float = 600.0,
+    agent_retries: int = 0,
+    agent_max_calls: int = 100,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -932,8 +932,6 @@ def rlhf(
         environment: function that answers the actor's turns, or a class whose objects do, each
             through an episode, or a dict of classes by the rows' column ``environment``; or a
             player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
-        agent: function, ``async`` or not, that plays an episode: it gets ``row``, a ``client`` of
-            the ``openai`` package for the policy, and the ``model``'s name, and returns the reward.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -1027,10 +1025,6 @@ def rlhf(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
-        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
-        agent_retries (int): further attempts at an agent's episode that failed
-        agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
@@ -1117,6 +1111,11 @@ def rlhf(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
+        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
+        agent_retries (int): further attempts at an agent's episode that failed
+        agent_max_calls (int): most answers in an episode of an agent
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -1233,11 +1232,6 @@ def distill(
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
     environment: str | None = None,
-    agent: str | None = None,
-    agent_command: str | None = None,
-    agent_timeout: float = 600.0,
-    agent_retries: int = 0,
-    agent_max_calls: int = 100,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -1322,6 +1316,11 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    agent: str | Callable[..., Any] | None = None,
+    agent_command: str | None = None,
+    agent_timeout: float = 600.0,
+    agent_retries: int = 0,
+    agent_max_calls: int = 100,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -1445,11 +1444,6 @@ def distill(
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
         environment (str | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
-        agent (str | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
-        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
-        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
-        agent_retries (int): further attempts at an agent's episode that failed
-        agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
@@ -1534,6 +1528,11 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
+        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
+        agent_retries (int): further attempts at an agent's episode that failed
+        agent_max_calls (int): most answers in an episode of an agent
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step

@@ -160,5 +160,5 @@ def config_of(
             raise TypeError(f"{name} is given by an argument of its own, too; give one")
         if name in (*_OF_COMMANDS, *of_commands):
             raise TypeError(f"--{name} is an option of the command alone: a function returns all")
-    named = option_values({**given, **options}, stack)
+    named = option_values(config_class, {**given, **options}, stack)
     return build_config(config_class, options_in_python(config_class, named))  # type: ignore[type-var, arg-type]

@@ -68,6 +68,7 @@ def option(
     settled: str = "",
     when: When = "",
     names: Sequence[str] = (),
+    runs: str = "",
 ) -> ValueT: ...
 
 
@@ -80,6 +81,7 @@ def option(
     settled: str = "",
     when: When = "",
     names: Sequence[str] = (),
+    runs: str = "",
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
@@ -88,6 +90,8 @@ def option(
     the message about a value that is not allowed. ``settled`` says in words what other things make
     of the default, which the help then shows in its place, unless a stage has a default of its own.
     ``names`` are values that the help of a command lists, where others are allowed too.
+    ``runs`` is "code" where the value is a command or the like, and "object" where it names an
+    object of the user's, which Python may give itself: a checkpoint chooses neither.
 
     ``when`` is the condition under which the option has an effect; where it does not hold a run
     says so (:func:`dschat_lora.config.when.without_effect`). It is one term, or several with
@@ -98,8 +102,9 @@ def option(
     that no stage uses, ``ELSEWHERE`` of those that other stages use. The class variable ``when`` of
     a stage holds conditions by name, which take the place of these.
     """
-    about = {"help": help, "section": section, "hint": hint, "settled": settled, "when": when}
-    return dataclasses.field(default=default, metadata={**about, "names": tuple(names)})
+    about: dict[str, object] = {"help": help, "section": section, "hint": hint}
+    about |= {"settled": settled, "when": when, "names": tuple(names), "runs": runs}
+    return dataclasses.field(default=default, metadata=about)
 
 
 def classic(default: ValueT, *, help: str, hint: str = "", when: When = "") -> ValueT:
@@ -341,6 +346,11 @@ def options_in_python(
 def option_names(config_class: "type[DataclassInstance]") -> list[str]:
     """Every option of the class."""
     return [name for name, _ in option_fields(config_class)]
+
+
+def options_that_run(config_class: "type[DataclassInstance]", *kinds: str) -> list[str]:
+    """Options of the class that say so of themselves: "code" or "object"."""
+    return [n for n, (field, _) in option_fields(config_class) if field.metadata["runs"] in kinds]
 
 
 def option_aliases(config_class: type) -> Mapping[str, str]:

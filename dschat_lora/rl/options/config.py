@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
-from dschat_lora.config.addons import addon_options
+from dschat_lora.config.addons import addon_options, groups_of
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
     PROMPT_LOOKUP,
@@ -62,7 +62,6 @@ class PromptConfig(SourceConfig):
 of_vllm = partial(option, when="rollout_engine=vllm")
 of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
-of_agents = partial(option, when="agent or agent_command")
 of_sum = partial(option, when="has_shaped_sum")
 of_calls = partial(option, when="reward_function or reward_gate or environment")
 
@@ -163,21 +162,6 @@ class RolloutConfig:
         "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
         "mcp:URL, whose tools are offered",
     )
-    agent: str | None = option(
-        None,
-        help="module:function that plays an episode: it gets the row and a client of the openai "
-        "package for the actor, asks as often as it likes, and returns the reward",
-    )
-    agent_command: str | None = option(
-        None,
-        help="command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is "
-        "the actor's, and the last line that it prints is the reward",
-    )
-    agent_timeout: float = of_agents(
-        600.0, help="seconds of an agent's episode, but for those in which the actor answers"
-    )
-    agent_retries: int = of_agents(0, help="further attempts at an agent's episode that failed")
-    agent_max_calls: int = of_agents(100, help="most answers in an episode of an agent")
     max_turns: int = option(
         8,
         help="most turns of the actor in an episode with --environment, of one response's length",
@@ -187,26 +171,22 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update, "max_turns", "agent_max_calls")
+        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
         decoding = ("top_k", "prompt_lookup_num_tokens")
-        require_numbers(self, ">= 0", "tokens_per_device", *decoding, "agent_retries")
+        require_numbers(self, ">= 0", "tokens_per_device", *decoding)
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
-        for name in ("environment", "agent"):
-            if getattr(self, name) is not None:
-                check_name(name, getattr(self, name))
-        require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
+        if self.environment is not None:
+            check_name("environment", self.environment)
+        require_numbers(self, "> 0", "rollout_timeout")
         require_numbers(self, "in [0, 16]", "rollouts_ahead")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         share = self.vllm_gpu_memory_utilization
         require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
         check_engine(self.rollout_engine)
-        players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
-        if len(players) > 1:
-            raise ValueError(f"--{players[0]} and --{players[1]} both play episodes: give one")
         if self.num_generations is None:
             return
         at_a_time = self.per_device_generation_batch_size
@@ -236,16 +216,6 @@ class RolloutConfig:
     def engine(self) -> EngineFacts:
         """What the engine that draws responses says of itself."""
         return engine_facts(self.rollout_engine)
-
-    @property
-    def has_agent(self) -> bool:
-        """Whether a program plays the episodes."""
-        return self.agent is not None or self.agent_command is not None
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether the actor may speak several times in an episode."""
-        return self.environment is not None or self.has_agent
 
     @property
     def draws_from_policy(self) -> bool:
@@ -487,6 +457,10 @@ class RlhfConfig(StageConfig):
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
+        playing = [] if self.batch.environment is None else ["environment"]
+        playing += [name for own in self.players for name in own.plays]
+        if len(playing) > 1:
+            raise ValueError(f"--{playing[0]} and --{playing[1]} both play episodes: give one")
         if self.eval_prompts == 0 and "eval_ratio" not in self.given:
             object.__setattr__(self, "data", replace(self.data, eval_ratio=0.0))
         if self.batch.num_generations is None:
@@ -542,6 +516,16 @@ class RlhfConfig(StageConfig):
     def trained(self) -> dict[str, RoleConfig]:
         """Options of the roles that train, by name."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.has_critic else {})
+
+    @cached_property
+    def players(self) -> list[Any]:
+        """The options of add-ons by which one of theirs plays the episodes."""
+        return [own for own in groups_of(self, "player") if own.plays]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the actor may speak several times in an episode."""
+        return self.batch.environment is not None or bool(self.players)
 
     @property
     def has_critic(self) -> bool:
