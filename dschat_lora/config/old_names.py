@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
 # By the old name the modules that have what was in it, or the package that has its modules; names
@@ -105,8 +105,11 @@ class _FormerModule(ModuleType):
         return [import_module(f"{_PACKAGE}.{each}") for each in names]
 
 
-class OldNames(MetaPathFinder, Loader):
+class OldNames:
     """Finds modules by the names that they had, where no module has that name."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have the import system make the module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -118,7 +121,8 @@ class OldNames(MetaPathFinder, Loader):
         is_package = any(each.startswith(f"{module}.") for each in _table())
         if module not in _table() and not is_package:
             return None
-        return ModuleSpec(name, self, origin=_table().get(module), is_package=is_package)
+        loader: Any = self  # by its methods
+        return ModuleSpec(name, loader, origin=_table().get(module), is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
         """Let the module have what its successors have."""

@@ -208,7 +208,7 @@ class SupervisedConfig(StageConfig):
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
     tasks: TasksConfig = group(TasksConfig)
-    addons: Any = group(addon_options("sft"))
+    addons: Any = group(addon_options("sft", vars(), StageConfig))
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:
@@ -240,7 +240,7 @@ class RewardStageConfig(SupervisedConfig):
     data: DataConfig = group(DataConfig, packing=False)
     pairs: PairConfig = group(PairConfig)
     reward: RewardConfig = group(RewardConfig)
-    addons: Any = group(addon_options("reward"))
+    addons: Any = group(addon_options("reward", vars(), SupervisedConfig))
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class DpoStageConfig(SupervisedConfig):
     optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
     pairs: PairConfig = group(PairConfig)
     dpo: DpoConfig = group(DpoConfig)
-    addons: Any = group(addon_options("dpo"))
+    addons: Any = group(addon_options("dpo", vars(), SupervisedConfig))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import episode_prompt, gives_one_reward
+from dschat_lora.rl.options.names import episode_prompt, gives_one_reward, object_path
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.score.builtin_rewards import check_scorer
@@ -120,7 +120,7 @@ def _check_environment(name: str) -> None:
     """Refuse an environment whose library or module is not there."""
     if find_adapter(name) is None:
         try:
-            check_function("environment", name)
+            check_function("environment", object_path("environment", name))
         except ValueError as error:
             raise ValueError(f"{error}; by name there are {', '.join(ADAPTERS)}") from error
 
