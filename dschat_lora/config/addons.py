@@ -8,24 +8,25 @@ import os
 import pkgutil
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dschat_lora.config.addon_names import ADDONS, VERBS
 from dschat_lora.config.options import group, option_names, parse_config
 
-T = TypeVar("T")
 GROUP = "dschat_lora.addons"
-# What an add-on can provide by names that options take, and where the package's own names are.
+# What add-ons provide by names that options take, and where the package's own names are, if any.
 SEAMS: Mapping[str, str] = {
     "rollout_engine": "dschat_lora.rl.options.engines:ENGINES",
     "environment": "dschat_lora.rl.options.names:ENVIRONMENT_LIBRARIES",
     "reward_function": "",
     "algorithm": "dschat_lora.rl.options.algorithms:ALGORITHMS",
+    "options_file": "",
     "row_format": "",
 }
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -85,8 +86,8 @@ def installed() -> Mapping[str, Addon]:
     found = {addon.name: addon for addon in map(_own, ADDONS) if addon}
     for entry in entry_points(group=GROUP):
         origin = f"{entry.name} of the package {entry.dist.name}" if entry.dist else entry.name
-        addon = _usable(origin, partial(_new_addon, entry, found))
-        if addon:
+        with left_out(origin):
+            addon = _new_addon(entry.load(), found)
             found[addon.name] = addon
     return found
 
@@ -98,8 +99,8 @@ def provided(seam: str) -> Mapping[str, str]:
     found = dict[str, str]()
     for addon in installed().values():
         names = addon.provides.get(seam, {})
-        check = partial(_check_new, f"name of --{seam}", names, {"the package": taken})
-        if _usable(addon.name, check) is not None:
+        with left_out(addon.name):
+            _check_new(f"name of --{seam}", names, {"the package": taken})
             found |= names
     return found
 
@@ -136,27 +137,33 @@ def addon_options(command: str, beside: Mapping[str, Any] | None = None, *bases:
     ``beside`` is the body of the class that gets them, and ``bases`` what it derives from: their
     options have the names that no option of another package may have.
     """
-
-    def checked(name: str, path: str) -> Any:
-        options = load(path)
-        if name in ADDONS:
-            return options
-        if not (isinstance(options, type) and is_dataclass(options)):
-            raise TypeError(f"its options of {command} are no dataclass")
-        parse_config(options, [], program=name)
-        own: Any = dataclass(frozen=True)(type("Own", bases, dict(beside or {})))
-        names = [f"{name}_{each}" for each in option_names(options)]
-        _check_new("option", names, {"the package": option_names(own)})
-        return options
-
     groups: list[tuple[str, type[Any], Any]] = []
     for name, addon in installed().items():
         if path := addon.options.get(command):
-            options = _usable(name, partial(checked, name, path))
-            if options:
-                field = group(options, flat=name in ADDONS, section=f"add-on {name}")
-                groups.append((name, options, field))
+            with left_out(name):
+                options, is_own = load(path), name in ADDONS
+                if not is_own:
+                    _check_options(name, options, beside or {}, bases)
+                own_group = group(options, flat=is_own, section=f"add-on {name}")
+                groups.append((name, options, own_group))
     return make_dataclass("AddonOptions", groups, frozen=True)
+
+
+@contextmanager
+def left_out(name: str) -> Iterator[None]:
+    """Go on, with one warning, where the block fails by another package's add-on."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if name in ADDONS:
+            raise
+        told = os.environ.get(_LEFT_OUT, "").split(os.pathsep)
+        if name not in told and os.environ.get("RANK", "0") == "0":
+            os.environ[_LEFT_OUT] = os.pathsep.join([*filter(None, told), name])
+            why = " ".join(str(error).split()) or type(error).__name__
+            text = f"the add-on {name} cannot be used and is left out: {why}"
+            # Of the folder, which has no line of code to be shown.
+            warnings.warn_explicit(text, UserWarning, str(Path(__file__).parent), 1)
 
 
 def groups_of(config: Any, method: str) -> Iterator[Any]:
@@ -188,14 +195,13 @@ def _path_of(name: str, kind: str, shown: str) -> str:
     raise ValueError(f"{shown} is an add-on that is not installed")
 
 
-def _new_addon(entry: Any, others: Mapping[str, Addon]) -> Addon:
-    """The declaration behind another package's entry point, of which no name is taken.
+def _new_addon(addon: Any, others: Mapping[str, Addon]) -> Addon:
+    """What another package's entry point names, if it can be used beside the ``others``.
 
     Raises:
         TypeError: if it is none.
         ValueError: if it has a name that something else has, or lacks an add-on that it needs.
     """
-    addon = entry.load()
     if not isinstance(addon, Addon):
         raise TypeError(f"its entry point is a {type(addon).__name__}, and no Addon")
     if addon.functions:
@@ -212,8 +218,25 @@ def _new_addon(entry: Any, others: Mapping[str, Addon]) -> Addon:
     return addon
 
 
-def _check_new(kind: str, names: Collection[str], taken: Mapping[str, Collection[str]]) -> bool:
-    """True where none of ``names`` is ``taken``, by whom.
+def _check_options(
+    name: str, options: Any, beside: Mapping[str, Any], bases: tuple[type, ...]
+) -> None:
+    """Refuse another package's options that no command line can have.
+
+    Raises:
+        TypeError: if they are no dataclass.
+        ValueError: if one is required, or has a name that another option has.
+    """
+    if not (isinstance(options, type) and is_dataclass(options)):
+        raise TypeError(f"its options are a {type(options).__name__}, and no dataclass")
+    parse_config(options, [], program=name)
+    own: Any = dataclass(frozen=True)(type("Own", bases, dict(beside)))
+    names = [f"{name}_{each}" for each in option_names(options)]
+    _check_new("option", names, {"the package": option_names(own)})
+
+
+def _check_new(kind: str, names: Collection[str], taken: Mapping[str, Collection[str]]) -> None:
+    """Refuse names that are ``taken``, by whom.
 
     Raises:
         ValueError: naming the first that is.
@@ -222,22 +245,3 @@ def _check_new(kind: str, names: Collection[str], taken: Mapping[str, Collection
         for name in names:
             if name in theirs:
                 raise ValueError(f"{owner} has the {kind} {name}, too")
-    return True
-
-
-def _usable(name: str, make: Callable[[], T]) -> T | None:
-    """What ``make`` gives; None, with one warning, where it fails in another package's add-on."""
-    try:
-        return make()
-    except (Exception, SystemExit) as error:
-        if name in ADDONS:
-            raise
-        told = os.environ.get(_LEFT_OUT, "").split(os.pathsep)
-        if name not in told and os.environ.get("RANK", "0") == "0":
-            os.environ[_LEFT_OUT] = os.pathsep.join([*filter(None, told), name])
-            text = (
-                f"the add-on {name} cannot be used and is left out: {error or type(error).__name__}"
-            )
-            # Of the folder, which has no line of code to be shown.
-            warnings.warn_explicit(text, UserWarning, str(Path(__file__).parent), 1)
-    return None
