@@ -55,7 +55,7 @@ STAGES = {
     "reward": Stage(
         "config.stages:RewardStageConfig",
         "runtime.validation:check_reward",
-        "supervised.stages:run_reward",
+        "supervised.pair_stages:run_reward",
         """examples:
   dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
         {"model_name_or_path": ("sft",)},
@@ -63,7 +63,7 @@ STAGES = {
     "dpo": Stage(
         "config.stages:DpoStageConfig",
         "runtime.validation:check_dpo",
-        "supervised.stages:run_dpo",
+        "supervised.pair_stages:run_dpo",
         """examples:
   dschat-lora dpo --model_name_or_path output/sft --data_path pairs.jsonl""",
         {"model_name_or_path": ("sft",)},

@@ -24,7 +24,6 @@ from dschat_lora.data.loader import (
 )
 from dschat_lora.data.samples import Samples
 from dschat_lora.data.stream_loader import StreamLoader
-from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     context,
@@ -62,13 +61,13 @@ def make_sample_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel
     packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
     collate = SampleCollator(
         int(tokenizer.pad_token_id),
-        context=_context_group(setup, engine),
+        context=context_group(setup, engine),
         num_sources=len(told_sources(setup.config.data, setup.data)),
     )
-    return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
+    return BatchLayout(collate, packing, row_tokens(setup, engine) if packing else None)
 
 
-def _context_group(
+def context_group(
     setup: SupervisedSetup, engine: TrainEngine[BackboneModel]
 ) -> ContextGroup | None:
     """The ranks that divide rows with this one; None where none do.
@@ -109,23 +108,14 @@ def make_pair_layout(
         vocab_size=len(tokenizer),
         run=setup.run,
     )
-    context = _context_group(setup, engine)
+    context = context_group(setup, engine)
     collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True, context=context)
     # Packing is about what a step counts: pairs share rows without it too.
-    row_tokens = _row_tokens(setup, engine) if layout != "alone" else None
-    return BatchLayout(collate, packing, row_tokens)
+    most = row_tokens(setup, engine) if layout != "alone" else None
+    return BatchLayout(collate, packing, most)
 
 
-def make_unpaired_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> BatchLayout:
-    """Of unpaired answers, after the same look; call on every rank."""
-    tokenizer, wanted = setup.tokenizer, setup.config.data.packing
-    packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
-    context = _context_group(setup, engine)
-    collate = UnpairedCollator(int(tokenizer.pad_token_id), context=context)
-    return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
-
-
-def _row_tokens(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> int:
+def row_tokens(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> int:
     """Most tokens of a packed row: all of a micro-batch's where attention is by samples.
 
     Under a mask, attention costs as much as the square of the row.
