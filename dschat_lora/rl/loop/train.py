@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from dschat_lora.data.stream import StreamError
-from dschat_lora.data.stream_loader import describe_sources
+from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
@@ -190,6 +189,8 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
     }
     if schedule.source.state():
         streamed = filter(None, [config.data.data, text_data(config)])
+        from dschat_lora.data.stream_loader import describe_sources
+
         identity["stream"] = " ".join(map(describe_sources, streamed))
     engines: dict[str, Any] = {
         name: EngineState(engine, setup.models.roles.models[name].model)

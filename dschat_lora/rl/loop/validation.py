@@ -26,7 +26,6 @@ from dschat_lora.rl.options.inputs import (
 )
 from dschat_lora.rl.options.names import episode_prompt, gives_one_reward, object_path
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.score.builtin_rewards import check_scorer
 from dschat_lora.runtime.checks import (
     Check,
@@ -38,6 +37,7 @@ from dschat_lora.runtime.checks import (
     check_divided,
     check_function,
     check_lora_options,
+    check_streaming,
     continued_lora,
     model_fields,
     recomputing,
@@ -49,7 +49,6 @@ from dschat_lora.runtime.checks import (
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import launched_processes
-from dschat_lora.runtime.validation import check_streaming
 
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
 BUNDLED_REWARD = "dschat_lora.world:reward"
@@ -118,6 +117,8 @@ def _scores(config: RlhfConfig) -> bool:
 
 def _check_environment(name: str) -> None:
     """Refuse an environment whose library or module is not there."""
+    from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
+
     if find_adapter(name) is None:
         try:
             check_function("environment", object_path("environment", name))

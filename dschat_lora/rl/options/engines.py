@@ -1,11 +1,23 @@
 """Rollout engines by name, what each says of itself, and those of users."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from dschat_lora.config.groups import require
 from dschat_lora.rl.options.names import called, is_address, is_own, load_object, made, of_addons
+
+
+class EngineError(Exception):
+    """No server is left that draws responses, or they cannot."""
+
+
+def are_logprobs(values: object) -> bool:
+    """Whether a reply has a list of finite log-probabilities here."""
+    return isinstance(values, list) and all(
+        isinstance(value, int | float) and -sys.float_info.max <= value <= 1e-3 for value in values
+    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dschat_lora.data.messages import Message
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import max_over_ranks, raise_together, tensor_rank
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
+from dschat_lora.rl.draw.player import Draw, Key, Player
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.names import called, made
 from dschat_lora.rl.play.environment import (
@@ -41,8 +41,7 @@ def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) ->
         load_agents = called("dschat_lora.addons.agents.agents:load_agents")
         agents: Player = load_agents(config, tokenizer, turn_tokens, closing)
         return agents
-    if (name := batch.environment) is None:
-        return OneTurn()
+    name = str(batch.environment)
     if find_adapter(name) is None and hasattr(own := find_object("environment", name), "play"):
         with same_gradients():
             return UserPlayer(name, made("environment", name, own), tokenizer)
