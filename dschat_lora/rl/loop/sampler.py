@@ -20,7 +20,6 @@ from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.draw.source import (
     Draws,
     PromptOrder,
-    PromptStream,
     Source,
     prompts_per_iteration,
 )
@@ -190,6 +189,8 @@ def _source(
     """
     config = setup.config
     if data.streaming:
+        from dschat_lora.rl.draw.prompt_stream import PromptStream
+
         return PromptStream(
             setup.stream(data, prepared, kind),
             per_iteration=per_iteration,

@@ -33,7 +33,6 @@ from dschat_lora.rl.response.errors import (
 from dschat_lora.rl.watch.throughput import PHASES
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.checkpointer import Checkpointer
-from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_warning
 from dschat_lora.runtime.run import open_run
@@ -110,6 +109,8 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
 
 def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
     """Say what the run would do, for a dry run."""
+    from dschat_lora.runtime.dry_run import say_options, say_sample
+
     config, run = setup.config, setup.run
     _announce(config, schedule, run.log.say)
     run.log.say("  time         as long as responses get: the first iteration tells")
