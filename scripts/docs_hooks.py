@@ -95,16 +95,20 @@ def function_pages() -> dict[str, str]:
     """
     pages: dict[str, str] = {}
     with checkout_first():
-        homes = import_module("dschat_lora")._HOMES
+        homes = dict(import_module("dschat_lora")._HOMES)
+        for addon in import_module("dschat_lora.config.addons").installed().values():
+            for name, path in addon.functions.items():
+                homes[name] = path.partition(":")[0].removeprefix("dschat_lora.")
         for name, module in sorted(homes.items(), key=lambda item: item[0].swapcase()):
-            key = name.lower() if module.startswith("api.") else module.rpartition(".")[2]
+            is_own = module.startswith(("api.", "addons."))
+            key = name.lower() if is_own else module.rpartition(".")[2]
             key = {"sample": "trainer"}.get(key, key)
             title = (
                 "DeepSpeed-Chat's functions" if key == "deepspeed_chat" else f"dschat_lora.{name}"
             )
             page = pages.get(key, f"# {title}\n")
             page += f"\n::: dschat_lora.{module}.{name}\n{_PLAIN}"
-            if module in ("api.stages", "api.verbs"):  # they load no library
+            if module in ("api.stages", "api.verbs") or module.startswith("addons."):  # light
                 found = getattr(import_module(f"dschat_lora.{module}"), name)
                 for title, rows in getattr(found, "options", {}).items():
                     page += f"\n## Options: {title}\n\n{OPTIONS_HEAD}"
@@ -131,7 +135,7 @@ def checkout_first() -> Iterator[None]:
 def families_page() -> str:
     """The page of the types of models, by a module of the package that needs no library."""
     with checkout_first():
-        return import_module("dschat_lora.models.families").page()  # type: ignore[no-any-return]
+        return import_module("dschat_lora.addons.planning.families").page()  # type: ignore[no-any-return]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

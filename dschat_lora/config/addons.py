@@ -25,6 +25,7 @@ SEAMS: Mapping[str, str] = {
     "environment": "names of --environment: a class, a function or a player",
     "reward_function": "names of --reward_function: a function or a scorer",
     "algorithm": "names of --algorithm: a function of the outcome, or an Algorithm",
+    "options_file": "keys that make a file of --config more than options: a function (stage, file)",
     "row_format": "layouts of data files: a RowFormat",
 }
 
@@ -80,7 +81,7 @@ def installed() -> Mapping[str, Addon]:
 
     found = {addon.name: addon for addon in map(_own, ADDONS) if addon}
     for entry in entry_points(group=GROUP):
-        with _left_out(entry.name):
+        with left_out(entry.name):
             addon = entry.load()
             if not isinstance(addon, Addon):
                 raise TypeError(f"{entry.value} is a {type(addon).__name__}, and no Addon")
@@ -129,7 +130,7 @@ def addon_options(command: str) -> type[Any]:
     groups: list[tuple[str, type[Any], Any]] = []
     for name, addon in installed().items():
         if path := addon.options.get(command):
-            with _left_out(name) if name not in ADDONS else _as_it_is():
+            with left_out(name) if name not in ADDONS else _as_it_is():
                 options = load(path)
                 if not (isinstance(options, type) and is_dataclass(options)):
                     raise TypeError(f"{path} is no dataclass of options")
@@ -191,7 +192,7 @@ def _as_it_is() -> Iterator[None]:
 
 
 @contextmanager
-def _left_out(name: str) -> Iterator[None]:
+def left_out(name: str) -> Iterator[None]:
     """Warn where another package's add-on cannot be used, and go on."""
     try:
         yield

@@ -11,7 +11,6 @@ import torch
 
 from dschat_lora.addons.nlg.beam_search import BeamSearch, beam_search
 from dschat_lora.addons.nlg.config import DecodeConfig
-from dschat_lora.addons.nlg.formats import TOKEN_IDS, TwoWayTokenizer, token_texts
 from dschat_lora.addons.nlg.gpt2_checkpoint import read_gpt2_checkpoint
 from dschat_lora.addons.nlg.validation import epoch_files, weights_file
 from dschat_lora.checkpoint.lora_only import load_lora_only, lora_config_of_file, read_lora_only
@@ -234,9 +233,9 @@ def read_meanings(paths: Sequence[str], tokenizer: TwoWayTokenizer | None = None
     for number, raw in enumerate(rows):
         row = require_usable(parse_row(raw, RowOptions(unpaired="all")), "prompts")
         values = row.values
-        if row.layout == TOKEN_IDS and tokenizer is not None:
+        if tokenizer is not None:
             try:
-                values = token_texts(values, tokenizer)
+                values = row.with_texts(tokenizer)
             except ValueError as error:
                 raise RowError(row.location, str(error)) from error
         prompt = values.get("prompt")

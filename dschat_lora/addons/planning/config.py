@@ -1,4 +1,4 @@
-"""Options of ``dschat-lora tune``."""
+"""Options of ``dschat-lora tune`` and ``dschat-lora models``."""
 
 from dataclasses import dataclass
 
@@ -55,3 +55,17 @@ class TuneConfig:
         require(factor >= 2, "reduction_factor", factor, ">= 2")
         if self.resume and self.output_dir is None:
             raise ValueError("--resume needs --output_dir, the directory of the search")
+
+
+@dataclass(frozen=True)
+class ModelsConfig:
+    """List the types of models with what each can do, as found by trying it, or look at a model.
+
+    Of a model its configuration is read, and no weights: whether a run would start, what would
+    learn, and what was found of its type. Exit code 1 where a run would be refused.
+    """
+
+    model_name_or_path: str | None = option(
+        None, help="directory or hub name of a model; it may stand first, without the option"
+    )
+    json: bool = option(False, help="one JSON object on standard output")

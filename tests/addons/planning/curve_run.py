@@ -1,6 +1,6 @@
 """A stage of which only the curve is there: its loss follows from rate, seed and step.
 
-``python -m pipeline.curve_run STAGE --lora_learning_rate X --output_dir DIR ...`` makes a step in
+``python -m curve_run STAGE --lora_learning_rate X --output_dir DIR ...`` makes a step in
 10 ms, saves at SIGTERM, and goes on from there with --resume_from_checkpoint.
 """
 

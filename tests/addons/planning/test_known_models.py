@@ -3,14 +3,21 @@
 import json
 
 import pytest
+from families_table import UNPACKED, from_matrix
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dschat_lora.addons.planning.config import ModelsConfig
+from dschat_lora.addons.planning.families import (
+    COLUMNS,
+    NO_EXPERTS,
+    Families,
+    page,
+    read_families,
+    word,
+)
 from dschat_lora.addons.planning.known_models import model_facts
-from dschat_lora.commands.verbs import models
-from dschat_lora.config.verbs import ModelsConfig
-from dschat_lora.models.families import COLUMNS, NO_EXPERTS, Families, page, read_families, word
-from families.table import UNPACKED, from_matrix
+from dschat_lora.addons.planning.verbs import models
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 1}
@@ -77,7 +84,7 @@ def test_words_of_cells_and_reasons_by_column():
 
 
 def test_the_page_has_a_row_for_each_type_and_every_reason(monkeypatch):
-    monkeypatch.setattr("dschat_lora.models.families.read_families", lambda: TABLE)
+    monkeypatch.setattr("dschat_lora.addons.planning.families.read_families", lambda: TABLE)
     text = page()
     assert "| llama | yes | - | no | ? |" in text
     assert "* it mixes: llama, mixtral" in text
@@ -86,6 +93,7 @@ def test_the_page_has_a_row_for_each_type_and_every_reason(monkeypatch):
     assert "transformers 5.0" in text
 
 
+@pytest.mark.smoke
 def test_the_list_is_printed_with_reasons_and_as_json(capsys):
     models([])
     text = capsys.readouterr().out

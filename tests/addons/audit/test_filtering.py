@@ -7,11 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hand_tokenizers import build_byte_tokenizer
 
+from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.addons.audit.config import FilterConfig
 from dschat_lora.addons.audit.filtering import count_languages, filter_rows
 from dschat_lora.addons.audit.similar_rows import NearDuplicates, run_hashes, words_of
-from dschat_lora.config.data import DataConfig, FilterConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import make_chat
 
 DIGITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen".split()
@@ -203,7 +204,7 @@ def test_rows_that_are_kept_are_their_lines_byte_for_byte(tmp_path):
         )
         + '{"prompt": "é", "completion": "6"}\n'.encode()
     )
-    assert found.to_dict()["fates"] == {
+    assert found.to_dict()["filtered"]["fates"] == {
         "kept": 5,
         "unusable": 2,
         "contaminated": 1,

@@ -146,6 +146,7 @@ def test_a_reference_that_several_checks_need_runs_once(hour, tmp_path):
     assert (tmp_path / "runs").read_text() == "x"
 
 
+@pytest.mark.smoke
 def test_all_twelve_checks_are_named_and_fail_one_by_one(hour, tmp_path):
     hour.start = lambda words, environment, output: start([RAISES], environment, output)
     checks = hour_checks.checks(hour.work, "bf16")

@@ -77,6 +77,13 @@ def test_a_full_disk_keeps_a_run_from_training_and_a_small_one_does_not(monkeypa
     assert any("--output_dir" in each.remedy for each in found) == (state != "ok")
 
 
+def test_a_device_that_cannot_compute_is_an_error_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(doctor.gpu, "problem", lambda device: (f"{device} is old", "update"))
+    for name, subject in (("cpu", "device"), ("cuda:0", "cuda:0")):
+        found = doctor.describe_device(torch.device(name))
+        assert found == doctor.Finding(subject, "error", f"{name} is old", "update")
+
+
 def test_a_name_that_does_not_resolve_is_a_warning(monkeypatch):
     def refuse(name):
         raise socket.gaierror(-2, "Name or service not known")

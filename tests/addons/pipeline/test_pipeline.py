@@ -3,23 +3,26 @@
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from dschat_lora.__main__ import main
 from dschat_lora.addons.pipeline import run as course
 from dschat_lora.addons.pipeline.recipe import check_stages, read_recipe
+from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.commands.launch import Relay
+from dschat_lora.commands.stages import options_of_file
 from dschat_lora.config.options import build_config, command_line, parse_config
 from dschat_lora.config.stages import RewardStageConfig, SupervisedConfig
 from dschat_lora.report.run_data import RunData
-from helpers.step1 import ROOT
+from helpers.step1 import ROOT, write_adapter_config
 
 ALL = "stages: {sft: {lora_dim: 8}, reward: {}, rlhf: {}}"
 
@@ -47,6 +50,7 @@ def written(text):
 # ---------------------------------------------------------------------------- the file
 
 
+@pytest.mark.smoke
 def test_stages_take_the_outputs_of_earlier_ones(recipe_of):
     stages = recipe_of(ALL).stages
     assert list(stages) == ["sft", "reward", "rlhf"]
@@ -182,9 +186,76 @@ def test_directory_must_be_named():
         read_recipe("run.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "stage", "expected"),
+    [
+        ("sft: {}", "sft", {"lora_dim": 0}),
+        ("sft: {lora_dim: 4}", "sft", {"lora_dim": 4}),
+        ("dpo: {model_name_or_path: adapter}", "dpo", {}),
+        ("rlhf: {reward_function: ['builtin:length=12']}", "rlhf", {"actor_lora_dim": 0}),
+        (
+            "rlhf: {actor_lora_dim: 4, reward_function: ['builtin:length=12']}",
+            "rlhf",
+            {"actor_lora_dim": 4},
+        ),
+        (
+            "rlhf: {actor_model_name_or_path: adapter, critic_model_name_or_path: scorer}",
+            "rlhf",
+            {"critic_lora_dim": 0},
+        ),
+        ("sft: {}\n  dpo: {}", "dpo", {}),  # of what is yet to be written
+    ],
+)
+def test_stages_of_a_file_train_what_it_says_by_the_verbs_that_a_pipeline_runs(
+    recipe_of, tmp_path, text, stage, expected
+):
+    write_adapter_config(tmp_path / "adapter")
+    shutil.copytree(BUNDLED_MODEL, "scorer")
+    fields = json.loads(Path("scorer/config.json").read_text(encoding="utf-8"))
+    fields["architectures"] = ["OPTForSequenceClassification"]
+    Path("scorer/config.json").write_text(json.dumps(fields), encoding="utf-8")
+    options = course._options(recipe_of(f"stages:\n  {text}"), stage, "begin")
+    assert {n: value for n, value in options.items() if n.endswith("lora_dim")} == expected
+
+
+def test_the_file_makes_no_objects(recipe_of):
+    with pytest.raises(ValueError, match=r"^run\.yaml cannot be read"):
+        recipe_of("stages:\n  sft:\n    seed: !!python/object/apply:os.system ['touch ran']")
+    assert not Path("ran").exists()
+
+
+def test_stage_takes_its_part_of_a_file_as_the_pipeline_would_run_it():
+    recipe = read_recipe("bundled")
+    options = options_of_file("rlhf", "bundled")
+    assert options == {**recipe.stages["rlhf"], "output_dir": "output/bundled/rlhf"}
+    assert options["actor_model_name_or_path"] == "output/bundled/sft"
+    assert options["max_steps"] == 3
+    with pytest.raises(ValueError, match="--config bundled has the stages sft, reward, rlhf, and"):
+        options_of_file("dpo", "bundled")
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("pipeline", ["FILE"]),
+        ("pipeline none.yaml", ["none.yaml", "recipes"]),
+        ("rlhf --config bundled", ["--actor_model_name_or_path", "output/bundled/sft"]),
+        ("dpo --config bundled", ["stages sft, reward, rlhf"]),
+    ],
+)
+def test_wrong_call_is_one_line_with_code_2(monkeypatch, capsys, line, parts):
+    monkeypatch.setattr("sys.argv", ["dschat-lora", *line.split()])
+    with pytest.raises(SystemExit, match="^2$"):
+        main()
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err[:7]) == ("", 1, "error: ")
+    assert all(part in err for part in parts), err
+
+
 # ---------------------------------------------------------------------------- before the first
 
 
+@pytest.mark.smoke
 def test_stages_are_checked_as_if_the_earlier_outputs_were_there(recipe_of):
     found = check_stages(recipe_of(ALL))
     assert isinstance(found["reward"], RewardStageConfig)
@@ -345,6 +416,7 @@ def status_of(stage):
     return json.loads(Path("out/pipeline.json").read_text())["stages"][stage]["status"]
 
 
+@pytest.mark.smoke
 def test_stages_run_in_order_and_a_second_run_skips_them(run):
     code, said, commands = run(text="launcher: {num_gpus: 1, master_port: 30001}\n" + ALL)
     assert code == 0
@@ -456,7 +528,7 @@ def test_dry_run_shows_commands_and_writes_nothing(run):
 
 
 def test_second_pipeline_is_kept_out(run):
-    with course.alone(Path("out")):
+    with course.alone(Path("out"), "pipeline"):
         code, said, commands = run()
     assert (code, commands) == (2, [])
     assert "another pipeline is at work in out" in said
@@ -477,75 +549,6 @@ def test_results_before_and_after_share_a_row():
         ["", "", "kl", "-", "2"],
     ]
     assert course.result_rows("sft", RunData("sft")) == [["sft", "0 s", "-", "-", "-"]]
-
-
-# ---------------------------------------------------------------------------- signals
-
-# As the launcher: two ranks, one with a worker of its own, and the code of the first that fails.
-TREE = """
-import subprocess, sys
-argv = [sys.executable, "dschat_lora"]
-ranks = [subprocess.Popen([*argv, f"--local_rank={i}"]) for i in range(2)]
-sys.exit([rank.wait() for rank in ranks][0])
-"""
-RANK = """
-import os, pathlib, signal, sys, time
-me = pathlib.Path(f"got-{sys.argv[1][-1]}")
-def stop(number, frame):
-    with me.open("a") as file:
-        file.write(f"{number} ")
-    sys.exit(128 + number)
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    signal.signal(number, stop)
-if os.fork() == 0:
-    me = pathlib.Path("worker")
-    time.sleep(2)
-    os._exit(0)
-pathlib.Path(f"ready-{sys.argv[1][-1]}").touch()
-time.sleep(60)
-"""
-
-
-def send_when_ready(number, *names):
-    def wait():
-        while not all(Path(name).exists() for name in names):
-            time.sleep(0.01)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signal_reaches_every_rank_once_and_neither_launcher_nor_workers(number):
-    Path("tree.py").write_text(TREE)
-    Path("dschat_lora").write_text(RANK)
-    relay = Relay()
-    if signal.getsignal(number) == signal.SIG_IGN:  # as under nohup
-        signal.signal(number, signal.SIG_DFL)
-    before = signal.getsignal(number)
-    with relay.listening():
-        send_when_ready(number, "ready-0", "ready-1")
-        assert relay.run([sys.executable, "tree.py"]) == 128 + number
-    assert relay.received == number
-    assert signal.getsignal(number) is before
-    assert [Path(f"got-{i}").read_text() for i in range(2)] == [f"{int(number)} "] * 2
-    assert not Path("worker").exists()
-
-
-def test_launcher_without_ranks_is_ended(tmp_path):
-    relay = Relay()
-    with relay.listening():
-        send_when_ready(signal.SIGINT, "begun")
-        code = "import pathlib, time; pathlib.Path('begun').touch(); time.sleep(60)"
-        assert relay.run([sys.executable, "-c", code]) == 143
-    assert relay.received == signal.SIGINT
-
-
-def test_signal_between_stages_ends_the_next_one():
-    relay = Relay()
-    with relay.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert relay.run([sys.executable, "-c", "import time; time.sleep(60)"]) == 143
 
 
 def test_stopped_pipeline_says_how_to_go_on(run, monkeypatch):

@@ -5,12 +5,11 @@ import random
 
 import pytest
 
-from dschat_lora import __main__ as command
 from dschat_lora.addons.evaluation.best_of_n import ScoredAnswer, choose_answers
 from dschat_lora.data.readers import RawRow
 from dschat_lora.data.rows import parse_row, require_usable
-from helpers.served import write_run
 from helpers.step1 import write_jsonl
+from helpers.trained import Verbs, write_trained
 
 QUESTIONS = ["What is 2 plus 3?", "Name a fruit.", "What is the opposite of hot?"]
 DRAWS = 4
@@ -82,9 +81,9 @@ def of_answer(response, answer):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A run ``run`` that says different things, and prompts of several forms."""
-    directory = tmp_path_factory.mktemp("best")
-    write_run(directory / "run", seed=3)
-    write_run(directory / "judge", seed=4, reward=True)
+    directory = write_trained(tmp_path_factory.mktemp("best"))
+    (directory / "sft").rename(directory / "run")
+    (directory / "reward").rename(directory / "judge")
     (directory / "my_vowels.py").write_text(REWARDS)
     asked = [{"role": "user", "content": QUESTIONS[0]}]
     rows = [
@@ -102,22 +101,9 @@ def home(tmp_path_factory):
 @pytest.fixture
 def verb(home, monkeypatch, capsys):
     """``verb(words)``: output and error of ``dschat-lora`` in the home."""
-
-    def run(words, code=0):
-        monkeypatch.chdir(home)
-        monkeypatch.syspath_prepend(str(home))
-        monkeypatch.setattr("sys.argv", ["dschat-lora", *words.split()])
-        capsys.readouterr()
-        ended = 0
-        try:
-            command.main()
-        except SystemExit as end:
-            ended = end.code
-        found = capsys.readouterr()
-        assert ended == code, found.err
-        return found
-
-    return run
+    monkeypatch.syspath_prepend(str(home))
+    verbs = Verbs(home, monkeypatch, capsys)
+    return lambda words, code=0: verbs.run(*words.split(), code=code)
 
 
 SAMPLED = f"--do_sample --num_return_sequences {DRAWS} --max_new_tokens 40 --seed 2"
@@ -138,6 +124,7 @@ def vowels(text):
     return float(sum(each in "aeiou" for each in text))
 
 
+@pytest.mark.smoke
 def test_best_and_worst_of_the_draws_are_written_with_the_prompt_as_given(verb, home, drawn):
     words = f"generate run --data_path prompts.jsonl {SAMPLED} --reward_function my_vowels:vowels"
     said = verb(f"{words} --keep pair --output_path pairs.jsonl").err
@@ -193,6 +180,7 @@ def test_rows_without_a_winner_are_left_out_and_counted_and_none_is_written_twic
     assert "2 prompts have no row: no answer ended by itself and scored 1.5" in found.err
 
 
+@pytest.mark.smoke
 def test_a_reward_model_scores_as_score_does(verb, home):
     verb(f"generate run {QUESTIONS[1].split()[0]} {SAMPLED} --keep all --reward_model judge "
          "--output_path all.jsonl")  # fmt: skip

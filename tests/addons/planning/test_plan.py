@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import dschat_lora as dl
+from dschat_lora.addons.pipeline.placeholders import write_config
+from dschat_lora.addons.planning import verbs
+from dschat_lora.addons.planning.cards import Card, find_card
 from dschat_lora.addons.planning.plan import GENERATION, TRAINING, StepTime
 from dschat_lora.addons.planning.plan_report import expected_speeds, to_dict
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
-from dschat_lora.api import command_lines
-from dschat_lora.commands.stages import MODEL_OPTIONS, STAGES
+from dschat_lora.addons.planning.published import MODEL_OPTIONS, PUBLISHED, published_name
+from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.models import option_checks
-from dschat_lora.models.published import PUBLISHED, published_name, write_config
-from dschat_lora.perf.cards import Card, find_card
 from helpers.spread import ALL
 from helpers.step1 import write_jsonl
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # As the hub's pages of the models count them.
 PARAMETERS = {
     "facebook/opt-1.3b": 1_315_758_080,
@@ -222,6 +224,7 @@ def test_recomputation_that_was_left_open_comes_before_tiny_micro_batches(tiny, 
     assert found.better is None or not found.better.config.model.gradient_checkpointing
 
 
+@pytest.mark.smoke
 def test_the_largest_micro_batch_fits_and_one_row_more_does_not(tiny, home):
     options = {"model_name_or_path": tiny, "lora_dim": 4, "max_seq_len": 512}
     usable = plan_stage("sft", options, home, card=card(10**12)).plan.memory.peak
@@ -257,12 +260,13 @@ def run(capsys, line):
     """Exit code and standard output of ``dschat-lora plan``."""
     code = 0
     try:
-        command_lines.plan(shlex.split(line))
+        verbs.plan(shlex.split(line))
     except SystemExit as end:
         code = end.code
     return code, capsys.readouterr().out
 
 
+@pytest.mark.smoke
 def test_a_plan_is_one_screen_or_one_json_object(tiny, capsys):
     line = f"sft --model_name_or_path {tiny} --lora_dim 4 --for 24GB"
     code, text = run(capsys, line)
@@ -444,6 +448,7 @@ def test_nothing_that_fits_is_exit_code_1(tiny, capsys):
     assert "does not fit, and no settings were found" in " ".join(text.split())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("line", "stage", "model"),
     [
@@ -463,8 +468,8 @@ def test_nothing_that_fits_is_exit_code_1(tiny, capsys):
 def test_a_model_may_stand_without_a_stage_or_option(tiny, monkeypatch, line, stage, model):
     shown = []
     show = lambda what, options, **_: shown.append((what, options)) or True  # noqa: E731
-    monkeypatch.setattr(command_lines, "late", lambda _: show)
-    command_lines.plan(shlex.split(line.replace("TINY", tiny)))
+    monkeypatch.setattr(verbs, "late", lambda _: show)
+    verbs.plan(shlex.split(line.replace("TINY", tiny)))
     ((found, options),) = shown
     assert found == stage
     names = [value for name, value in (options or {}).items() if name in MODEL_OPTIONS]
@@ -497,7 +502,7 @@ def test_four_bits_are_planned_without_their_package(tiny, monkeypatch, capsys):
 )
 def test_mistakes_are_named(line, parts):
     with pytest.raises(ValueError, match=r".") as error:
-        command_lines.plan(shlex.split(line))
+        verbs.plan(shlex.split(line))
     assert not [part for part in parts if part not in str(error.value)], error.value
 
 
@@ -525,3 +530,23 @@ def test_the_plan_as_json_has_no_paths_of_placeholders(home):
     planned = plan_stage("sft", {"model_name_or_path": "opt-125m"}, home, card=None)
     assert str(home) not in json.dumps(to_dict(planned))
     assert "--model_name_or_path facebook/opt-125m" in planned.command
+
+
+def test_plans_are_of_what_would_train():
+    def command(*given, **options):
+        return dl.plan(*given, **options).command
+
+    assert command("sft", "Qwen/Qwen3-0.6B").endswith("--lora_dim 16")
+    assert "--lora_dim 0" in command("sft", "Qwen/Qwen3-0.6B", lora_dim=0)
+
+
+def test_a_plan_of_rows_is_that_of_the_command(tmp_path, capsys):
+    rows = [{"prompt": f"{n} plus 1 is", "completion": f" {n + 1}"} for n in range(16)]
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    plan = dl.plan("sft", data=rows, lora_dim=8, device="24GB")
+    verbs.plan(["sft", "--data_path", path, *"--lora_dim 8 --for 24GB --json".split()])
+    found = json.loads(capsys.readouterr().out)
+    for name in ("peak", "roles", "largest", "parameters"):
+        assert plan.facts[name] == found[name], name
+    assert plan.fits is True
+    assert (plan.peak, str(plan)[:11]) == (found["peak"], "plan of sft")

@@ -1,8 +1,8 @@
-"""Writes dschat_lora/assets/families.json from the cells that families.matrix found.
+"""Writes dschat_lora/addons/planning/families.json from the cells that families.matrix found.
 
-``PYTHONPATH=.:tests python -m families.table MATRIX.json`` adds what the matrix does not run: 4
-bits, batches of ``serve``, tensor parallelism and, with ``--llama_cpp CHECKOUT``, what llama.cpp's
-converter knows. Without it the cells of GGUF stay as they are.
+``PYTHONPATH=.:tests:tests/addons/planning python -m families_table MATRIX.json`` adds what the
+matrix does not run: 4 bits, batches of ``serve``, tensor parallelism and, with ``--llama_cpp
+CHECKOUT``, what llama.cpp's converter knows. Without it the cells of GGUF stay as they are.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from dschat_lora.assets import FAMILIES
+from dschat_lora.addons.planning.families import FAMILIES, NO_EXPERTS
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation.generate import check_cache
 from dschat_lora.generation.kv_cache import TRIED
@@ -22,7 +22,6 @@ from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.layers import is_quantized
 from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.families import NO_EXPERTS
 from dschat_lora.models.loading import share_parameters
 from dschat_lora.models.option_checks import check_divides
 from dschat_lora.models.source import find_model

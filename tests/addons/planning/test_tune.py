@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from curve_run import loss
 
-from dschat_lora.addons.planning import tune
-from dschat_lora.config.verbs import TuneConfig
+from dschat_lora.addons.planning import tune, verbs
+from dschat_lora.addons.planning.config import TuneConfig
 from helpers.spread import ALL
 from helpers.step1 import ROOT, metrics, run
-from pipeline.curve_run import loss
 
+HERE = Path(__file__).parent
 RATES = (1e-4, 1e-3, 1e-2)
 OPTIONS = {"lora_dim": 4, "lora_learning_rate": 1e-3, "max_steps": 27}
 
@@ -32,6 +33,7 @@ def search_of(options=None, stage="sft", **own):
 # ---------------------------------------------------------------------------- candidates
 
 
+@pytest.mark.smoke
 def test_rates_around_the_published_rule_begin_with_it():
     """The bundled model is 128 wide, and of no family with an exponent of its own."""
     found = [each["lora_learning_rate"] for each in search_of().candidates]
@@ -73,6 +75,24 @@ def test_all_weights_have_a_rate_of_their_own_name():
     assert [*found.candidates[0]] == ["learning_rate"]
     ranked = tune.make_search(TuneConfig(ranks=(4,)), "sft", {}, None)
     assert [*ranked.candidates[0]] == ["lora_learning_rate", "lora_dim"]
+
+
+def test_a_search_beside_a_file_tries_all_weights_in_its_runs(monkeypatch):
+    found = []
+    Path("silent.yaml").write_text("seed: 7\n", encoding="utf-8")
+    monkeypatch.setattr(verbs, "require_packages", lambda *_, **__: None)
+    search = tune.make_search
+    monkeypatch.setattr(
+        tune, "run_tune", lambda config, *given: found.append(search(config, *given))
+    )
+    for words in ("", "--config silent.yaml", "--learning_rate 3e-3"):
+        verbs.tune(["sft", *words.split()])
+    verb, file, rate = found
+    assert [each.options["lora_dim"] for each in found] == [16, 0, 16]
+    assert (*verb.candidates[0], *file.candidates[0]) == ("lora_learning_rate", "learning_rate")
+    assert rate.candidates[0] == {"lora_learning_rate": 3e-3}
+    bare = search(TuneConfig(), "sft", {}, None)
+    assert bare.options == {"lora_dim": 0}
 
 
 def test_step_3_is_searched_by_the_actor_and_its_reward():
@@ -122,8 +142,8 @@ def searched(monkeypatch, capsys):
     optuna = pytest.importorskip("optuna", reason="needs dschat_lora[planning]")
 
     def call(options=None, **own):
-        monkeypatch.setattr(tune, "PACKAGE", "pipeline.curve_run")
-        monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+        monkeypatch.setattr(tune, "PACKAGE", "curve_run")
+        monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{HERE}")
         config = TuneConfig(**{"rates": RATES, "output_dir": "out", **own})
         capsys.readouterr()
         tune.run_tune(config, "sft", {**OPTIONS, **(options or {})}, None)
@@ -208,6 +228,7 @@ def test_seeds_count_by_their_mean_and_run_at_a_time(searched):
     )
 
 
+@pytest.mark.smoke
 def test_the_command_is_that_of_the_best_trial_with_its_steps(searched):
     _, said = searched(rates=(1e-3,), batches=(4, 2), trials=1)
     assert "--max_steps 14 --per_device_train_batch_size 4\n" in said
@@ -259,12 +280,12 @@ def test_a_directory_of_a_search_is_gone_on_with_or_refused(searched):
 def test_a_search_that_is_killed_goes_on_from_the_checkpoints(searched, number):
     options = {**OPTIONS, "max_steps": 400}
     program = (
-        "from dschat_lora.config.verbs import TuneConfig\n"
+        "from dschat_lora.addons.planning.config import TuneConfig\n"
         "from dschat_lora.addons.planning import tune\n"
-        "tune.PACKAGE = 'pipeline.curve_run'\n"
+        "tune.PACKAGE = 'curve_run'\n"
         f"tune.run_tune(TuneConfig(rates=(1e-3,), output_dir='out'), 'sft', {options}, None)\n"
     )
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    paths = {"PYTHONPATH": f"{ROOT}:{HERE}"}
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **paths})
     log = Path("out/trial-00/seed-1234/metrics.jsonl")
     _wait(lambda: log.exists() and '"step": 30}' in log.read_text())
@@ -292,7 +313,7 @@ def _runs_here():
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if "pipeline.curve_run" in (path / "cmdline").read_text().split("\0"):
+            if "curve_run" in (path / "cmdline").read_text().split("\0"):
                 found += [path.name] * ((path / "cwd").readlink() == Path.cwd())
         except OSError:
             continue

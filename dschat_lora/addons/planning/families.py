@@ -1,17 +1,17 @@
-"""What types of models can do, as found by trying each: the table in ``assets/families.json``.
+"""What types of models can do, as found by trying each: the table in ``families.json``.
 
 The file is ``{"transformers": version, "types": {type: {column: true | "reason"}}, "left_out":
-{type: "reason"}}``. A reason says why not; a column that a type lacks was not tried. The file is
-written by ``tests/families/table.py``. Imports nothing heavy: the documentation's page is made of
-it too.
+{type: "reason"}}``. A reason says why not; a column that a type lacks was not tried.
+``tests/addons/planning/families_table.py`` writes the file. Imports nothing heavy: the page of the
+documentation is made of it too.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from dschat_lora.config.bundled import FAMILIES
-
+FAMILIES = Path(__file__).with_name("families.json")
 Cell = bool | str | None
 # What is tried, by column.
 COLUMNS = {

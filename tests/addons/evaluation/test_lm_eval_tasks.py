@@ -8,9 +8,9 @@ import torch
 
 import dschat_lora as dl
 from api.programs import ROWS
+from dschat_lora.addons.evaluation.config import EvalConfig
 from dschat_lora.addons.evaluation.measure import show_measures
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
-from dschat_lora.config.verbs import EvalConfig
 from helpers.step1 import checked, metrics, write_jsonl
 
 HEAD = """task: {name}
@@ -146,6 +146,7 @@ def test_processes_share_the_questions(run, tasks, launcher, tmp_path, stage):
     assert found[0]["toy_rolling bits_per_byte"] != tasks_of(line)["toy_rolling bits_per_byte"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 
 import dschat_lora as dl
-from dschat_lora.addons.pipeline import run as pipeline
-from dschat_lora.addons.pipeline.recipe import read_recipe
-from dschat_lora.addons.planning import tune
-from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import read_adapter_config
 from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.commands import train
 from dschat_lora.config.options import build_config, flatten, parse_config
-from dschat_lora.config.verbs import TuneConfig
 from dschat_lora.report.terminal import quiet
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.resume import options_to_keep
@@ -50,14 +46,14 @@ def checked(monkeypatch):
         found.append(check(parse_config(config_class, argv, read_file=read_file)))
 
     found = []
-    monkeypatch.setattr(command_lines, "run_main", run_main)
+    monkeypatch.setattr(train, "run_main", run_main)
 
     def call(start, stage, words=""):
         argv = words.split()
         if start == "verb":
-            command_lines.stage(stage, argv)
+            train.stage(stage, argv)
         else:
-            command_lines.run_stage(stage, argv=argv)
+            train.run_stage(stage, argv=argv)
         return found.pop()
 
     return call
@@ -67,7 +63,7 @@ def checked(monkeypatch):
 def launched(monkeypatch):
     """The command lines that go to DeepSpeed's launcher."""
     found = []
-    monkeypatch.setattr(command_lines, "launch_stage", lambda *given: found.append(given))
+    monkeypatch.setattr(train, "launch_stage", lambda *given: found.append(given))
     return found
 
 
@@ -183,10 +179,10 @@ def test_options_of_adapters_need_no_rank_in_verbs(checked, launched, words):
     assert checked("verb", "sft", words).lora.lora_dim == 16
     with pytest.raises(ValueError, match="--lora_dim"):
         checked("script", "sft", words)
-    command_lines.stage("sft", f"--num_gpus 2 {words}".split())
+    train.stage("sft", f"--num_gpus 2 {words}".split())
     assert launched[0][2] == words.split()
     with pytest.raises(ValueError, match="--lora_dim"):
-        command_lines.stage("sft", f"--num_gpus 2 --config silent.yaml {words}".split())
+        train.stage("sft", f"--num_gpus 2 --config silent.yaml {words}".split())
 
 
 # ---------------------------------------------------------------------------- resumed runs
@@ -252,62 +248,6 @@ def test_another_rate_that_a_resumed_run_is_given_is_its_adapters(
     earlier("verb", words)
     config = checked("verb", "sft", f"--resume_from_checkpoint out {more}")
     assert config.optim.lora_learning_rate == rate
-
-
-# ---------------------------------------------------------------------------- other starts
-
-
-@pytest.mark.parametrize(
-    ("text", "stage", "expected"),
-    [
-        ("sft: {}", "sft", {"lora_dim": 0}),
-        ("sft: {lora_dim: 4}", "sft", {"lora_dim": 4}),
-        ("dpo: {model_name_or_path: adapter}", "dpo", {}),
-        ("rlhf: {reward_function: ['builtin:length=12']}", "rlhf", {"actor_lora_dim": 0}),
-        (
-            "rlhf: {actor_lora_dim: 4, reward_function: ['builtin:length=12']}",
-            "rlhf",
-            {"actor_lora_dim": 4},
-        ),
-        (
-            "rlhf: {actor_model_name_or_path: adapter, critic_model_name_or_path: scorer}",
-            "rlhf",
-            {"critic_lora_dim": 0},
-        ),
-        ("sft: {}\n  dpo: {}", "dpo", {}),  # of what is yet to be written
-    ],
-)
-def test_stages_of_a_file_train_what_it_says_by_the_verbs_that_a_pipeline_runs(
-    text, stage, expected
-):
-    Path("run.yaml").write_text(f"output_dir: out\nstages:\n  {text}\n", encoding="utf-8")
-    options = pipeline._options(read_recipe("run.yaml"), stage, "begin")
-    assert {n: value for n, value in options.items() if n.endswith("lora_dim")} == expected
-
-
-def test_a_search_beside_a_file_tries_all_weights_in_its_runs(monkeypatch):
-    found = []
-    monkeypatch.setattr(command_lines, "require_packages", lambda *_, **__: None)
-    search = tune.make_search
-    monkeypatch.setattr(
-        tune, "run_tune", lambda config, *given: found.append(search(config, *given))
-    )
-    for words in ("", "--config silent.yaml", "--learning_rate 3e-3"):
-        command_lines.tune(["sft", *words.split()])
-    verb, file, rate = found
-    assert [each.options["lora_dim"] for each in found] == [16, 0, 16]
-    assert (*verb.candidates[0], *file.candidates[0]) == ("lora_learning_rate", "learning_rate")
-    assert rate.candidates[0] == {"lora_learning_rate": 3e-3}
-    bare = search(TuneConfig(), "sft", {}, None)
-    assert bare.options == {"lora_dim": 0}
-
-
-def test_plans_are_of_what_would_train():
-    def command(*given, **options):
-        return dl.plan(*given, **options).command
-
-    assert command("sft", "Qwen/Qwen3-0.6B").endswith("--lora_dim 16")
-    assert "--lora_dim 0" in command("sft", "Qwen/Qwen3-0.6B", lora_dim=0)
 
 
 # ---------------------------------------------------------------------------- data

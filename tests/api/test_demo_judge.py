@@ -128,17 +128,27 @@ def write(directory, value):
     )
 
 
-def test_accuracy_is_told_for_each_flaw(monkeypatch, tmp_path):
-    rows = [
-        {"flaw": "wrong", "chosen_score": 1.0, "rejected_score": 0.0},
-        {"flaw": "curt", "chosen_score": 1.0, "rejected_score": 2.0},
-        {"flaw": "curt", "chosen_score": -1.0, "rejected_score": -2.0},
-    ]
+def test_accuracy_is_told_for_each_flaw(monkeypatch, tmp_path, rows):
+    """By a reward model that takes the longer answer for the better one, but for those of Leo."""
 
-    def score_files(config):
-        assert config.model.model_name_or_path == str(tmp_path)
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / "scores.jsonl").write_text(text, encoding="utf-8")
+    class Lengths:
+        tokenizer = load_tokenizer(find_model(None).tokenizer, ModelConfig())
 
-    monkeypatch.setattr(judging, "score_files", score_files)
-    assert judging.accuracy_by_flaw(tmp_path) == {"curt": 0.5, "wrong": 1.0}
+        def __init__(self, config, *, batch_size):
+            assert config.model_name_or_path == str(tmp_path)
+
+        def scores(self, records):
+            return [score(each.prompt, each.spans[-1].text) for each in records]
+
+    def score(prompt, answer):
+        return float(len(answer)) * (-1 if "Leo" in prompt else 1)
+
+    monkeypatch.setattr(judging, "Scorer", Lengths)
+    right = {}
+    for row in rows:
+        chosen, rejected = (score(row["prompt"], row[name]) for name in ("chosen", "rejected"))
+        right.setdefault(row["flaw"], []).append(chosen > rejected)
+    expected = {flaw: sum(each) / len(each) for flaw, each in right.items()}
+    assert judging.accuracy_by_flaw(tmp_path) == expected
+    assert len(expected) > 1
+    assert any(0 < share < 1 for share in expected.values())
