@@ -40,6 +40,7 @@ class Addon:
         name: its name, which its options begin with if it is not the package's own.
         verbs: of ``dschat-lora``, each a function of the list of its arguments.
         summaries: what each verb does, in a line of ``dschat-lora --help``.
+        titles: what the report calls runs, by the name of their stage.
         functions: names in ``dschat_lora``, for Python.
         options: by stage ("sft", "reward", "dpo", "rlhf", "distill"), or verb that takes some, a
             frozen dataclass of ``option(...)``; a stage has it as ``config.addons.NAME``.
@@ -53,6 +54,7 @@ class Addon:
     name: str
     verbs: Mapping[str, str] = field(default_factory=dict)
     summaries: Mapping[str, str] = field(default_factory=dict)
+    titles: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
