@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dschat_lora import __main__ as command
+from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.nlg.config import (
     DecodeConfig,
@@ -15,6 +16,7 @@ from dschat_lora.addons.nlg.config import (
     FormatConfig,
     NlgConfig,
 )
+from dschat_lora.addons.planning.config import TuneConfig
 from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
 from dschat_lora.addons.tinker.config import TinkerConfig
 from dschat_lora.config.options import chosen_verb, option_aliases, option_names, parse_config
@@ -22,17 +24,14 @@ from dschat_lora.config.stages import (
     AuditConfig,
     DpoStageConfig,
     RewardStageConfig,
-    ScoreConfig,
     SupervisedConfig,
 )
 from dschat_lora.config.verbs import (
-    EvalConfig,
     ExportConfig,
     GenerateConfig,
     InspectConfig,
     MergeConfig,
     PushConfig,
-    TuneConfig,
 )
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 

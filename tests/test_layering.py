@@ -71,7 +71,7 @@ FLOORS = [
         "models": Room(
             "algos checkpoint config data engine lora",
             "safetensors torch transformers",
-            "families option_checks published source",
+            "option_checks source",
         ),
     },
     {
@@ -124,7 +124,7 @@ FLOORS = [
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",
-            "lm_eval numpy torch",
+            "numpy torch",
         ),
     },
     {
@@ -144,12 +144,14 @@ FLOORS = [
         "__main__": Room("commands config report runtime", light="__main__"),
     },
     {
-        "addons.audit": Room("config data", "datasketch py3langid regex", "addon"),
+        "addons.audit": Room(
+            "config data runtime", "datasketch numpy py3langid regex", "addon config"
+        ),
         "addons.evaluation": Room(
             "algos api commands config data engine generation lora models report"
             " rl.options rl.response rl.score runtime supervised",
-            "lm_eval torch",
-            "addon verbs",
+            "lm_eval numpy",
+            "addon config options python validation verbs",
         ),
         "addons.glue": Room(
             "algos checkpoint commands config data engine lora models report runtime",
@@ -163,9 +165,8 @@ FLOORS = [
             "addon config formats predictions validation verbs",
         ),
         "addons.pipeline": Room(
-            "checkpoint commands config engine models report rl.options runtime",
-            "psutil",
-            "addon placeholders recipe run verbs",
+            "checkpoint commands config models report rl.options runtime",
+            light="addon placeholders recipe run verbs",
         ),
         "addons.serving": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"
@@ -182,11 +183,10 @@ FLOORS = [
             "addon",
         ),
         "addons.planning": Room(
-            "addons.pipeline algos api assets checkpoint commands config data engine generation"
-            " lora models perf report rl.learn rl.loop rl.options rl.response rl.score rl.watch"
-            " runtime supervised",
+            "addons.pipeline algos api commands config data engine generation lora models perf"
+            " report rl.learn rl.loop rl.options rl.response rl.watch runtime",
             "optuna packaging psutil torch",
-            "addon config python verbs",
+            "addon cards config families published python verbs",
         ),
         "addons.tinker": Room(
             "addons.serving algos checkpoint commands config data engine generation lora models"
@@ -215,11 +215,13 @@ OWNERS = {
 # What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.
-SPEAKERS = {"report.log", "report.terminal", "config.options", "addons.evaluation.score"}
+SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.inference"}
 # These load the heavy parts of a verb when it runs.
 VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
-    *("api.verbs", "api.demo", "addons.evaluation.verbs", "addons.glue.verbs", "addons.nlg.verbs"),
+    *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
+    *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
+    "addons.nlg.verbs",
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *("addons.serving.verbs", "addons.tinker.verbs"),
 }

@@ -298,9 +298,9 @@ class ModelReward:
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
         """A score of each response; None for one that is too long for the model."""
-        from dschat_lora.addons.evaluation.score import Scorer
         from dschat_lora.data.chat import Span
         from dschat_lora.data.records import TextRecord
+        from dschat_lora.supervised.scorer import Scorer
 
         if self._scorer is None:
             self._scorer = Scorer(ModelConfig(model_name_or_path=self._path))

@@ -25,6 +25,7 @@ SEAMS: Mapping[str, str] = {
     "environment": "names of --environment: a class, a function or a player",
     "reward_function": "names of --reward_function: a function or a scorer",
     "algorithm": "names of --algorithm: a function of the outcome, or an Algorithm",
+    "options_file": "keys that make a file of --config more than options: a function (stage, file)",
     "row_format": "layouts of data files: a RowFormat",
 }
 

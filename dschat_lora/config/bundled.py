@@ -10,7 +10,6 @@ _ROOT = Path(__file__).parents[1] / "assets"
 
 BUNDLED_MODEL = _ROOT / "model"
 BUNDLED_DATA = {split: _ROOT / "data" / f"{split}.jsonl" for split in ("train", "eval", "test")}
-FAMILIES = _ROOT / "families.json"  # what types of models can do; see models.families
 OTHER_NAMES = _ROOT / "other_names.txt"  # options of other trainers; see config.other_names
 CONFIGS = Path(__file__).parents[1] / "configs"  # of the checkout, or as installed
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.addons import addon_options
-from dschat_lora.config.data import DataConfig, FilterConfig, parse_columns, parse_variables
+from dschat_lora.config.data import DataConfig, parse_variables
 from dschat_lora.config.groups import (
-    EVALUATION,
     BatchConfig,
     Dtype,
     LoraConfig,
@@ -182,23 +181,6 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
-class TasksConfig:
-    section = EVALUATION
-
-    eval_tasks: tuple[str, ...] = option(
-        (),
-        help="SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured "
-        "at each evaluation; needs dschat_lora[eval]",
-    )
-    eval_tasks_limit: int = option(0, help="questions of each of --eval_tasks at most; 0: all")
-
-    def __post_init__(self) -> None:
-        require_numbers(self, ">= 0", "eval_tasks_limit")
-        if self.eval_tasks_limit and not self.eval_tasks:
-            raise ValueError(f"--eval_tasks_limit {self.eval_tasks_limit} is for --eval_tasks")
-
-
-@dataclass(frozen=True)
 class SupervisedConfig(StageConfig):
     """Options of a supervised stage: model, data, optimizer and output."""
 
@@ -207,7 +189,6 @@ class SupervisedConfig(StageConfig):
     data: DataConfig = group(DataConfig)
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
-    tasks: TasksConfig = group(TasksConfig)
     addons: Any = group(addon_options("sft"))
 
     @property
@@ -291,39 +272,6 @@ class InferenceConfig:
 
 
 @dataclass(frozen=True)
-class ScoreConfig:
-    """Score the answers of data files by a reward model, one JSON line for each row."""
-
-    model_name_or_path: str = option(
-        help="output directory of a reward model's training, its adapter/ or model/, a checkpoint, "
-        "or a hub name; it may stand first, without the option"
-    )
-    data_path: tuple[str, ...] = option(
-        help="files (.jsonl .json .csv .parquet .arrow), directories of them, or hub data sets"
-    )
-    columns: tuple[str, ...] = option(
-        (), help="names of columns, as in prompt=question completion=answer"
-    )
-    loading: InferenceConfig = group(InferenceConfig)
-    output_path: str | None = option(None, help="JSONL file to write; default: standard output")
-    max_seq_len: int = option(
-        0, help="longer sequences get no score; 0: as many tokens as the model has positions"
-    )
-    per_device_eval_batch_size: int = option(16, help="sequences scored at a time")
-
-    def __post_init__(self) -> None:
-        require(bool(self.data_path), "data_path", "nothing", "a file or more to score")
-        parse_columns(self.columns)
-        require_numbers(self, ">= 0", "max_seq_len")
-        require_numbers(self, ">= 1", "per_device_eval_batch_size")
-
-    @property
-    def model(self) -> ModelConfig:
-        """Options of loading the model."""
-        return self.loading.model(self.model_name_or_path)
-
-
-@dataclass(frozen=True)
 class AuditConfig:
     """Show what a stage would learn of data, and what is wrong with it; nothing is trained.
 
@@ -348,7 +296,7 @@ class AuditConfig:
     eot_token: str = option("<|endoftext|>", help="as in training")
     seed: int = option(1234, help="of --data_split and --eval_ratio")
     data: DataConfig = group(DataConfig, eval_ratio=0.0)
-    filters: FilterConfig = group(FilterConfig)
+    addons: Any = group(addon_options("audit"))
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "show")

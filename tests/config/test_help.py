@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import dschat_lora.__main__ as command
+from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.nlg.config import NlgConfig
 from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
@@ -23,11 +24,10 @@ from dschat_lora.config.stages import (
     AuditConfig,
     DpoStageConfig,
     RewardStageConfig,
-    ScoreConfig,
     SupervisedConfig,
 )
 from dschat_lora.config.values import is_switch, value_shape
-from dschat_lora.config.verbs import EvalConfig, ExportConfig, GenerateConfig, MergeConfig
+from dschat_lora.config.verbs import ExportConfig, GenerateConfig, MergeConfig
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 
 STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, NlgConfig)

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from dschat_lora.addons.evaluation.score import output_file
 from dschat_lora.addons.serving.config import ServeConfig
 from dschat_lora.addons.serving.verbs import votes_path
 from dschat_lora.addons.serving.votes import VoteFile
@@ -28,6 +27,7 @@ from dschat_lora.report.record import RunRecord
 from dschat_lora.report.rollouts import as_member, open_rollouts
 from dschat_lora.runtime.directory import RunDirectory, check_links
 from dschat_lora.runtime.sharing import push_directory
+from dschat_lora.supervised.inference import output_file
 
 TEXT = {"model": "a", "content": "x"}
 VOTE = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 
 from starlette.responses import JSONResponse
 from starlette.routing import Route

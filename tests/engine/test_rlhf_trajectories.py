@@ -151,7 +151,7 @@ def served(home, family):
 
         @cache
         def start():
-            pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+            pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
             from dschat_lora.addons.serving.config import ServeConfig
             from dschat_lora.addons.serving.server import make_service
 

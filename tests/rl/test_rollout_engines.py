@@ -32,7 +32,7 @@ from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, running_server
 from helpers.spread import ALL
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 ENGINES = ("own", "servers", *["transformers", "vllm"] * ALL)

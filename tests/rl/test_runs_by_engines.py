@@ -19,7 +19,7 @@ from helpers.fake_vllm import command_of
 from helpers.served import running_server
 from helpers.spread import ALL
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 pytestmark = pytest.mark.stage
 
 ROWS = [{"prompt": f"\n\nHuman: What is {a} plus 3?\n\nAssistant:"} for a in range(40)]

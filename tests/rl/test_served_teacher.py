@@ -28,7 +28,7 @@ from dschat_lora.rl.response.response import Response
 from helpers.served import running_server, send, write_run
 from helpers.spread import ALL
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 
 SHORT = {
     "distill_loss": "sampled_reverse_kl",

@@ -13,7 +13,6 @@ import torch
 
 from dschat_lora.addons.glue.callback import check_pickles
 from dschat_lora.addons.glue.config import GlueConfig
-from dschat_lora.addons.pipeline.recipe import read_recipe
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.history import step_directory
@@ -307,12 +306,6 @@ def test_data_nested_without_end_is_a_bad_row(refused, tmp_path):
 
 
 TAGS = ["!!python/object/apply:os.system ['touch ran']", "!!python/name:os.system"]
-
-
-@pytest.mark.parametrize("tag", TAGS)
-def test_a_recipe_makes_no_objects(tmp_path, tag):
-    (tmp_path / "recipe.yaml").write_text(f"output_dir: out\nstages:\n  sft:\n    seed: {tag}\n")
-    assert "recipe.yaml" in message(lambda: read_recipe("recipe.yaml"))
 
 
 @pytest.mark.parametrize("tag", TAGS)

@@ -26,7 +26,7 @@ from helpers.chromium import Page, find_chromium
 from helpers.served import endless, running_server, send, write_run
 from helpers.spread import ALL
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

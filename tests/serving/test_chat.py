@@ -209,7 +209,7 @@ def test_serve_without_its_libraries_names_the_extra(refused, monkeypatch):
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
     )
-    message = "dschat-lora serve needs uvicorn: pip install 'dschat_lora[serve]'"
+    message = "dschat-lora serve needs uvicorn: pip install 'dschat_lora[serving]'"
     assert refused(serve, "base") == message
 
 

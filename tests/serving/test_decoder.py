@@ -242,7 +242,7 @@ def test_a_model_that_fails_ends_what_runs_and_not_the_server(slow, monkeypatch)
     assert pieces_of(queue)[-1].tokens == 3
 
 
-@pytest.mark.skipif(find_spec("llguidance") is None, reason="the extra [structured] is needed")
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="the extra [serving] is needed")
 def test_drafts_change_neither_texts_nor_what_comes_with_them(runs, models, decoder, monkeypatch):
     words = tuple(map(str, runs.values()))
     drafting = open_models(ServeConfig(models=words, prompt_lookup_num_tokens=4), with_base=True)

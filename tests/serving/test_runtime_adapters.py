@@ -11,7 +11,7 @@ from dschat_lora.addons.serving.config import ServeConfig
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.served import QUESTIONS, peft_greedy, running_server, send, write_run
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 
 PROMPT = f"\n\nHuman: {QUESTIONS[2]}\n\nAssistant:"
 

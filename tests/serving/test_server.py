@@ -25,7 +25,7 @@ from dschat_lora.addons.serving.endpoint.sockets import listen, run_until_signal
 from helpers.chromium import Page, find_chromium
 from helpers.served import QUESTIONS, endless, peft_greedy, running_server, send, write_run
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 openai = pytest.importorskip("openai", reason="openai's client is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,16 +297,18 @@ def test_requests_beyond_the_queue_are_told_to_come_again(service):
 # Scores, votes, the page
 
 
-def test_scores_are_those_of_dschat_lora_score(address, service, tmp_path, capsys):
-    from dschat_lora.addons.evaluation.score import score_files
-    from dschat_lora.config.stages import ScoreConfig
+def test_scores_are_those_of_the_row_by_the_reward_model(address, service):
+    from dschat_lora.config.groups import ModelConfig
+    from dschat_lora.data.chat import make_chat
+    from dschat_lora.data.readers import RawRow
+    from dschat_lora.data.rows import parse_row
+    from dschat_lora.supervised.inference import last_record
+    from dschat_lora.supervised.scorer import Scorer
 
     messages = [*asked("Is ice warm?"), {"role": "assistant", "content": "No, it is cold."}]
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"messages": messages}) + "\n")
-    reward = service.config.reward
-    score_files(ScoreConfig(model_name_or_path=reward, data_path=(str(file),)))
-    expected = json.loads(capsys.readouterr().out)["score"]
+    scorer = Scorer(ModelConfig(model_name_or_path=service.config.reward))
+    row = parse_row(RawRow("rows.jsonl:1", {"messages": messages}))
+    (expected,) = scorer.scores([last_record(row, make_chat(scorer.tokenizer), "pairs")])
     status, answer = send(address, "POST", "/score", {"messages": messages})
     assert status == 200
     assert answer["score"] == pytest.approx(expected, abs=1e-5)

@@ -14,8 +14,8 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.stages import InferenceConfig
 from helpers.served import running_server, send
 
-pytest.importorskip("uvicorn", reason="the extra [serve] is not installed")
-pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
+pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
+pytest.importorskip("llguidance", reason="the extra [serving] is not installed")
 openai = pytest.importorskip("openai", reason="openai's client is not installed")
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -376,7 +376,7 @@ def test_without_llguidance_one_line_says_what_to_install(address, service, monk
     status, answer = send(address, "POST", CHAT, body)
     assert (status, answer["error"]["message"]) == (
         400,
-        "response_format needs llguidance: pip install 'dschat_lora[structured]'",
+        "response_format needs llguidance: pip install 'dschat_lora[serving]'",
     )
 
 

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 
 import regex
 
+from dschat_lora.addons.audit.config import FilterConfig
 from dschat_lora.addons.audit.similar_rows import Likeness, NearDuplicates, SharedRuns, words_of
-from dschat_lora.config.data import DataConfig, FilterConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.staging import staged_file
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.messages import content_text
@@ -60,8 +61,8 @@ class Filtered:
         return counts | ({"languages": self.languages} if config.language_rows else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
-        return {**asdict(self), "fates": {fate: self.fates[fate] for fate in FATES}}
+        """JSON-ready fields, under a name of their own."""
+        return {"filtered": {**asdict(self), "fates": {f: self.fates[f] for f in FATES}}}
 
     def lines(self) -> list[str]:
         """A short table for people."""
