@@ -98,9 +98,9 @@ FLOORS = [
     },
     {
         "rl.play": Room(
-            "algos config data endpoint engine generation models report rl.draw rl.options"
-            " rl.response rl.score runtime",
-            "gymnasium mcp numpy openai openenv reasoning_gym starlette torch verifiers",
+            "algos config data engine generation models report rl.draw rl.options rl.response"
+            " rl.score runtime",
+            "gymnasium mcp numpy openenv reasoning_gym torch verifiers",
             light="environment_adapters verifiers_environment",
         ),
         "rl.learn": Room(
@@ -178,9 +178,9 @@ FLOORS = [
     {
         "addons.agents": Room(
             "addons.serving algos config data engine generation models report rl.draw rl.options"
-            " rl.play rl.response rl.score runtime",
-            "numpy openai starlette torch",
-            "addon",
+            " rl.response rl.score runtime",
+            "openai starlette",
+            "addon options",
         ),
         "addons.planning": Room(
             "addons.pipeline algos api commands config data engine generation lora models perf"
@@ -223,7 +223,7 @@ VERBS = {
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
     "addons.nlg.verbs",
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
-    *("addons.serving.verbs", "addons.tinker.verbs"),
+    *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}

@@ -141,6 +141,17 @@ def addon_options(command: str) -> type[Any]:
     return make_dataclass("AddonOptions", groups, frozen=True)
 
 
+def check_needs(addon: Addon, shown: str) -> None:
+    """Refuse what ``shown`` names where an add-on that it needs is not installed.
+
+    Raises:
+        ValueError: naming that add-on.
+    """
+    for each in addon.needs:
+        if each not in installed():
+            raise ValueError(f"{shown} needs the add-on {each}, which is not installed")
+
+
 def groups_of(config: Any, method: str) -> Iterator[Any]:
     """The options of add-ons in a config whose class has a method of this name."""
     for each in fields(config.addons):
@@ -163,9 +174,7 @@ def _own(name: str) -> Addon | None:
 def _path_of(name: str, kind: str, shown: str) -> str:
     for addon in installed().values():
         if path := getattr(addon, kind).get(name):
-            for each in addon.needs:
-                if each not in installed():
-                    raise ValueError(f"{shown} needs the add-on {each}, which is not installed")
+            check_needs(addon, shown)
             return str(path)
     raise ValueError(f"{shown} is an add-on that is not installed")
 
