@@ -43,9 +43,9 @@ class Addon:
         name: of small letters, digits and _.
         verbs: of ``dschat-lora``, each a function of the list of its arguments.
         summaries: what each verb does, in a line of ``dschat-lora --help``.
-    <<<<<<< HEAD
+        titles: what the report calls runs, by the name of their stage.
         functions: names in ``dschat_lora``, for Python; of the package's own add-ons alone.
-            options: by stage ("sft", "reward", "dpo", "rlhf", "distill"), or verb that takes some, a
+        options: by stage ("sft", "reward", "dpo", "rlhf", "distill"), or verb that takes some, a
             frozen dataclass of ``option(...)``, which a config has as ``config.addons.NAME``. Those
             of another package are typed as ``--NAME_OPTION``.
         provides: by seam, one of ``SEAMS``, what an option's value names.
