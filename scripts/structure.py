@@ -145,7 +145,11 @@ def imports(module: Module, names: set[str]) -> set[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full.removeprefix(f"{PACKAGE}.") in names else node.module)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "late"
+            and is_text(node.args[0])
+        ):
             found.add(f"{PACKAGE}.{ast.literal_eval(node.args[0]).partition(':')[0]}")
     own = {each.partition(".")[2] for each in found if f"{each}.".startswith(f"{PACKAGE}.")}
     return own & names - {module.name}

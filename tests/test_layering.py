@@ -49,8 +49,8 @@ FLOORS = [
             "algos config",
             "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
             "tokenizers torch transformers",
-            "arrow_rows digests json_stream layouts message_layouts messages readers rows "
-            "sources tar_rows templates thoughts tool_calls",
+            "arrow_rows digests json_stream layouts message_layouts messages readers row_formats"
+            " rows sources tar_rows templates thoughts tool_calls",
         ),
         "engine": Room(
             "algos config",
@@ -137,7 +137,7 @@ FLOORS = [
     },
     {
         "commands": Room(
-            "checkpoint config models report runtime",
+            "checkpoint config models report runtime supervised",
             "psutil",
             "launch seeds stages train verbs",
         ),
@@ -284,6 +284,8 @@ def imports(path):
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [(node.lineno, m if module_exists(m) else node.module) for m in modules]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
+            if not isinstance(node.args[0], ast.Constant):  # of a table
+                continue
             # late("room.module:function") imports when it is called
             found += [(node.lineno, f"dschat_lora.{node.args[0].value.partition(':')[0]}")]
     return sorted(set(found))
