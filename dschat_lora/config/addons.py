@@ -43,6 +43,7 @@ class Addon:
         name: of small letters, digits and _.
         verbs: of ``dschat-lora``, each a function of the list of its arguments.
         summaries: what each verb does, in a line of ``dschat-lora --help``.
+        titles: what the report calls runs, by the name of their stage.
         functions: names in ``dschat_lora``, for Python; of the package's own add-ons alone.
         options: by stage ("sft", "reward", "dpo", "rlhf", "distill"), or verb that takes some, a
             frozen dataclass of ``option(...)``, which a config has as ``config.addons.NAME``. Those
@@ -57,6 +58,7 @@ class Addon:
     name: str
     verbs: Mapping[str, str] = field(default_factory=dict)
     summaries: Mapping[str, str] = field(default_factory=dict)
+    titles: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
