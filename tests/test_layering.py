@@ -6,6 +6,7 @@ offenders at once.
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -486,6 +487,28 @@ def test_no_module_acts_when_imported():
 def called(node):
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     return ast.unparse(node.value.func) if is_call else ""
+
+
+def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
+    # Of these the first is the registry, and old names are read where there are add-ons.
+    may = {"config.addons", "config.addon_names", "config.old_names"}
+
+    def named(path):
+        for node in nodes_of(path):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if re.search(r"\baddons[./]\w", node.value):
+                    yield node.lineno, node.value.split("\n")[0]
+        for line, name in own_imports(path):
+            if belongs(name, "addons"):
+                yield line, name
+
+    trunk = [path for path in MODULES if not belongs(name_of(path), "addons")]
+    offenders = offences([path for path in trunk if name_of(path) not in may], named)
+    assert not offenders, listed(offenders)
+    from dschat_lora.config.addon_names import ADDONS
+
+    folders = {each.parent.name for each in PACKAGE.glob("addons/*/addon.py")}
+    assert folders <= set(ADDONS)
 
 
 def test_packages_are_empty_but_for_their_names():
