@@ -13,6 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from dschat_lora.config.addon_names import ADDONS
+from dschat_lora.config.addons import installed
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dschat_lora"
 SCRIPTS = sorted((ROOT / "training").glob("*/main.py"))
@@ -138,7 +141,7 @@ FLOORS = [
     },
     {
         "commands": Room(
-            "checkpoint config models report runtime",
+            "checkpoint config models report runtime supervised",
             "psutil",
             "launch seeds stages train verbs",
         ),
@@ -517,8 +520,15 @@ def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
     trunk = [path for path in MODULES if not belongs(name_of(path), "addons")]
     offenders = offences([path for path in trunk if name_of(path) not in may], named)
     assert not offenders, listed(offenders)
-    from dschat_lora.config.addon_names import ADDONS
-
+    needs = {
+        f"addons.{each.name}": [f"addons.{n}" for n in each.needs] for each in installed().values()
+    }
+    arrows = {
+        name: [each for each in room.rooms.split() if each.startswith("addons.")]
+        for name, room in ROOMS.items()
+        if name.startswith("addons.")
+    }
+    assert arrows == needs
     folders = {each.parent.name for each in PACKAGE.glob("addons/*/addon.py")}
     assert folders <= set(ADDONS)
 

@@ -2,4 +2,4 @@
 
 from dschat_lora.config.addons import Addon
 
-ADDON = Addon("agents")
+ADDON = Addon("agents", needs=("serving",))
