@@ -20,7 +20,7 @@ RUN python3 -m venv .venv \
     && pip install --constraint constraints.txt --upgrade pip setuptools wheel \
     && pip install --constraint constraints.txt ${TORCH_WHEEL}
 COPY . .
-# Extras of setup.py, such as [serve,qlora].
+# Extras of setup.py, such as [serving,qlora].
 ARG EXTRAS=
 # Any user may write to the volumes: --user with an id of the host's keeps files theirs.
 RUN pip install --constraint constraints.txt --editable ".${EXTRAS}" \

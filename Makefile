@@ -1,7 +1,8 @@
 # make demo: the pipeline on the bundled model and data; make test: the test suite. Both offline
-# once installed, both on CPU or the GPU they find. make test-all: everything that make test takes a
-# spread of; make test-avx2: the tests of mathematics by the kernels of a processor without AVX-512,
-# in a minute. make bench: fine-tuning against other ways to do so, on the CPU, in ten minutes at most;
+# once installed, both on CPU or the GPU they find. make test-addons: the tests of add-ons, of which
+# make test takes a few; make test-all: everything that both take a spread of; make test-avx2: the
+# tests of mathematics by the kernels of a processor without AVX-512, in a minute.
+# make bench: fine-tuning against other ways to do so, on the CPU, in ten minutes at most;
 # make bench-gpu: everything that has to be seen on a GPU.
 # make docs: the site of the documentation in site/, by an environment of its own.
 VENV ?= .venv
@@ -17,6 +18,8 @@ CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= tuple(map(int, "$(
 	"; PYTHON=python$(OLDEST) behind make chooses another")'
 MATHEMATICS = $(addprefix tests/,algos checkpoint generation lora models \
 	api/test_trainer_processes.py engine/test_peft_loop.py engine/test_trajectories.py)
+# a file goes to one process, so that what its tests share is made once
+PYTEST = python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # PyPI's torch is built for CUDA 13.0, which needs driver 580 and a card of compute capability 7.5;
 # where nvidia-smi shows less, the build for CUDA 12.6 is taken: driver 525, capability 5.0 to 9.0,
 # unless a card needs the usual one, and with it the newer driver.
@@ -28,15 +31,17 @@ TORCH_WHEEL ?= $(shell nvidia-smi --query-gpu=driver_version,compute_cap --forma
 	END { print old && !usual ? "$(CU126)" : "torch==2.13.0" }')
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: demo test test-all test-avx2 lint oldest format docs bench bench-gpu clean
+.PHONY: demo test test-addons test-all test-avx2 lint oldest format docs bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
 	dschat-lora demo
 
-# a file goes to one process, so that what its tests share is made once
 test: $(VENV)/.test
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-addons: $(VENV)/.test
+	$(PYTEST) -m 'not gpu and not smoke' tests/addons
 
 # every combination and every point of failure, where make test takes a spread of them; hours
 test-all: $(VENV)/.test
@@ -45,7 +50,7 @@ test-all: $(VENV)/.test
 # other kernels add in another order, by which no test may fail
 test-avx2: $(VENV)/.test
 	ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 \
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(MATHEMATICS)
+	$(PYTEST) $(MATHEMATICS)
 
 lint: $(VENV)/.dev
 	ruff check .

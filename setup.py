@@ -14,20 +14,18 @@ GLUE = ["accelerate>=1.7,<2", "scikit-learn>=1.4,<2", "scipy>=1.11,<2"]
 NLG = ["nltk>=3.9.1,<4", "sacrebleu>=2.4,<3"]
 # METEOR 1.5, which runs on Java: 100 MB.
 METEOR = ["pycocoevalcap>=1.2,<2"]
-# dschat-lora serve.
-SERVE = ["starlette>=1.0.1,<2", "uvicorn>=0.35,<1"]
-# --agent and --agent_command: the server, and the client that programs get.
-AGENTS = [*SERVE, "openai>=2,<4"]
+# The server, and for answers that follow a JSON schema and tool calls that are demanded a grammar.
+SERVING = ["starlette>=1.0.1,<2", "uvicorn>=0.35,<1", "llguidance>=1.9,<2"]
+# The client that programs get.
+AGENTS = [*SERVING, "openai>=2,<4"]
 # The Tinker API: its client's package has the types of its messages.
-TINKER = [*SERVE, "tinker>=0.38,<0.39"]
-# Answers of dschat-lora serve that follow a JSON schema, and tool calls that are demanded.
-STRUCTURED = ["llguidance>=1.9,<2"]
+TINKER = [*SERVING, "tinker>=0.38,<0.39"]
 # dschat-lora eval --tasks, and builtin:ifeval.
-EVAL = ["lm-eval[ifeval]>=0.4.13,<0.5"]
+EVALUATION = ["lm-eval[ifeval]>=0.4.13,<0.5"]
 # dschat-lora tune.
-TUNE = ["optuna>=5.0,<6"]
-# dschat-lora audit: near duplicates, and languages.
-DEDUP = ["datasketch>=2.0,<3", "py3langid>=0.4,<0.5"]
+PLANNING = ["optuna>=5.0,<6"]
+# Near duplicates, and languages.
+AUDIT = ["datasketch>=2.0,<3", "py3langid>=0.4,<0.5"]
 # The documentation, which needs nothing of the package itself (make docs), and its pictures.
 DOCS = [
     "mkdocs>=1.6,<2",
@@ -59,7 +57,6 @@ TEST = [
     *GLUE,
     *NLG,
     *AGENTS,
-    *STRUCTURED,
     *TINKER,
     *QLORA,
     *REWARDS,
@@ -68,8 +65,8 @@ TEST = [
     *MCP,
     *GGUF,
     *NOTEBOOK,
-    *TUNE,
-    *DEDUP,
+    *PLANNING,
+    *AUDIT,
     "nbclient>=0.10,<1",
     "nbformat>=5.10,<6",
     "loralib>=0.1.2,<0.2",
@@ -92,7 +89,7 @@ setup(
     package_data={
         "dschat_lora": [
             *("assets/**/*", "assets/*.md", "configs/**/*", "configs/*/*"),
-            *("report/page/*", "serving/page/*", "py.typed", "__init__.pyi"),
+            *("report/page/*", "addons/*/page/*", "addons/*/*.json", "py.typed", "__init__.pyi"),
         ]
     },
     install_requires=[
@@ -114,32 +111,40 @@ setup(
         "huggingface_hub>=1.31,<3",
     ],
     extras_require={
+        # of add-ons, by their names
         "agents": AGENTS,
-        "bench": BENCH,
-        "dedup": DEDUP,
-        "docs": DOCS,
-        "eval": EVAL,
+        "audit": AUDIT,
+        "evaluation": EVALUATION,
+        "glue": GLUE,
+        "nlg": NLG,
+        "planning": PLANNING,
+        "serving": SERVING,
+        "tinker": TINKER,
+        # of options
         "environments": ENVIRONMENTS,
         "gguf": GGUF,
-        "glue": GLUE,
         "gymnasium": GYMNASIUM,
         "mcp": MCP,
         "meteor": METEOR,
-        "nlg": NLG,
-        "notebook": NOTEBOOK,
         "openenv": OPENENV,
         "qlora": QLORA,
         "rewards": REWARDS,
-        "serve": SERVE,
-        "structured": STRUCTURED,
         "tensorboard": TENSORBOARD,
-        "tinker": TINKER,
         "trackio": TRACKIO,
-        "tune": TUNE,
         "verifiers": VERIFIERS,
         "wandb": WANDB,
+        # of the checkout
+        "bench": BENCH,
+        "docs": DOCS,
+        "notebook": NOTEBOOK,
         "test": TEST,
         "dev": [*TEST, "mypy>=1.13,<3", "ruff>=0.8,<1", "vermin>=1.9,<2"],
+        # the same by other names
+        "dedup": AUDIT,
+        "eval": EVALUATION,
+        "serve": SERVING,
+        "structured": SERVING,
+        "tune": PLANNING,
     },
     entry_points={"console_scripts": ["dschat-lora=dschat_lora.__main__:main"]},
 )

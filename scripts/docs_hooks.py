@@ -22,6 +22,22 @@ OUTSIDE = {
     "configs/ds/README.md": "configs_ds.md",
     "dschat_lora/assets/README.md": "bundled_assets.md",
 }
+# Add-ons of pages that had an address of their own.
+FORMER = {
+    "chat_and_serve": "serving",
+    "nlg_gpt2": "nlg",
+    "nlu_glue": "glue",
+    "pipeline": "pipeline",
+    "tinker": "tinker",
+    "train_your_agent": "agents",
+}
+REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<title>{0}</title>
+<script>location.replace("{0}" + location.hash)</script>
+<meta http-equiv="refresh" content="0; url={0}">
+<a href="{0}">{0}</a>
+"""
 # Rooms whose functions a program may want to call, and what each is about.
 ROOMS = {
     "algos": "losses, advantages and metrics: pure functions of tensors",
@@ -79,16 +95,20 @@ def function_pages() -> dict[str, str]:
     """
     pages: dict[str, str] = {}
     with checkout_first():
-        homes = import_module("dschat_lora")._HOMES
+        homes = dict(import_module("dschat_lora")._HOMES)
+        for addon in import_module("dschat_lora.config.addons").installed().values():
+            for name, path in addon.functions.items():
+                homes[name] = path.partition(":")[0].removeprefix("dschat_lora.")
         for name, module in sorted(homes.items(), key=lambda item: item[0].swapcase()):
-            key = name.lower() if module.startswith("api.") else module.rpartition(".")[2]
+            is_own = module.startswith(("api.", "addons."))
+            key = name.lower() if is_own else module.rpartition(".")[2]
             key = {"sample": "trainer"}.get(key, key)
             title = (
                 "DeepSpeed-Chat's functions" if key == "deepspeed_chat" else f"dschat_lora.{name}"
             )
             page = pages.get(key, f"# {title}\n")
             page += f"\n::: dschat_lora.{module}.{name}\n{_PLAIN}"
-            if module in ("api.stages", "api.verbs"):  # they load no library
+            if module in ("api.stages", "api.verbs") or module.startswith("addons."):  # light
                 found = getattr(import_module(f"dschat_lora.{module}"), name)
                 for title, rows in getattr(found, "options", {}).items():
                     page += f"\n## Options: {title}\n\n{OPTIONS_HEAD}"
@@ -115,7 +135,7 @@ def checkout_first() -> Iterator[None]:
 def families_page() -> str:
     """The page of the types of models, by a module of the package that needs no library."""
     with checkout_first():
-        return import_module("dschat_lora.models.families").page()  # type: ignore[no-any-return]
+        return import_module("dschat_lora.addons.planning.families").page()  # type: ignore[no-any-return]
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -159,3 +179,10 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
     """The same for the page that says that there is none."""
     return output.replace(SHIM, "/assets/search_worker.js")
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Let former addresses lead to their pages."""
+    for former, addon in FORMER.items():
+        page = Path(config.site_dir, f"{former}.html")
+        page.write_text(REDIRECT.format(f"addons/{addon}.html"), encoding="utf-8")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.addons.pipeline.recipe import read_recipe
+from dschat_lora.addons.planning.cards import Card, find_card
 from dschat_lora.addons.planning.plan import (
     GENERATION,
     StagePlan,
@@ -20,7 +21,6 @@ from dschat_lora.addons.planning.plan import (
 from dschat_lora.addons.planning.plan_search import largest_rows, plan_file, plan_stage, planning
 from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.options import option_names
-from dschat_lora.perf.cards import Card, find_card
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKS = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -54,7 +54,7 @@ FEATURES = {
     "environments, turns": (r"environment(?!s? variable)|max_turns", r"environment|coroutines"),
     "teachers": (r"teacher", r"teacher|distil"),
     "streaming": (r"streaming|streamed|stream_?loader|prompt_?stream|tar_rows", r"stream|tar_rows"),
-    "agents": (r"agent", r"agent|rl/.*conversations"),
+    "agents": (r"agent", r"agent"),
     "context parallel": (r"(context|sequence).?parallel", r"context_parallel"),
     "rollout servers": (r"vllm|sglang|rollout.?server|[._]servers\b", r"rollout_servers|vllm"),
 }

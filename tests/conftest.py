@@ -40,13 +40,32 @@ from helpers.spread import ALL  # noqa: E402
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+ADDONS = Path(__file__).with_name("addons")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leave what is marked ``thorough`` to ``make test-all``, unless a test is named by its id."""
+    """Leave what is marked ``thorough`` to ``make test-all``, unless a test is named by its id.
+
+    Of tests of add-ons those marked ``smoke`` are taken, and all of what is named in their folder.
+    """
     if ALL or any("::" in each for each in config.args):
         return
-    left = [item for item in items if item.get_closest_marker("thorough")]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    home = config.invocation_params.dir
+    named = [path for path in ((home / each).resolve() for each in config.args) if within(path)]
+
+    def is_left_out(item):
+        if item.get_closest_marker("thorough"):
+            return True
+        if not within(item.path) or item.get_closest_marker("smoke"):
+            return False
+        return not any(item.path.is_relative_to(path) for path in named)
+
+    config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+    items[:] = [item for item in items if not is_left_out(item)]
+
+
+def within(path):
+    return path.is_relative_to(ADDONS)
 
 
 def pytest_collection_finish(session):

@@ -1,13 +1,17 @@
 """The documentation as a whole: links, pages of the site, pictures, tables of options."""
 
 import re
+import runpy
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
 
 from dschat_lora import __version__
+from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.options import option_names
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.rl.options.config import RlhfConfig
@@ -18,10 +22,10 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     ROOT / "benchmarks" / "README.md",
     ROOT / "configs" / "ds" / "README.md",
-    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
 ]
 # Pages that exist in the site alone: scripts/docs_hooks.py makes them.
-MADE = re.compile(r"api/\w+\.md|families\.md")
+MADE = re.compile(r"/docs/(api/\w+|families)\.md$")
 
 
 def prose(path):
@@ -44,8 +48,8 @@ def broken(path):
         if re.match(r"https?://", target):
             continue
         name, _, anchor = target.partition("#")
-        file = path if not name else path.parent / name
-        if path.parent == DOCS and MADE.fullmatch(name):
+        file = path if not name else (path.parent / name).resolve()
+        if MADE.search(file.as_posix()):
             continue
         if not file.exists() or (anchor and anchor not in anchors(file)):
             yield target
@@ -60,6 +64,69 @@ def test_a_link_to_a_missing_file_or_heading_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One title\n[a](#one-title) [b](#two) [c](gone.md) [d](page.md#one)\n")
     assert list(broken(page)) == ["#two", "gone.md", "page.md#one"]
+
+
+def naming():
+    """Files of the checkout, documents aside, that name a document in a text or a comment."""
+    files = [ROOT / "Makefile", ROOT / "Dockerfile", ROOT / "setup.py"]
+    for place in "dschat_lora training benchmarks examples notebooks configs scripts".split():
+        files += [path for path in (ROOT / place).rglob("*") if path.suffix in SOURCES]
+    found = {
+        path: re.findall(r"(?<![\w)-])docs/[\w/]+\.\w+(?:#[\w-]+)?", path.read_text())
+        for path in files
+    }
+    return {path: names for path, names in found.items() if names}
+
+
+SOURCES = {".py", ".pyi", ".html", ".js", ".ipynb", ".yaml", ".sh", ".toml"}
+
+
+def test_documents_that_code_and_notebooks_name_exist():
+    gone = []
+    for path, names in naming().items():
+        for name, _, anchor in (each.partition("#") for each in names):
+            file = ROOT / name
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                gone.append(f"{path.relative_to(ROOT)}: {name}#{anchor}")
+    assert ROOT / "dschat_lora" / "engine" / "rendezvous.py" in naming()
+    assert gone == []
+
+
+def test_every_addon_has_a_page_and_a_row_of_the_index():
+    index = (DOCS / "addons" / "index.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| \[(\w+)\]\(\1\.md\) (.*)", index, re.MULTILINE))
+    pages = {path.stem for path in DOCS.glob("addons/*.md")} - {"index"}
+    assert rows.keys() == ADDONS.keys() == pages
+    for name, row in rows.items():
+        assert [f"`{verb}`" for verb in ADDONS[name].verbs.split()] == re.findall(
+            "`[a-z]+`", row.split("|")[2]
+        )
+
+
+@pytest.mark.parametrize(
+    ("former", "page"),
+    [
+        ("chat_and_serve", "serving"),
+        ("nlg_gpt2", "nlg"),
+        ("nlu_glue", "glue"),
+        ("pipeline", "pipeline"),
+        ("tinker", "tinker"),
+        ("train_your_agent", "agents"),
+    ],
+)
+def test_former_addresses_of_the_site_lead_to_their_pages(former, page, tmp_path, monkeypatch):
+    made = {"mkdocs": (), "mkdocs.config.defaults": ("MkDocsConfig",)}
+    made |= {"mkdocs.structure.files": ("File", "Files"), "mkdocs.structure.pages": ("Page",)}
+    for name, members in made.items():
+        module = ModuleType(name)
+        vars(module).update(dict.fromkeys(members))
+        monkeypatch.setitem(sys.modules, name, module)
+    hooks = runpy.run_path(str(ROOT / "scripts" / "docs_hooks.py"))
+    hooks["on_post_build"](SimpleNamespace(site_dir=tmp_path))
+    text = (tmp_path / f"{former}.html").read_text()
+    assert set(re.findall(r"[\w/]+\.html", text)) == {f"addons/{page}.html"}
+    assert (DOCS / "addons" / f"{page}.md").is_file()
+    assert not (DOCS / f"{former}.md").exists()
 
 
 def test_readme_is_short_and_names_the_command_that_runs_these_tests():
@@ -81,12 +148,13 @@ def test_every_document_has_a_place_in_the_navigation_of_the_site():
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     pages = named_pages(yaml.safe_load(text)["nav"])
     assert len(pages) == len(set(pages))
-    assert {path.name for path in DOCS.glob("*.md")} <= set(pages)
+    assert {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} <= set(pages)
 
 
 def test_readme_leads_to_every_document():
     text = (ROOT / "README.md").read_text("utf-8")
-    unnamed = {path.name for path in DOCS.glob("*.md") if f"(docs/{path.name}" not in text}
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    unnamed = {page for page in pages if f"(docs/{page}" not in text}
     assert unnamed <= {"api.md", "index.md"}
 
 

@@ -6,6 +6,8 @@ import shlex
 import socket
 import subprocess
 import sys
+from functools import cache
+from glob import glob
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 
@@ -143,16 +146,60 @@ def test_an_older_python_is_told_in_one_line_before_anything_is_made(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+@cache
+def given_to_setuptools():
+    """What setup.py gives setuptools."""
+    source = (ROOT / "setup.py").read_text()
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr("setuptools.setup", found.update)
+        exec(compile(source, "setup.py", "exec"), {"__file__": str(ROOT / "setup.py")})
+    return found
+
+
 def extras():
     """Requirements of each extra of setup.py, and of the package itself by the name core."""
-    source = (ROOT / "setup.py").read_text()
-    with pytest.MonkeyPatch.context() as patch:
-        found = {}
-        patch.setattr("setuptools.setup", found.update)
-        patch.setattr("setuptools.find_packages", lambda **options: [])
-        exec(compile(source, "setup.py", "exec"), {"__file__": str(ROOT / "setup.py")})
+    found = given_to_setuptools()
     needed = {"core": found["install_requires"], **found["extras_require"]}
     return {name: [*map(Requirement, needs)] for name, needs in needed.items()}
+
+
+def test_a_wheel_has_every_file_of_the_package():
+    package = ROOT / "dschat_lora"
+    inside = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    inside |= {package / path.relative_to(ROOT) for path in ROOT.glob("configs/**/*.*")}
+    listed = {
+        package / name
+        for pattern in given_to_setuptools()["package_data"]["dschat_lora"]
+        for name in glob(pattern, root_dir=package, recursive=True)
+    }
+    code = {path for path in inside if path.suffix == ".py"}
+    assert inside - code - listed == set()
+    folders = {".".join(path.relative_to(ROOT).parent.parts) for path in code}
+    assert folders == set(given_to_setuptools()["packages"])
+
+
+def test_extras_bear_the_names_of_addons_and_old_names_install_at_least_what_they_did():
+    found = {name: {need.name for need in needs} for name, needs in extras().items()}
+    assert found.keys() & ADDONS.keys() == ADDONS.keys() - {"pipeline"}  # which needs none
+    for name, packages in {
+        "agents": "starlette uvicorn openai",
+        "dedup": "datasketch py3langid",
+        "eval": "lm-eval",
+        "glue": "accelerate scikit-learn scipy",
+        "meteor": "pycocoevalcap",
+        "nlg": "nltk sacrebleu",
+        "serve": "starlette uvicorn",
+        "structured": "llguidance",
+        "tinker": "starlette uvicorn tinker",
+        "tune": "optuna",
+    }.items():
+        assert found[name] >= set(packages.split())
+    text = "".join(path.read_text("utf-8") for path in (ROOT / "dschat_lora").rglob("*.py"))
+    asked = set(re.findall(r"dschat_lora\[(\w+)\]|\bextra=\"(\w+)\"", text))
+    old = {"dedup", "eval", "serve", "structured", "tune"}
+    assert {a or b for a, b in asked} <= found.keys() - old
 
 
 def test_versions_that_are_asked_for_are_the_lowest_that_setup_declares():

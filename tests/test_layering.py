@@ -75,7 +75,7 @@ FLOORS = [
         "models": Room(
             "algos checkpoint config data engine lora",
             "safetensors torch transformers",
-            "families option_checks published source",
+            "option_checks source",
         ),
     },
     {
@@ -110,9 +110,9 @@ FLOORS = [
     },
     {
         "rl.play": Room(
-            "algos config data engine generation models report rl.draw rl.options"
-            " rl.response rl.score runtime",
-            "gymnasium mcp numpy openai openenv reasoning_gym starlette torch verifiers",
+            "algos config data engine generation models report rl.draw rl.options rl.response"
+            " rl.score runtime",
+            "gymnasium mcp numpy openenv reasoning_gym torch verifiers",
             light="environment_adapters verifiers_environment",
         ),
         "rl.learn": Room(
@@ -136,7 +136,7 @@ FLOORS = [
         ),
         "supervised": Room(
             "algos checkpoint config data engine generation lora models perf report runtime",
-            "lm_eval numpy torch",
+            "numpy torch",
         ),
     },
     {
@@ -156,12 +156,14 @@ FLOORS = [
         "__main__": Room("commands config report runtime", light="__main__"),
     },
     {
-        "addons.audit": Room("config data", "datasketch py3langid regex", "addon"),
+        "addons.audit": Room(
+            "config data runtime", "datasketch numpy py3langid regex", "addon config"
+        ),
         "addons.evaluation": Room(
             "algos api commands config data engine generation lora models report"
             " rl.options rl.response rl.score runtime supervised",
-            "lm_eval torch",
-            "addon verbs",
+            "lm_eval numpy",
+            "addon config options python validation verbs",
         ),
         "addons.glue": Room(
             "algos checkpoint commands config data engine lora models report runtime",
@@ -175,9 +177,8 @@ FLOORS = [
             "addon config formats predictions validation verbs",
         ),
         "addons.pipeline": Room(
-            "checkpoint commands config engine models report rl.options runtime",
-            "psutil",
-            "addon placeholders recipe run verbs",
+            "checkpoint commands config models report rl.options runtime",
+            light="addon placeholders recipe run verbs",
         ),
         "addons.serving": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"
@@ -189,16 +190,15 @@ FLOORS = [
     {
         "addons.agents": Room(
             "addons.serving algos config data engine generation models report rl.draw rl.options"
-            " rl.play rl.response rl.score runtime",
-            "numpy openai starlette torch",
-            "addon",
+            " rl.response rl.score runtime",
+            "openai starlette",
+            "addon options",
         ),
         "addons.planning": Room(
-            "addons.pipeline algos api assets checkpoint commands config data engine generation"
-            " lora models perf report rl.learn rl.loop rl.options rl.response rl.score rl.watch"
-            " runtime supervised",
+            "addons.pipeline algos api commands config data engine generation lora models perf"
+            " report rl.learn rl.loop rl.options rl.response rl.watch runtime",
             "optuna packaging psutil torch",
-            "addon config python verbs",
+            "addon cards config families published python verbs",
         ),
         "addons.tinker": Room(
             "addons.serving algos checkpoint commands config data engine generation lora models"
@@ -227,13 +227,15 @@ OWNERS = {
 # What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.
-SPEAKERS = {"report.log", "report.terminal", "config.options", "addons.evaluation.score"}
+SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.inference"}
 # These load the heavy parts of a verb when it runs.
 VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
-    *("api.verbs", "api.demo", "addons.evaluation.verbs", "addons.glue.verbs", "addons.nlg.verbs"),
+    *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
+    *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
+    "addons.nlg.verbs",
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
-    *("addons.serving.verbs", "addons.tinker.verbs"),
+    *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}

@@ -19,7 +19,6 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_quantized, state_of
 from dschat_lora.lora.model import apply_lora, replace_part
 from dschat_lora.models.loading import load_causal_lm
-from dschat_lora.models.published import PUBLISHED
 
 PAD_ID = 1
 SEED = 0
@@ -51,33 +50,13 @@ class Shape:
         return [(self.hidden_size, self.hidden_size), wide, wide[::-1]]
 
 
-def _published(name: str, *, lora_dim: int = 16) -> Shape:
-    """A model of the package's table, in 8 packed rows of 2048 tokens; its head is its own."""
-    fields = PUBLISHED[name]
-    return Shape(
-        fields["hidden_size"],
-        fields["num_hidden_layers"],
-        fields["num_attention_heads"],
-        fields.get("ffn_dim") or fields["intermediate_size"],
-        fields["vocab_size"],
-        fields["max_position_embeddings"],
-        lora_dim=lora_dim,
-        rows=8,
-        row_length=2048,
-        max_sample=512,
-        architecture=fields["model_type"],
-        kv_heads=fields.get("num_key_value_heads"),
-        head_size=fields.get("head_dim"),
-    )
-
-
 SHAPES = {
-    "opt-1.3b": _published("facebook/opt-1.3b", lora_dim=128),
-    "opt-6.7b": _published("facebook/opt-6.7b", lora_dim=128),
-    "llama-2-7b": _published("meta-llama/Llama-2-7b-hf"),
-    "llama-2-13b": _published("meta-llama/Llama-2-13b-hf"),
-    "llama-3-8b": _published("meta-llama/Meta-Llama-3-8B"),
-    "qwen3-4b": _published("Qwen/Qwen3-4B"),
+    "opt-1.3b": Shape(2048, 24, 32, 8192, 50272, 2048, 128, 8, 2048, 512),
+    "opt-6.7b": Shape(4096, 32, 32, 16384, 50272, 2048, 128, 8, 2048, 512),
+    "llama-2-7b": Shape(4096, 32, 32, 11008, 32000, 4096, 16, 8, 2048, 512, "llama", 32),
+    "llama-2-13b": Shape(5120, 40, 40, 13824, 32000, 4096, 16, 8, 2048, 512, "llama", 40),
+    "llama-3-8b": Shape(4096, 32, 32, 14336, 128256, 8192, 16, 8, 2048, 512, "llama", 8),
+    "qwen3-4b": Shape(2560, 36, 32, 9728, 151936, 40960, 16, 8, 2048, 512, "qwen3", 8, 128),
 }
 TINY = {
     "opt-1.3b": Shape(64, 2, 4, 256, 512, 128, 8, 2, 128, 32),

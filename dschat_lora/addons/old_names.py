@@ -16,9 +16,11 @@ OLD_NAMES = {
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
     "data.filtering": "addons.audit.filtering",
-    "data.nlg": "addons.nlg.formats",
+    "data.nlg": "addons.nlg.formats data.row_formats",
     "data.similar_rows": "addons.audit.similar_rows",
-    "generation.search": "addons.nlg.beam_search",
+    "generation.search": "generation.greedy addons.nlg.beam_search",
+    "models.families": "addons.planning.families",
+    "models.published": "addons.planning.published addons.pipeline.placeholders",
     "pipeline.doctor": "addons.planning.doctor",
     "pipeline.first_hour": "addons.planning.first_hour",
     "pipeline.hour_checks": "addons.planning.hour_checks",
@@ -29,7 +31,8 @@ OLD_NAMES = {
     "pipeline.plan_search": "addons.planning.plan_search",
     "pipeline.recipe": "addons.pipeline.recipe",
     "pipeline.run": "addons.pipeline.run",
-    "pipeline.stages": "commands.stages addons.pipeline.placeholders addons.planning.verbs",
+    "pipeline.stages": "commands.stages addons.pipeline.placeholders addons.planning.published "
+    "addons.planning.verbs",
     "pipeline.tune": "addons.planning.tune",
     "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
     "addons.evaluation.verbs",
@@ -45,7 +48,7 @@ OLD_NAMES = {
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",
     "supervised.measure": "addons.evaluation.measure",
-    "supervised.score": "addons.evaluation.score",
+    "supervised.score": "addons.evaluation.score supervised.scorer supervised.inference",
     **{
         f"{old}.{module.name}": f"{new}.{module.name}"
         for old, new in _PACKAGES.items()

@@ -1,24 +1,20 @@
-"""Judges of answers: the function of ``dschat-lora eval``, and the toy world's rule of the demo."""
+"""Judgement of the demo's models: answers by the toy world's rule, and scores of pairs."""
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from dschat_lora.addons.evaluation.measure import Judge
-from dschat_lora.addons.evaluation.score import score_files
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.assets.toy_world import judge
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import ModelConfig
-from dschat_lora.config.stages import ScoreConfig
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import iter_file
-from dschat_lora.data.records import TextRecord, to_records
+from dschat_lora.data.records import answers_of, to_records
 from dschat_lora.data.rows import parse_row
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -27,43 +23,13 @@ from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapters_disabled
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer
-from dschat_lora.report.terminal import prints_on_stderr
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import load_function
-from dschat_lora.supervised.generate import Answer
-from dschat_lora.supervised.inference import LossMeter, load_policy
+from dschat_lora.supervised.inference import LossMeter, last_record, load_policy
+from dschat_lora.supervised.scorer import Scorer
 
 MAX_NEW_TOKENS = 48
 MAX_SEQ_LEN = 128
 BATCH_SIZE = 100
 DRAWS = 4  # sampled answers to a prompt
-
-
-def make_judge(option: str, name: str, tokenizer: Tokenizer, columns: Sequence[str]) -> Judge:
-    """The function that ``option`` names, for data with these columns.
-
-    Raises:
-        ValueError: if it cannot be used.
-    """
-    function = load_function(option, name, tokenizer)
-    function.check_columns(columns)
-
-    def scores_of(answers: Sequence[tuple[TextRecord, Answer]]) -> list[float | None]:
-        responses = [
-            Response(
-                tuple(answer.prompt),
-                tuple(answer.tokens),
-                answer.ended,
-                number,
-                record.columns.encode(),
-            )
-            for number, (record, answer) in enumerate(answers)
-        ]
-        with prints_on_stderr():  # the standard output has nothing but what the verb says
-            scores = function.own_scores(responses)
-        return [None if math.isnan(each) else each for each in scores]
-
-    return scores_of
 
 
 @dataclass(frozen=True)
@@ -168,16 +134,12 @@ def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
 
 def accuracy_by_flaw(directory: Path) -> dict[str, float]:
     """Accuracy of a run's reward model on test pairs, by the flaw of the rejected answer."""
-    path = directory / "scores.jsonl"
-    score_files(
-        ScoreConfig(
-            model_name_or_path=str(directory),
-            data_path=(str(BUNDLED_DATA["test"]),),
-            output_path=str(path),
-            per_device_eval_batch_size=BATCH_SIZE,
-        )
-    )
+    scorer = Scorer(ModelConfig(model_name_or_path=str(directory)), batch_size=BATCH_SIZE)
+    chat = make_chat(scorer.tokenizer)
+    rows = [*iter_file(BUNDLED_DATA["test"])]
+    records = [last_record(parse_row(row), chat, "pairs") for row in rows]
+    scores = iter(scorer.scores([each for record in records for each in answers_of(record)]))
     right: dict[str, list[bool]] = defaultdict(list)
-    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-        right[row["flaw"]].append(row["chosen_score"] > row["rejected_score"])
+    for row, chosen, rejected in zip(rows, scores, scores, strict=True):
+        right[row.values["flaw"]].append((chosen or 0.0) > (rejected or 0.0))
     return {flaw: sum(each) / len(each) for flaw, each in sorted(right.items())}

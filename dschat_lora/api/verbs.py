@@ -11,21 +11,23 @@ from typing import Any, TypeVar
 
 from dschat_lora.api.options import Data, Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
+from dschat_lora.config.addons import addon_options
 from dschat_lora.config.bundled import BUNDLED_MODEL
-from dschat_lora.config.options import build_config, options_in_python
+from dschat_lora.config.options import build_config, option_names, options_in_python
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import GenerateConfig, MergeConfig
 from dschat_lora.report.markup import safe
 from dschat_lora.runtime.stage_main import late
-from dschat_lora.runtime.validation import check_audit, check_reading
+from dschat_lora.runtime.validation import check_audit, check_generate
 
-_OF_COMMANDS = ("output_path", "json", "html", "keep", "min_reward")
+_OF_COMMANDS = ("output_path", "json", "html")
+_OF_ADDONS = option_names(addon_options("generate"))  # they write files
 ConfigT = TypeVar("ConfigT")
 Message = Mapping[str, str]
 _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
 
 
-@with_options(GenerateConfig, *_NAMED, *_OF_COMMANDS, "reward_model", "reward_function")
+@with_options(GenerateConfig, *_NAMED, *_OF_COMMANDS, *_OF_ADDONS)
 def generate(
     model: Model | None, prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
 ) -> list[str]:
@@ -58,9 +60,9 @@ def generate(
             values["prompts"] = given
         else:
             values["data_path"] = [{"prompt": each} for each in given]
-        config = config_of(GenerateConfig, values, sampling, stack)
+        config = config_of(GenerateConfig, values, sampling, stack, _OF_ADDONS)
         stack.enter_context(run_in_process())
-        check_reading(config, ("CAUSAL_LM",))
+        check_generate(config)
         answers: list[str] = late("supervised.generate:answer_texts")(config)
         return answers
 
@@ -121,8 +123,8 @@ def audit(data: Data | None = None, model: Model | None = None, **options: Any) 
     Args:
         data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
-        **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
-            and ``show=3``.
+        **options: those of ``dschat-lora audit --help all`` by their names, such as
+            ``stage="reward"`` and ``show=3``.
     """
     with ExitStack() as stack:
         values = {"model_name_or_path": model, "data_path": data}
@@ -144,8 +146,11 @@ def config_of(
     given: Mapping[str, Any],
     options: Mapping[str, Any],
     stack: ExitStack,
+    of_commands: Sequence[str] = (),
 ) -> ConfigT:
     """The options of a verb, with names for objects.
+
+    The command alone has ``of_commands`` too.
 
     Raises:
         TypeError: for one that has an argument of its own, or says what a command writes.
@@ -153,7 +158,7 @@ def config_of(
     for name in options:
         if name in (*_NAMED, *given):
             raise TypeError(f"{name} is given by an argument of its own, too; give one")
-        if name in _OF_COMMANDS:
+        if name in (*_OF_COMMANDS, *of_commands):
             raise TypeError(f"--{name} is an option of the command alone: a function returns all")
-    named = option_values({**given, **options}, stack)
+    named = option_values(config_class, {**given, **options}, stack)
     return build_config(config_class, options_in_python(config_class, named))  # type: ignore[type-var, arg-type]

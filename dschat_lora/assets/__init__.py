@@ -1,5 +1,5 @@
-"""The bundled tiny model and data set, and the table of types of models: their paths."""
+"""The bundled tiny model and data set: their paths."""
 
-from dschat_lora.config.bundled import BUNDLED_DATA, BUNDLED_MODEL, FAMILIES
+from dschat_lora.config.bundled import BUNDLED_DATA, BUNDLED_MODEL
 
-__all__ = ["BUNDLED_DATA", "BUNDLED_MODEL", "FAMILIES"]
+__all__ = ["BUNDLED_DATA", "BUNDLED_MODEL"]

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.checkpoint.history import read_state
-from dschat_lora.config.options import build_config, flatten, typed_options
+from dschat_lora.config.addons import load, provided
+from dschat_lora.config.options import (
+    build_config,
+    flatten,
+    options_of,
+    read_mapping,
+    typed_options,
+)
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.resume import is_first_rank, settle, with_options
 from dschat_lora.runtime.stage_main import late
@@ -89,6 +96,26 @@ STAGES = {
         {"actor_model_name_or_path": ("sft", "dpo"), "teacher_model_name_or_path": ("rlhf",)},
     ),
 }
+
+
+def options_of_file(name: str, file: str) -> dict[str, Any]:
+    """Options of a stage in a YAML file, or in a recipe of that name.
+
+    Raises:
+        ValueError: at the first thing that is unknown or cannot be used, or if it has stages of a
+            pipeline and no add-on reads them.
+    """
+    label = f"--config {file}"
+    content = read_mapping(file, label=label)
+    if "stages" not in content:
+        return options_of(STAGES[name].config, content, label=label)
+    reader = provided("options_file").get("stages")
+    if reader is None:
+        raise ValueError(
+            f"{label} has the stages of a pipeline, which is an add-on that is not installed"
+        )
+    options: dict[str, Any] = load(reader)(name, file)
+    return options
 
 
 def check_stage(

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from dschat_lora.addons.pipeline.recipe import options_of_stage
 from dschat_lora.commands.launch import launch_stage, split_launcher_options
-from dschat_lora.commands.stages import RANK, STAGES, check_as_verb, check_stage
+from dschat_lora.commands.stages import RANK, STAGES, check_as_verb, check_stage, options_of_file
 from dschat_lora.config.addon_names import VERBS
 from dschat_lora.config.options import parse_config, typed_options
 from dschat_lora.runtime.stage_main import exits, late, prepare_process, run_main
@@ -26,7 +25,7 @@ def run_stage(
     examples: str | None = None,
     check: Callable[[Any], Any] | None = None,
 ) -> None:
-    """The main function of a stage of a pipeline, by default with DeepSpeed-Chat's defaults."""
+    """The main function of a stage, by default with DeepSpeed-Chat's defaults."""
     prepare_process()
     run_main(
         STAGES[name].config,
@@ -36,7 +35,7 @@ def run_stage(
         argv=argv,
         program=program,
         examples=examples,
-        read_file=partial(options_of_stage, name),
+        read_file=partial(options_of_file, name),
     )
 
 
@@ -55,7 +54,7 @@ def stage(name: str, argv: list[str]) -> None:
             check=partial(check_as_verb, stage=name, rank=rank_of(rest)),
         )
         return
-    read_file = partial(options_of_stage, name)
+    read_file = partial(options_of_file, name)
     config: Any = parse_config(STAGES[name].config, rest, program=program, read_file=read_file)
     check_stage(name, typed_options(config), launcher.processes, rank=rank_of(rest))
     launch_stage(name, launcher, rest)

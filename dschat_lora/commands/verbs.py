@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.commands.launch import run_or_end
 from dschat_lora.config import bundled
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.stages import AuditConfig
@@ -25,7 +26,7 @@ from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.runtime import describe, sharing
 from dschat_lora.runtime.directory import check_file_can_be_made
 from dschat_lora.runtime.stage_main import late
-from dschat_lora.runtime.validation import check_audit, check_reading
+from dschat_lora.runtime.validation import check_audit, check_generate
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -165,16 +166,21 @@ def accept(argv: list[str]) -> None:
     log_once(f"{directory}: its files are the ones its manifest says")
 
 
-def parsed_config(usage: str, config_class: type[ConfigT], argv: list[str], *more: str) -> ConfigT:
+def parsed_config(
+    usage: str,
+    config_class: type[ConfigT],
+    argv: list[str],
+    *more: str,
+    examples: str | None = None,
+) -> ConfigT:
     """The options of a verb that reads a directory, whose name may stand first."""
-    verb = usage.partition(" ")[0]
     first = next(iter(config_class.__dataclass_fields__))
     return parse_config(
         config_class,
         argv,
         description=config_class.__doc__,
         program=f"dschat-lora {usage}",
-        examples=EXAMPLES[verb],
+        examples=examples or EXAMPLES[usage.partition(" ")[0]],
         positionals=(first, *more),
     )
 
@@ -200,8 +206,6 @@ def merge(argv: list[str]) -> None:
 def generate(argv: list[str]) -> None:
     """Run ``dschat-lora generate``."""
     config = parsed_config("generate RUN [PROMPT ...]", GenerateConfig, argv, "prompts")
-    check_reading(config, ("CAUSAL_LM",))
-    if config.keep is None:
+    check_generate(config)
+    if not any(own.generate(config) for own in groups_of(config, "generate")):
         late("supervised.generate:generate_answers")(config)
-    else:
-        late("addons.evaluation.best_of_n:write_kept_answers")(config, None)

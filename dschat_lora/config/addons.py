@@ -43,6 +43,7 @@ class Addon:
         name: of small letters, digits and _.
         verbs: of ``dschat-lora``, each a function of the list of its arguments.
         summaries: what each verb does, in a line of ``dschat-lora --help``.
+        titles: what the report calls runs, by the name of their stage.
         functions: names in ``dschat_lora``, for Python; of the package's own add-ons alone.
         options: by stage ("sft", "reward", "dpo", "rlhf", "distill"), or verb that takes some, a
             frozen dataclass of ``option(...)``, which a config has as ``config.addons.NAME``. Those
@@ -57,6 +58,7 @@ class Addon:
     name: str
     verbs: Mapping[str, str] = field(default_factory=dict)
     summaries: Mapping[str, str] = field(default_factory=dict)
+    titles: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -149,6 +151,17 @@ def addon_options(command: str, beside: Mapping[str, Any] | None = None, *bases:
     return make_dataclass("AddonOptions", groups, frozen=True)
 
 
+def check_needs(addon: Addon, shown: str) -> None:
+    """Refuse what ``shown`` names where an add-on that it needs is not installed.
+
+    Raises:
+        ValueError: naming that add-on.
+    """
+    for each in addon.needs:
+        if each not in installed():
+            raise ValueError(f"{shown} needs the add-on {each}, which is not installed")
+
+
 @contextmanager
 def left_out(name: str) -> Iterator[None]:
     """Go on, with one warning, where the block fails by another package's add-on."""
@@ -188,9 +201,7 @@ def _own(name: str) -> Addon | None:
 def _path_of(name: str, kind: str, shown: str) -> str:
     for addon in installed().values():
         if path := getattr(addon, kind).get(name):
-            for each in addon.needs:
-                if each not in installed():
-                    raise ValueError(f"{shown} needs the add-on {each}, which is not installed")
+            check_needs(addon, shown)
             return str(path)
     raise ValueError(f"{shown} is an add-on that is not installed")
 

@@ -33,9 +33,10 @@ class SourceConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        help="files (.jsonl .json .csv .parquet .arrow .txt .tar), directories, patterns such as "
-        "'data/*.jsonl', or hub data sets org/name[[:config]:split]; each may end in its share of "
-        "a mixture, as in a.jsonl:0.6 b/:0.4; the bundled data when absent",
+        help="files (.jsonl, .csv, .parquet, ...), directories or hub data sets; the bundled data "
+        "when absent\nfiles may be .jsonl .json .csv .parquet .arrow .txt .tar, also by patterns "
+        "such as 'data/*.jsonl'; hub data sets are org/name[[:config]:split]; each may end in its "
+        "share of a mixture, as in a.jsonl:0.6 b/:0.4",
     )
     data_split_name: tuple[str, ...] = option(
         (),
@@ -44,8 +45,8 @@ class SourceConfig:
     )
     columns: tuple[str, ...] = option(
         (),
-        help="names of columns in all data, as in prompt=question completion=answer: the prompt is "
-        "read from the column question",
+        help="names of your columns, as in prompt=question completion=answer\nwith these the "
+        "prompt is read from the column question, in all data",
     )
     data_weights: tuple[float, ...] = option(
         (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
@@ -194,7 +195,7 @@ class DataConfig(SourceConfig):
         "Qwen3's <think></think>, which teaches not to think",
     )
     packing: bool = option(
-        True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"
+        True, help="fill rows of --max_seq_len with several samples\nthe mask keeps them apart"
     )
     eos_after_prompt: bool = hidden(False)  # the sign between the two of GPT-2 on tables of data
 
@@ -205,54 +206,6 @@ class DataConfig(SourceConfig):
             raise ValueError(
                 "--sft_only_data_path has no share of a mixture; give it in --data_path"
             )
-
-
-@dataclass(frozen=True)
-class FilterConfig:
-    """Which rows are not worth training on, and where the others are written."""
-
-    section = "filtering"
-
-    near_duplicates: float | None = option(
-        None,
-        help="count rows whose text is near that of an earlier one: with at least this Jaccard "
-        "similarity, in (0, 1], of their runs of 5 words, as 0.8",
-    )
-    against: tuple[str, ...] = option(
-        (),
-        help="count rows that share a run of --against_ngram words with these evaluation data, "
-        "named as in --data_path",
-    )
-    against_ngram: int = option(13, help="words of a run; a shorter text is compared as a whole")
-    language_rows: int = option(
-        0, help="rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough"
-    )
-    kept_path: str | None = option(
-        None,
-        help=".jsonl file for the rows that can be used and are neither duplicates nor, where "
-        "these are counted, near duplicates or rows of --against",
-    )
-    overwrite_kept_path: bool = option(False, help="replace a file that is at --kept_path")
-
-    def __post_init__(self) -> None:
-        near = self.near_duplicates
-        require(near is None or 0 < near <= 1, "near_duplicates", near, "in (0, 1]")
-        require_numbers(self, ">= 1", "against_ngram")
-        require_numbers(self, ">= 0", "language_rows")
-        if self.kept_path is not None and not self.kept_path.endswith(".jsonl"):
-            raise ValueError(
-                f"--kept_path {self.kept_path} must end in .jsonl, as its rows are JSON"
-            )
-
-    @property
-    def is_used(self) -> bool:
-        """Whether rows are to be looked at one by one."""
-        return bool(
-            self.near_duplicates is not None
-            or self.against
-            or self.language_rows
-            or self.kept_path is not None
-        )
 
 
 # Arguments of ``apply_chat_template`` that are no variables of a template.

@@ -12,6 +12,7 @@ _PACKAGE = __name__.partition(".")[0]
 # By the old name the modules that have what was in it, or the package that has its modules; names
 # begin behind that of this package. addons/ has a table of its own.
 OLD_NAMES = {
+    "generation.search": "generation.greedy",
     "pipeline.judge": "api.demo_judge",
     "pipeline.launch": "commands.launch",
     "rl.advice": "rl.loop.advice rl.response.errors",

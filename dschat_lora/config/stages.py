@@ -1,13 +1,12 @@
 """The options of each stage, composed of groups."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.addons import addon_options
-from dschat_lora.config.data import DataConfig, FilterConfig, parse_columns, parse_variables
+from dschat_lora.config.data import DataConfig, parse_variables
 from dschat_lora.config.groups import (
-    EVALUATION,
     BatchConfig,
     Dtype,
     LoraConfig,
@@ -39,8 +38,8 @@ class RewardConfig:
 
     reward_loss: Literal["bradley_terry", "per_token"] = option(
         "bradley_terry",
-        help="bradley_terry compares the scores at the end of two answers; per_token, "
-        "DeepSpeed-Chat's loss, at each token from the first difference on",
+        help="bradley_terry compares the scores at the end of two answers; per_token is "
+        "DeepSpeed-Chat's loss\nwhich compares them at each token from the first difference on",
     )
     center_rewards_coefficient: float = option(
         0.0, help="weight of the squared sum of a pair's scores, which keeps them around zero"
@@ -79,13 +78,14 @@ class DpoConfig:
 
     beta: float = option(
         0.1,
-        help="how strongly the policy stays with the reference; orpo: weight of the odds ratio; "
+        help="how strongly the policy stays with the reference\norpo: weight of the odds ratio; "
         f"simpo: scale of the rewards, {SIMPO_BETA:g} unless it is given",
     )
     loss_type: LossType = option(
         "sigmoid",
-        help="of pairs: DPO's own loss, IPO's squared one or SLiC's hinge, or orpo or simpo, which "
-        "have no reference; of single answers that are good or bad: kto",
+        help="loss of pairs, sigmoid being DPO's own, or of single answers: kto\nipo is IPO's "
+        "squared one, hinge SLiC's; orpo and simpo have no reference; kto takes answers that are "
+        "good or bad",
     )
     label_smoothing: float = option(
         0.0, help="share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)"
@@ -182,32 +182,15 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
-class TasksConfig:
-    section = EVALUATION
-
-    eval_tasks: tuple[str, ...] = option(
-        (),
-        help="SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured "
-        "at each evaluation; needs dschat_lora[eval]",
-    )
-    eval_tasks_limit: int = option(0, help="questions of each of --eval_tasks at most; 0: all")
-
-    def __post_init__(self) -> None:
-        require_numbers(self, ">= 0", "eval_tasks_limit")
-        if self.eval_tasks_limit and not self.eval_tasks:
-            raise ValueError(f"--eval_tasks_limit {self.eval_tasks_limit} is for --eval_tasks")
-
-
-@dataclass(frozen=True)
 class SupervisedConfig(StageConfig):
     """Options of a supervised stage: model, data, optimizer and output."""
 
+    everyday: ClassVar[Sequence[str]] = ()
     model: ModelConfig = group(ModelConfig)
     lora: LoraConfig = group(LoraConfig)
     data: DataConfig = group(DataConfig)
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
-    tasks: TasksConfig = group(TasksConfig)
     addons: Any = group(addon_options("sft", vars(), StageConfig))
 
     @property
@@ -236,6 +219,7 @@ _SFT_ONLY = (
 class RewardStageConfig(SupervisedConfig):
     """Options of step 2, which trains a reward model on pairs."""
 
+    everyday: ClassVar[Sequence[str]] = ("reward_loss",)
     when: ClassVar[Mapping[str, str]] = dict.fromkeys((*_SFT_ONLY, "sample_generations"), ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     pairs: PairConfig = group(PairConfig)
@@ -247,6 +231,7 @@ class RewardStageConfig(SupervisedConfig):
 class DpoStageConfig(SupervisedConfig):
     """Options of DPO, which trains a policy on pairs."""
 
+    everyday: ClassVar[Sequence[str]] = ("loss_type", "beta")
     when: ClassVar[Mapping[str, str]] = dict.fromkeys(_SFT_ONLY, ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
@@ -291,45 +276,15 @@ class InferenceConfig:
 
 
 @dataclass(frozen=True)
-class ScoreConfig:
-    """Score the answers of data files by a reward model, one JSON line for each row."""
-
-    model_name_or_path: str = option(
-        help="output directory of a reward model's training, its adapter/ or model/, a checkpoint, "
-        "or a hub name; it may stand first, without the option"
-    )
-    data_path: tuple[str, ...] = option(
-        help="files (.jsonl .json .csv .parquet .arrow), directories of them, or hub data sets"
-    )
-    columns: tuple[str, ...] = option(
-        (), help="names of columns, as in prompt=question completion=answer"
-    )
-    loading: InferenceConfig = group(InferenceConfig)
-    output_path: str | None = option(None, help="JSONL file to write; default: standard output")
-    max_seq_len: int = option(
-        0, help="longer sequences get no score; 0: as many tokens as the model has positions"
-    )
-    per_device_eval_batch_size: int = option(16, help="sequences scored at a time")
-
-    def __post_init__(self) -> None:
-        require(bool(self.data_path), "data_path", "nothing", "a file or more to score")
-        parse_columns(self.columns)
-        require_numbers(self, ">= 0", "max_seq_len")
-        require_numbers(self, ">= 1", "per_device_eval_batch_size")
-
-    @property
-    def model(self) -> ModelConfig:
-        """Options of loading the model."""
-        return self.loading.model(self.model_name_or_path)
-
-
-@dataclass(frozen=True)
 class AuditConfig:
     """Show what a stage would learn of data, and what is wrong with it; nothing is trained.
 
     Exit code 1 where a run would refuse the data.
     """
 
+    everyday: ClassVar[Sequence[str]] = (
+        *("model_name_or_path", "data_path", "show", "stage", "json", "html"),
+    )
     model_name_or_path: str | None = option(
         None,
         help="model whose tokenizer and chat template read the data: hub name, directory, or "
@@ -348,7 +303,7 @@ class AuditConfig:
     eot_token: str = option("<|endoftext|>", help="as in training")
     seed: int = option(1234, help="of --data_split and --eval_ratio")
     data: DataConfig = group(DataConfig, eval_ratio=0.0)
-    filters: FilterConfig = group(FilterConfig)
+    addons: Any = group(addon_options("audit"))
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "show")

@@ -38,7 +38,7 @@ def occupied(directory: Path) -> Iterator[int]:
 
 
 @contextmanager
-def alone(directory: Path, what: str = "pipeline", *, option: str = "output_dir") -> Iterator[None]:
+def alone(directory: Path, what: str, *, option: str = "output_dir") -> Iterator[None]:
     """Make the directory and, inside the block, occupy it and keep others that do so out of it.
 
     ``what`` is what works there, for the message.

@@ -1,9 +1,10 @@
-"""Options of the verbs that read models: merge, generate, eval, models, inspect, push, export."""
+"""Options of the verbs that read models: merge, generate, inspect, push, export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from dschat_lora.config.addons import addon_options
 from dschat_lora.config.data import parse_columns
 from dschat_lora.config.groups import PROMPT_LOOKUP, ModelConfig, require, require_numbers
 from dschat_lora.config.options import group, option
@@ -60,7 +61,6 @@ class ReadingConfig:
     columns: tuple[str, ...] = option(
         (), help="names of columns, as in prompt=question completion=answer"
     )
-    json: bool = option(False, help="JSON on standard output")
     max_seq_len: int = option(
         0, help="longest sequence in tokens; 0: as many as the model has positions"
     )
@@ -86,6 +86,7 @@ class GenerateConfig(ReadingConfig):
         (), help="texts to go on from; they may stand after the model, without the option"
     )
     output_path: str | None = option(None, help="JSONL file to write; default: standard output")
+    json: bool = option(False, help="JSON on standard output")
     chat: bool = option(
         False, help="--prompts are a user's messages, rendered by the chat template"
     )
@@ -97,21 +98,7 @@ class GenerateConfig(ReadingConfig):
     num_return_sequences: int = option(1, help="answers to each prompt, with --do_sample")
     seed: int = option(1234, help="of the draws")
     prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP)
-    keep: Literal["best", "pair", "all"] | None = option(
-        None,
-        help="write rows to train on, of answers that a reward chooses: the best one of each "
-        "prompt for sft, it and the worst one as a pair for dpo, or all of them for sft",
-    )
-    reward_model: str | None = option(None, help="reward model that scores the answers of --keep")
-    reward_function: str | None = option(
-        None,
-        help="module:function that scores them instead, as in step 3; builtin:NAME for one that "
-        "comes along",
-    )
-    min_reward: float | None = option(
-        None,
-        help="keep no answer of a lower score (rejection sampling); default: any score will do",
-    )
+    addons: Any = group(addon_options("generate"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,70 +113,6 @@ class GenerateConfig(ReadingConfig):
                 f"--num_return_sequences {self.num_return_sequences} needs --do_sample: greedy "
                 "answers are all the same"
             )
-        rewards = [n for n in ("reward_model", "reward_function") if getattr(self, n) is not None]
-        if self.keep is None:
-            for name in (*rewards, *(["min_reward"] if self.min_reward is not None else [])):
-                raise ValueError(f"--{name} needs --keep: best, pair or all")
-            return
-        if len(rewards) != 1:
-            raise ValueError(
-                f"--keep {self.keep} needs --reward_model or --reward_function to score the "
-                f"answers, and {'both are' if rewards else 'neither is'} given"
-            )
-        if self.keep != "all" and self.num_return_sequences == 1:
-            raise ValueError(
-                f"--keep {self.keep} chooses among several answers, and --num_return_sequences is "
-                "1: add --do_sample --num_return_sequences 8"
-            )
-
-
-@dataclass(frozen=True)
-class EvalConfig(ReadingConfig):
-    """Measure a model on rows of data.
-
-    Of a language model the perplexity of the answers and, of pairs, how often the chosen answer is
-    the more probable one; of a reward model its scores and how often it prefers the chosen one.
-    With --reward_model or --judge_function also the scores of the answers that the model itself
-    gives, their mean and its standard error.
-    """
-
-    reward_model: str | None = option(
-        None, help="reward model that scores the model's own greedy answers to the prompts"
-    )
-    judge_function: str | None = option(
-        None,
-        help="module:function that scores the same answers, as a reward function of step 3 does; "
-        "builtin:NAME for one that comes along",
-    )
-    max_new_tokens: int = option(128, help="tokens of such an answer at most")
-    limit: int = option(0, help="rows to take at most, of each task too, the first ones; 0: all")
-    tasks: tuple[str, ...] = option(
-        (),
-        help="tasks of lm-evaluation-harness, or directories of task files of your own, in place "
-        "of rows; needs dschat_lora[eval]",
-    )
-    num_fewshot: int | None = option(
-        None, help="worked examples before each question of --tasks; default: as the task says"
-    )
-    apply_chat_template: bool = option(
-        False, help="questions of --tasks are a user's messages, rendered by the chat template"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = bool(self.data_path) or bool(self.tasks)
-        require(given, "data_path", "nothing", "a file or more to evaluate on, or --tasks")
-        if self.tasks:
-            for name in ("data_path", "columns", "reward_model", "judge_function"):
-                if not getattr(self, name):
-                    continue
-                raise ValueError(f"--tasks have their own questions and measures: drop --{name}")
-        elif self.num_fewshot is not None or self.apply_chat_template:
-            name = "apply_chat_template" if self.num_fewshot is None else "num_fewshot"
-            raise ValueError(f"--{name} is for --tasks, and none is given")
-        require_numbers(self, ">= 0", "num_fewshot")
-        require_numbers(self, ">= 1", "max_new_tokens")
-        require_numbers(self, ">= 0", "limit")
 
 
 @dataclass(frozen=True)
@@ -236,20 +159,6 @@ class ExportConfig:
     json: bool = option(False, help="one JSON object on standard output")
 
 
-@dataclass(frozen=True)
-class ModelsConfig:
-    """List the types of models with what each can do, as found by trying it, or look at a model.
-
-    Of a model its configuration is read, and no weights: whether a run would start, what would
-    learn, and what was found of its type. Exit code 1 where a run would be refused.
-    """
-
-    model_name_or_path: str | None = option(
-        None, help="directory or hub name of a model; it may stand first, without the option"
-    )
-    json: bool = option(False, help="one JSON object on standard output")
-
-
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "merge": """examples:
@@ -259,20 +168,7 @@ EXAMPLES: Mapping[str, str] = {
     "generate": """examples:
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
   dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
-  dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9
-  dschat-lora generate output/sft Hi --keep all --reward_model output/reward""",
-    "eval": """examples:
-  dschat-lora eval output/sft held_out.jsonl   perplexity; of pairs accuracy too
-  dschat-lora eval output/reward pairs.jsonl --json   accuracy, margin, scores
-  dschat-lora eval output/sft prompts.jsonl --reward_model output/reward
-  dschat-lora eval output/sft sums.jsonl --judge_function judge:is_right
-  dschat-lora eval output/sft --tasks hellaswag gsm8k --limit 200""",
-    "score": """examples:
-  dschat-lora score output/reward pairs.jsonl --output_path scores.jsonl""",
-    "models": """examples:
-  dschat-lora models
-  dschat-lora models Qwen/Qwen3-30B-A3B
-  dschat-lora models my/model --json""",
+  dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
     "inspect": """examples:
   dschat-lora inspect output/sft
   dschat-lora inspect output/sft/adapter --json""",

@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
+
+from dschat_lora.data.row_formats import format_files
 
 MANIFEST = "manifest.json"
 BLOCK = 4 * 2**20  # bytes that are hashed at once
@@ -87,12 +90,23 @@ def file_digest(path: Path) -> str:
 
 
 def code_digest() -> str:
-    """Hash of the modules that decide what is prepared: this package's, and the shuffling's."""
-    digest, root = hashlib.blake2b(digest_size=16), files("dschat_lora")
-    modules = [item for item in (root / "data").iterdir() if item.name.endswith(".py")]
-    for module in [*sorted(modules, key=lambda item: item.name), root / "algos" / "seeds.py"]:
-        digest.update(module.name.encode() + module.read_bytes())
+    """Hash of the modules that decide what is prepared: of data, shuffling and row formats."""
+    root = files("dschat_lora")
+    modules = dict(_modules(root / "data"))
+    modules |= {"seeds.py": root / "algos" / "seeds.py", **format_files()}
+    digest = hashlib.blake2b(digest_size=16)
+    for name, module in modules.items():
+        digest.update(name.encode() + module.read_bytes())
     return digest.hexdigest()
+
+
+def _modules(folder: Traversable, name: str = "") -> Iterator[tuple[str, Traversable]]:
+    """The modules of a folder and those in it, with their paths."""
+    for item in sorted(folder.iterdir(), key=lambda item: item.name):
+        if item.is_dir():
+            yield from _modules(item, f"{name}{item.name}/")
+        elif item.name.endswith(".py"):
+            yield f"{name}{item.name}", item
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dschat_lora.addons.nlg.formats import TOKEN_IDS, is_token_row
 from dschat_lora.config.files import parse_json
 from dschat_lora.data.message_layouts import (
     EmptyTextError,
@@ -14,6 +13,7 @@ from dschat_lora.data.message_layouts import (
     standard_messages,
     unweighted,
 )
+from dschat_lora.data.row_formats import format_of, row_formats, row_of
 from dschat_lora.data.templates import HUMAN
 
 Columns = dict[str, Any]
@@ -36,10 +36,9 @@ OF_LAYOUTS = frozenset(
         *("conversations", "instruction", "question", "message_id"),
     )
 )
+_OF_TEXTS = frozenset(("prompt", "completion", "text"))
 # Columns of messages, to which tools belong.
 _OF_MESSAGES = ("messages", "conversations", "prompt", "chosen", "chosen_messages")
-# Of richer row types, or asked already: beside them lists of token ids are further columns.
-_BEFORE_TOKENS = {"chosen", "rejected", "messages", "prompt"}
 # What a question is about: without it, its answer would be another task's.
 BESIDE_A_QUESTION = {"context", "choices", "options"}
 
@@ -95,11 +94,16 @@ def to_canonical(values: Columns) -> tuple[Columns, str]:
         ValueError: if the row is of a layout but for something else.
     """
     texts = (values.get("prompt", ""), values.get("completion", ""))
-    if OF_LAYOUTS.isdisjoint(values) and isinstance(texts[0], str) and isinstance(texts[1], str):
+    plain = OF_LAYOUTS.isdisjoint(values) and not _OF_TEXTS.isdisjoint(values)
+    if plain and isinstance(texts[0], str) and isinstance(texts[1], str):
         return values, ""  # as most rows are, so that they cost little
-    if is_token_row(values) and not values.keys() & _BEFORE_TOKENS:
-        rest = {name: value for name, value in values.items() if name != "context"}
-        return {**rest, "prompt": values["context"]}, TOKEN_IDS
+    if (name := format_of(values)) is not None:
+        values = row_of(name, values)
+        return (values if row_formats()[name].texts else _published(values)[0]), name
+    return _published(values)
+
+
+def _published(values: Columns) -> tuple[Columns, str]:
     values = _with_functions(values)
     named = {"chosen_messages": "chosen", "rejected_messages": "rejected"}
     is_factory = named.keys() <= values.keys() and values.keys().isdisjoint(named.values())

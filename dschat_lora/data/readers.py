@@ -15,16 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr, NamedTuple, cast
 
-from dschat_lora.addons.nlg.formats import (
-    dart_rows,
-    e2e_row,
-    is_dart_set,
-    is_webnlg_entry,
-    webnlg_rows,
-)
 from dschat_lora.config.files import TOO_DEEP, json_object
 from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of, without_absent
 from dschat_lora.data.json_stream import JsonError, JsonStream
+from dschat_lora.data.row_formats import format_of, row_formats, row_of
 from dschat_lora.data.sources import Source, kind_of_file
 from dschat_lora.data.tar_rows import tar_rows
 
@@ -38,8 +32,6 @@ LINE_COST = 32  # what a line counts for besides its bytes: a million blank ones
 MOST_UNPACKED, MOST_RATIO = 2**30, 200
 MOST_WORDS = 2000  # characters of what is said of a row
 _DECODE = json.JSONDecoder(object_pairs_hook=json_object).decode
-# A list of rows, or of WebNLG's entries.
-JSON_LIST = re.compile(r'\s*(\{\s*"entries"\s*:\s*)?\[')
 
 
 class RowError(ValueError):
@@ -282,11 +274,11 @@ def _parse_json(line: str) -> object:
 
 
 def _iter_txt(path: Path) -> Iterator[RawRow | Line]:
-    """The lines of E2E, whose first has a ``||``, or the file's one document."""
+    """The lines of a format that claims the first, or the file's one document."""
     with _open(path) as file:
         first = next((line for line in _Lines(path, file) if line.strip()), b"")
-    if b"||" in first:
-        yield from _iter_lines(path, e2e_row, START)
+    if (name := format_of(first.decode("utf-8", "replace"), path)) is not None:
+        yield from _iter_lines(path, partial(row_of, name), START)
         return
     with _open(path) as file:
         data = file.read(MOST_ROW + 1)
@@ -373,19 +365,23 @@ def _object_row(location: str, value: object) -> RawRow:
 
 def _iter_json(path: Path) -> Iterator[RawRow]:
     """Rows of a JSON list, or of objects one after another, each with the line it begins on."""
+    of_key = {each.list_key: name for name, each in row_formats().items() if each.list_key}
+    keys = "|".join(map(re.escape, of_key)) or "(?!)"
+    list_begins = re.compile(rf'\s*(?:\{{\s*"({keys})"\s*:\s*)?\[')
     try:
         with _open(path) as file:
             text = JsonStream(io.TextIOWrapper(file, "utf-8-sig"))
-            opening = text.skip_match(JSON_LIST)
-            in_list, entries = opening is not None, opening is not None and opening[1] is not None
+            opening = text.skip_match(list_begins)
+            in_list, key = opening is not None, opening[1] if opening else None
+            name = of_key[key] if key else None
             while (character := text.next()) and not (in_list and character == "]"):
-                yield from _json_rows(f"{path}:{text.line}", text.value(), webnlg=entries)
+                yield from _json_rows(path, text.line, text.value(), name)
                 if in_list and not text.skip(",") and text.next() != "]":
                     raise text.error("Expecting ',' or ']'")
-            what = "WebNLG's file to end after its entries" if entries else "one list of objects"
+            what = f"{name}'s file to end after its {key}" if name else "one list of objects"
             error = text.error(f"Expecting {what}")
             if in_list and not (
-                text.skip("]") and (not entries or text.skip("}")) and not text.next()
+                text.skip("]") and (not name or text.skip("}")) and not text.next()
             ):
                 raise error
     except UnicodeDecodeError as error:
@@ -395,17 +391,16 @@ def _iter_json(path: Path) -> Iterator[RawRow]:
         raise RowError(f"{path}:{error.line}", reason) from error
 
 
-def _json_rows(location: str, value: object, *, webnlg: bool) -> Iterator[RawRow]:
-    """The row that ``value`` is, or those of one entry of WebNLG or DART, all of one place."""
+def _json_rows(path: Path, line: int, value: object, name: str | None) -> Iterator[RawRow]:
+    """The row that ``value`` is, or those of the format of this name or that claims it."""
+    location = f"{path}:{line}"
     try:
-        if webnlg:
-            if not is_webnlg_entry(value):
-                raise ValueError("entry is no object of one object with 'modifiedtripleset'")
-            yield from (RawRow(location, row) for row in webnlg_rows(cast(dict[str, Any], value)))
-        elif is_dart_set(value):
-            yield from (RawRow(location, row) for row in dart_rows(cast(dict[str, Any], value)))
-        else:
+        if name is None and isinstance(value, dict):
+            name = format_of(value, path)
+        if name is None:
             yield _object_row(location, value)
+        else:
+            yield from (RawRow(location, row) for row in row_formats()[name].rows(value))
     except ValueError as error:
         yield RawRow(location, {}, str(error))
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from dschat_lora.addons.nlg.formats import TOKEN_IDS, token_texts
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.conversations import (
@@ -111,8 +110,8 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
     try:
         if row.kind == "text":
             spans: tuple[Span, ...] = (Span(values["text"], target=True),)
-        elif row.layout == TOKEN_IDS:
-            texts = token_texts(values, chat.tokenizer)
+        elif row.is_encoded:
+            texts = row.with_texts(chat.tokenizer)
             spans = _pair(texts["prompt"], texts["completion"])
         elif row.kind == "preference":
             return (_preference(row, chat, kind),)

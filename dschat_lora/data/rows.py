@@ -6,13 +6,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from dschat_lora.addons.nlg.formats import TOKEN_IDS
 from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, split_weight
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.message_layouts import EmptyTextError, flag
 from dschat_lora.data.messages import MEDIA, EmptyRowError, check_message, medium_of
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
+from dschat_lora.data.row_formats import TwoWayTokenizer, row_formats
 from dschat_lora.data.sources import Source, find_source
 
 RowType = Literal[
@@ -49,6 +49,20 @@ class ParsedRow(NamedTuple):
     def described(self) -> str:
         """Its type, and the layout it was found in."""
         return f"{self.kind} ({self.layout})" if self.layout else self.kind
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether prompt and completion are no texts yet, but token ids, say."""
+        return self.layout in row_formats() and row_formats()[self.layout].texts is not None
+
+    def with_texts(self, tokenizer: TwoWayTokenizer) -> dict[str, Any]:
+        """The values, with the texts that are encoded in them.
+
+        Raises:
+            ValueError: if they are of another tokenizer.
+        """
+        found = row_formats().get(self.layout)
+        return found.texts(self.values, tokenizer) if found and found.texts else self.values
 
 
 @dataclass(frozen=True)
@@ -200,8 +214,9 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     except RecursionError:
         raise RowError(raw.location, TOO_DEEP) from None
     kind = classify(values, raw.location)
-    if layout == TOKEN_IDS:
-        return ParsedRow(raw.location, kind, values, layout)
+    row = ParsedRow(raw.location, kind, values, layout)
+    if row.is_encoded:
+        return row
     fields = {
         "text": ("text",),
         "conversation": ("messages",),

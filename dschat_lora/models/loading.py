@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -24,7 +23,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 from transformers.utils.logging import disable_progress_bar
 
-from dschat_lora.addons.nlg.gpt2_checkpoint import Gpt2Checkpoint, load_base
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
 from dschat_lora.checkpoint.quantization import located
@@ -258,26 +256,6 @@ def attention_note(model: PreTrainedModel, config: LoadConfig) -> str | None:
     if config.attn_implementation != "auto" or model.config._attn_implementation != "eager":
         return None
     return f"attention is eager: {model.config.model_type} has no sdpa in transformers"
-
-
-def gpt2_with_weights(
-    name: str, config: ModelConfig, checkpoint: Gpt2Checkpoint, *, dtype: torch.dtype
-) -> PreTrainedModel:
-    """A model of the architecture of ``name``, a hub name or a directory, with other weights.
-
-    Raises:
-        ValueError: if ``name`` is no GPT-2, or the weights do not fit it.
-    """
-    settings = load_config(name, config)
-    if settings.model_type != "gpt2":
-        raise ValueError(
-            f"--init_checkpoint {checkpoint.path} is a file of GPT-2's weights; {name} is a "
-            f"{settings.model_type} model"
-        )
-    options = load_options(config, dtype)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, **options)
-    load_base(model, checkpoint)
-    return model.eval()
 
 
 def share_parameters(module: ModuleT) -> ModuleT:

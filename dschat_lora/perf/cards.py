@@ -1,33 +1,12 @@
-"""Memory, bandwidth and matmul peaks of GPUs by name, as vendors' data sheets state them."""
+"""Matmul peaks of GPUs by name, as vendors' data sheets state them."""
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-GB = 10**9
-# Of each process: the device context and the libraries' workspaces.
-CONTEXT_BYTES = int(0.6 * 2**30)
 USABLE = 0.9  # of a device's memory; the rest is for temporaries and fragmentation
-# Name as :func:`tabled_peak` knows it -> GB, GB/s.
-_CARDS: dict[str, tuple[int, int]] = {
-    "T4": (16, 320),
-    "V100": (32, 900),  # by torch for CUDA 12: CUDA 13 has no kernels for it
-    "L4": (24, 300),
-    "A10": (24, 600),
-    "RTX 3090": (24, 936),
-    "RTX 4090": (24, 1008),
-    "A40": (48, 696),
-    "A6000": (48, 768),
-    "L40S": (48, 864),
-    "A100": (80, 1935),
-    "H100": (80, 3350),
-    "H200": (141, 4800),
-    "B200": (180, 7700),
-    "MI300X": (192, 5300),
-}
 # Part of the device's name -> dense TFLOP/s (fp16, bf16, fp32), accumulating in fp32; the first
 # match counts. fp32 is without TF32, as torch multiplies by default. Figures of the vendors' data
 # sheets and architecture white papers, where those give sparse figures half of them.
@@ -63,50 +42,6 @@ _PEAKS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
 )
 # Slower parts which carry the name of a faster one.
 _UNLIKE = re.compile(r"\bMIG\b|LAPTOP|MAX-Q|MOBILE|4090 D\b|3090 TI\b")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Card:
-    """A device to plan for."""
-
-    name: str
-    memory_bytes: int
-    bandwidth: float | None = None  # bytes a second; None where only the size is known
-
-    @property
-    def usable_bytes(self) -> int:
-        """What an estimate may take: without the context, and room for temporaries."""
-        return int(USABLE * (self.memory_bytes - CONTEXT_BYTES))
-
-    @property
-    def has_varlen(self) -> bool:
-        """Whether it attends to sequences of 16 bits in one call: compute capability 8 or more."""
-        return self.name not in ("T4", "V100", "MI300X")
-
-
-def find_card(given: str) -> Card:
-    """The card of a name such as ``RTX 4090`` or ``h100``, or of a size such as ``24GB``.
-
-    A gigabyte is taken for 10^9 bytes, as which cards have a little more.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if size := _SIZE.fullmatch(given.strip()):
-        unit = 2**30 if size[2].lower() == "gib" else GB
-        return Card(given.strip(), int(float(size[1]) * unit))
-
-    def plain(name: str) -> str:
-        return re.sub(r"[^a-z0-9]|nvidia|geforce|amd|instinct", "", name.lower())
-
-    for name, (gigabytes, bandwidth) in _CARDS.items():
-        if plain(given) in (plain(name), plain(name.removeprefix("RTX "))):
-            return Card(name, gigabytes * GB, bandwidth * 1e9)
-    raise ValueError(
-        f"--for {given} is neither a size of memory, such as 24GB, nor a known card: "
-        f"{', '.join(_CARDS)}"
-    )
 
 
 def tabled_peak(device_name: str, dtype: "torch.dtype") -> float | None:

@@ -18,10 +18,6 @@ EFFICIENCY = 0.4
 # Of the host for a kernel of training, Python and the engine included: eight micro-batches of 2,048
 # tokens took 67 us (a Llama of a billion parameters) and 53 us (OPT-125M) a kernel on an H100.
 LAUNCH_SECONDS = 6e-5
-# The same of decoding without graphs, Python included: a step of OPT-1.3B on an H100 took 49 ms.
-EAGER_SECONDS = 1.2e-4
-# What a kernel of a CUDA graph takes beside its reading, on an H200 and an H100 2 to 8 us.
-REPLAY_SECONDS = 4e-6
 _OUTSIDE, _OUTSIDE_DECODING = 80, 20  # embedding, last norm, head, optimizer; and sampling
 # Forward, forward and backward, and decoding: of an RMSNorm by one kernel, of a LayerNorm, of an
 # RMSNorm by parts; of attention, activation and residuals, without rotation, with it, by parts.

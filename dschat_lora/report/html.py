@@ -1,4 +1,4 @@
-"""Pages in one HTML file without network: the report of runs, and that of a machine's first hour.
+"""Pages in one HTML file without network, such as the report of runs.
 
 The templates are in ``page/``. Scripts and styles stand in the file and run by their hashes alone.
 What comes from data is escaped text, or JSON that no parser of HTML takes for anything else.
@@ -19,7 +19,7 @@ from dschat_lora.config.staging import write_whole
 from dschat_lora.report import sections, verdict
 from dschat_lora.report.curves import Chart, chart_data, charts_of
 from dschat_lora.report.log import RunLog
-from dschat_lora.report.markup import duration, number, short, value_text, visible, without_controls
+from dschat_lora.report.markup import duration, number, visible, without_controls
 from dschat_lora.report.rollouts import summary_text
 from dschat_lora.report.run_data import RunData, read_run
 from dschat_lora.report.terminal import note
@@ -32,7 +32,6 @@ FILE = "report.html"
 RELOAD_SECONDS = 20  # between loads of the page of a run that goes on
 LEAST_SECONDS = 30.0  # between two pages
 PAUSE = 50  # times as long as a page took, which costs 2 % of the time at most
-GIB = 2**30
 
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
@@ -107,7 +106,7 @@ def render_report(title: str, runs: Sequence[RunData], tables: Mapping[str, Tabl
         stages.append(stage | {"first": len(charts)})
         charts += drawn
     reload = RELOAD_SECONDS if any(run.status == "running" for run in runs) else 0
-    return _render(
+    return render(
         "report.html",
         title,
         links=links | {"time": "Cost"},
@@ -124,53 +123,23 @@ def render_report(title: str, runs: Sequence[RunData], tables: Mapping[str, Tabl
     )
 
 
-def render_first_hour(found: Mapping[str, Any]) -> str:
-    """The page of ``dschat-lora doctor --first_hour`` from the data of ``first_hour.json``."""
-    machine, measurements = found["machine"], found["measurements"]
-    rows = [
-        [name.removesuffix("_bytes").replace("_", " "), f"{value / GIB:.1f} GiB"]
-        if name in ("memory_bytes", "host_memory_bytes")
-        else [name.replace("_", " "), value_text(value)]
-        for name, value in machine.items()
-        if not isinstance(value, Mapping)
-    ]
-    rows += [[name, value_text(value)] for name, value in machine["versions"].items()]
-    speed = ["tokens_per_second", "generation_tokens_per_second", "step_seconds"]
-    speed += ["tflops_per_device", "mfu"]
-    memory = []
-    for result in measurements:
-        if "peak_bytes" in result:
-            peak, plan = number(result["peak_bytes"]), number(result.get("planned_bytes"))
-            memory.append([result["name"], *map(short, (peak / GIB, plan / GIB, peak / plan))])
-    return _render(
-        "first_hour.html",
-        f"First hour on {machine['card']}",
-        links={"machine": "Machine", "checks": "Checks", "speed": "Speed and memory"},
-        machine=rows,
-        checks=found["checks"],
-        measurements=measurements,
-        speed=[[r["name"], *(short(number(r.get(key))) for key in speed)] for r in measurements],
-        memory=memory,
-        reasons=[[r["name"], r["state"], r["reason"]] for r in measurements if r["reason"]],
-    )
-
-
 def page(title: str, body: str) -> str:
     """An HTML document whose ``body`` is markup; the title is text."""
-    return _render("base.html", title, body=body)
+    return render("base.html", title, body=body)
 
 
-def _render(
+def render(
     template: str,
     title: str,
     *,
+    folder: Path = _ASSETS,
     links: Mapping[str, str] | None = None,
     data: Mapping[str, object] | None = None,
     **values: object,
 ) -> str:
-    """A page; ``links`` are to its sections, and with ``data`` it has the script that draws them.
+    """A page of a template in ``folder``; ``links`` are to its sections.
 
-    ``data`` are JSON.
+    With ``data``, which are JSON, it has the script that draws them.
     """
     style = _asset("uPlot.min.css") + _asset("report.css")
     # With its licence, which every copy of the library carries.
@@ -187,7 +156,7 @@ def _render(
     text = json.dumps(data, separators=(",", ":"), allow_nan=False) if data else ""
     text = text.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&"})
     return (
-        _environment()
+        _environment(folder)
         .get_template(template)
         .render(
             title=title,
@@ -202,12 +171,15 @@ def _render(
 
 
 @cache
-def _environment() -> "Environment":
-    """Of the templates. All values are escaped, but those that a template calls safe."""
+def _environment(folder: Path) -> "Environment":
+    """Of the templates in a folder and ``page/``.
+
+    All values are escaped, but those that a template calls safe.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(_ASSETS),
+        loader=FileSystemLoader([folder, _ASSETS]),
         autoescape=True,
         finalize=lambda value: value if hasattr(value, "__html__") else without_controls(value),
         undefined=StrictUndefined,

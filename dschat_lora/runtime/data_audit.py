@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
-from dschat_lora.addons.audit.filtering import Filtered, filter_rows
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.data.audit import MAX_SHOWN, DataAudit
 from dschat_lora.data.chat import make_chat
@@ -30,6 +30,20 @@ STAGES: dict[str, tuple[int, DataKind]] = {
 }
 
 
+class RowFindings(Protocol):
+    """What an add-on found of the rows, one by one."""
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Numbers of rows."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, JSON-ready, under a name of its own."""
+
+    def lines(self) -> list[str]:
+        """A short table for people."""
+
+
 @dataclass(frozen=True)
 class Findings:
     """What the audit of data found."""
@@ -38,7 +52,7 @@ class Findings:
     samples: list[ShownSample]
     refusal: str | None  # why a run would stop
     tokenizer: Tokenizer
-    filtered: Filtered | None = None  # unless that was not asked for
+    of_rows: Sequence[RowFindings] = ()
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -58,7 +72,7 @@ class Findings:
             "split": audit.split_rows,
             "duplicates": audit.duplicate_rows,
             "overlap": audit.overlap_rows,
-            **({} if self.filtered is None else self.filtered.counts),
+            **{name: count for each in self.of_rows for name, count in each.counts.items()},
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +91,7 @@ class Findings:
             "warnings": list(self.audit.warnings()),
             "refusal": self.refusal,
             "samples": samples,
-            **({} if self.filtered is None else {"filtered": self.filtered.to_dict()}),
+            **{name: found for each in self.of_rows for name, found in each.to_dict().items()},
         }
 
     def lines(self, *, colour: bool = False) -> list[str]:
@@ -88,7 +102,7 @@ class Findings:
         for part, quantiles in audit.part_quantiles.items():
             words = ", ".join(f"{name} {n:,}" for name, n in quantiles.items())
             lines.append(f"{part:<12} {words} tokens")
-        lines += [] if self.filtered is None else self.filtered.lines()
+        lines += [line for each in self.of_rows for line in each.lines()]
         lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
         for sample in self.samples:
             for name, (ids, supervised) in sample.sequences.items():
@@ -122,14 +136,16 @@ def audit_data(config: AuditConfig) -> Findings:
             kind=kind,
         ).audit
     samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
-    filtered = None
-    if config.filters.is_used:
-        chat = make_chat(tokenizer, data.chat_template_kwargs, eos_id=eos_id)
-        filtered = filter_rows(config.filters, data, chat, kind=kind, seed=config.seed)
+    chat = make_chat(tokenizer, data.chat_template_kwargs, eos_id=eos_id)
+    found = (
+        own.look_at_rows(data, chat, kind=kind, seed=config.seed)
+        for own in groups_of(config, "look_at_rows")
+    )
+    of_rows = [each for each in found if each is not None]
     refusal = audit.refusal
     if audit.bad_rows and config.data.bad_rows == "stop":
         refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
-    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer, filtered)
+    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer, of_rows)
 
 
 def show_audit(config: AuditConfig) -> bool:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.bundled import BUNDLED_DATA
-from dschat_lora.config.data import DataConfig, FilterConfig
 from dschat_lora.config.groups import parse_rope_scaling
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
@@ -16,15 +16,13 @@ from dschat_lora.config.stages import (
     AuditConfig,
     DpoConfig,
     DpoStageConfig,
-    ScoreConfig,
     SupervisedConfig,
 )
-from dschat_lora.config.verbs import EvalConfig, GenerateConfig, ReadingConfig
+from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
 from dschat_lora.data.rows import (
     DataKind,
     check_some_prompt_fits,
     check_sources,
-    config_sources,
 )
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
@@ -49,15 +47,12 @@ from dschat_lora.runtime.checks import (
     check_streaming,
     check_task,
     continued_lora,
-    find_of_kind,
     model_fields,
     model_name,
     note_without_effect,
     recomputing,
-    require_packages,
     resolve_stage,
     settled_base_bits,
-    task_of,
     with_bundled,
     with_trackers,
 )
@@ -119,7 +114,8 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
             check_bundled_data_fits(source, stage=rules.name)
         check_data(config, rules, source)
         config = with_trackers(with_recomputation(with_deepspeed_json(config)), None)
-        check_eval_tasks(config, rules)
+        for own in groups_of(config, "check"):
+            own.check(config)
         check_output_dir(config, None)
         check_source_is_kept(config.run, source)
         announce(config, source, bundled=bundled)
@@ -138,29 +134,8 @@ def check_dpo(config: ConfigT) -> ConfigT:
     return check_supervised(config, rules=DPO)
 
 
-def check_eval(config: EvalConfig) -> bool:
-    """Whether the model is a reward model; refuses what cannot be evaluated."""
-    source = check_reading(config, ("CAUSAL_LM",) if config.tasks else ("CAUSAL_LM", "SEQ_CLS"))
-    if config.tasks:
-        require_packages("--tasks", "lm_eval", extra="eval")
-    if config.judge_function is not None and task_of(source) == "SEQ_CLS":
-        raise ValueError(
-            f"--judge_function {config.judge_function} scores a language model's answers, and "
-            f"--model_name_or_path {config.model_name_or_path} is a reward model"
-        )
-    if config.reward_model is None:
-        return task_of(source) == "SEQ_CLS"
-    if task_of(source) == "SEQ_CLS":
-        raise ValueError(
-            f"--reward_model {config.reward_model} scores a language model's answers, and "
-            f"--model_name_or_path {config.model_name_or_path} is a reward model itself"
-        )
-    find_of_kind(config.reward_model, ("SEQ_CLS",), option="--reward_model")
-    return False
-
-
-def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -> ModelSource:
-    """The model's source; refuses one of another kind, and files that cannot be read."""
+def check_reading(config: ReadingConfig, tasks: tuple[str, ...]) -> ModelSource:
+    """The model's source; refuses one of another kind, and a chat template that is none."""
     source = find_model(config.model_name_or_path)
     check_adapter_files(source)
     check_task(source, tasks)
@@ -169,20 +144,18 @@ def check_reading(config: ScoreConfig | ReadingConfig, tasks: tuple[str, ...]) -
     fitting_length(config.max_seq_len, source, given, rope_scaling=rope)
     if config.loading.chat_template is not None:
         read_chat_template(config.loading.chat_template)
-    if isinstance(config, GenerateConfig):
-        for entry in config.data_path:
-            find_source("data_path", entry)  # of any kind: each row has a prompt
-        if config.reward_model is not None:
-            find_of_kind(config.reward_model, ("SEQ_CLS",), option="--reward_model")
-    elif config.data_path:  # those of evaluations by tasks are elsewhere
-        scored = isinstance(config, EvalConfig) and (config.reward_model or config.judge_function)
-        check_sources(
-            DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all"),
-            "prompts" if scored else "samples",  # own answers are scored
-        )
-    if isinstance(config, ScoreConfig | GenerateConfig) and config.output_path is not None:
-        check_file_can_be_made(config.output_path, "output_path")
     return source
+
+
+def check_generate(config: GenerateConfig) -> None:
+    """Refuse a model that answers nothing, and files that cannot be read or written."""
+    check_reading(config, ("CAUSAL_LM",))
+    for entry in config.data_path:
+        find_source("data_path", entry)  # of any kind: each row has a prompt
+    for own in groups_of(config, "check"):
+        own.check(config)
+    if config.output_path is not None:
+        check_file_can_be_made(config.output_path, "output_path")
 
 
 def check_audit(config: AuditConfig) -> AuditConfig:
@@ -196,39 +169,10 @@ def check_audit(config: AuditConfig) -> AuditConfig:
     if not (data.data_path or data.sft_only_data_path):
         data = replace(data, data_path=(str(BUNDLED_DATA["train"]),))
     check_sources(replace(data, bad_rows="skip"))
-    check_filters(config.filters, data)
-    return replace(config, data=data)
-
-
-def check_filters(filters: FilterConfig, data: DataConfig) -> None:
-    """Refuse what cannot be compared with, and to write over data that are read.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    against = [find_source("against", entry) for entry in filters.against]
-    if filters.near_duplicates is not None:
-        require_packages("--near_duplicates", "datasketch", extra="dedup")
-    if filters.language_rows:
-        require_packages("--language_rows", "py3langid", extra="dedup")
-    if filters.kept_path is None:
-        return
-    check_file_can_be_made(filters.kept_path, "kept_path")
-    kept = Path(filters.kept_path).expanduser()
-    for source in (*config_sources(data, head=False), *against):
-        named = Path(source.entry).expanduser()
-        if any(kept.exists() and file.samefile(kept) for file in source.files) or (
-            named.is_dir() and kept.resolve().is_relative_to(named.resolve())
-        ):
-            raise ValueError(
-                f"--kept_path {filters.kept_path} is a file of --{source.option} {source.entry}, "
-                "which is read; name another one"
-            )
-    if kept.exists() and not filters.overwrite_kept_path:
-        raise ValueError(
-            f"--kept_path {filters.kept_path} exists; name another file, or replace it by "
-            "--overwrite_kept_path"
-        )
+    config = replace(config, data=data)
+    for own in groups_of(config, "check"):
+        own.check(config)
+    return config
 
 
 def with_bundled_data(config: ConfigT) -> ConfigT:
@@ -354,23 +298,6 @@ def check_probe(config: SupervisedConfig, rules: StageRules) -> None:
             raise ValueError(
                 f"{asked} finds the rate that --{name} {values[name]:g} gives; leave one out"
             )
-
-
-def check_eval_tasks(config: SupervisedConfig, rules: StageRules) -> None:
-    """Refuse ``--eval_tasks`` of a model that answers nothing, or of which no process has all."""
-    if not config.tasks.eval_tasks:
-        return
-    if rules.name == "reward":
-        raise ValueError("--eval_tasks ask a language model, and this stage trains a reward model")
-    parallel = config.parallel
-    divided = {"tensor_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 2}
-    for name, most in divided.items():
-        if (getattr(parallel, name) or 0) > most:
-            raise ValueError(
-                f"--eval_tasks need the whole model in each process: --{name} must be at most "
-                f"{most}, got {getattr(parallel, name)}; dschat-lora eval --tasks takes checkpoints"
-            )
-    require_packages("--eval_tasks", "lm_eval", extra="eval")
 
 
 def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource) -> None:

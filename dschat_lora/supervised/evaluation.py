@@ -1,22 +1,21 @@
 """Evaluation on held-out rows before, during and after training: metrics, and sample answers."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from dschat_lora.addons.nlg.beam_search import greedy_decode
 from dschat_lora.algos.logprobs import token_logprobs
+from dschat_lora.config.addons import groups_of
 from dschat_lora.data.loader import PackedRow, eval_batches
 from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import world_size
+from dschat_lora.generation.greedy import greedy_decode
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import end_ids
@@ -24,7 +23,6 @@ from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.report.log import eval_line
 from dschat_lora.runtime.loop import AnswerLog, EvalResults
 from dschat_lora.supervised.batching import BatchLayout, row_share, rows_of
-from dschat_lora.supervised.inference import LoadedPolicy
 from dschat_lora.supervised.loop import Evaluation, evaluate
 from dschat_lora.supervised.objectives import SUPERVISED, Objective, mean_of
 from dschat_lora.supervised.setup import SupervisedSetup
@@ -57,14 +55,9 @@ class SupervisedEvaluator:
         self._collate, self._config = batch_layout.collate, setup.config
         self._interrupts, self._share = setup.run.interrupts, row_share(setup)
         self.results = EvalResults(setup.run, eval_line)
-        self._measure_tasks: Callable[[], dict[str, float]] = dict
-        if setup.config.tasks.eval_tasks:
-            if not self._rows:
-                raise ValueError(
-                    "--eval_tasks are measured with the held-out rows, and there are none: give "
-                    "--eval_data_path or --eval_ratio"
-                )
-            self._measure_tasks = task_measures(setup, engine)
+        # of add-ons
+        measures = (each.measures(setup, engine) for each in groups_of(setup.config, "measures"))
+        self._measures = [measure for measure in measures if measure is not None]
 
     def __call__(self, step: int) -> None:
         """Evaluate after ``step`` optimizer steps, unless that was done; call on every rank."""
@@ -89,8 +82,9 @@ class SupervisedEvaluator:
             **result.means,
             **self._objective.combine({n: mean_of(c) for n, c in result.columns.items()}),
             **self._objective.describe(result.loss, result.columns),
-            **self._measure_tasks(),
         }
+        for measure in self._measures:
+            metrics |= measure()
         columns = result.columns if "accuracy" in metrics else {}
         of_each = {name: columns[name] for name in ("accuracy",) if name in columns}
         self.results.add(step, metrics, of_each)
@@ -125,37 +119,6 @@ class SupervisedEvaluator:
     def before_and_after(self) -> dict[str, float]:
         """The headline metric of the first and the last evaluation, for record and card."""
         return self.results.before_and_after(self._objective.headline)
-
-
-def task_measures(
-    setup: SupervisedSetup, engine: TrainEngine[BackboneModel]
-) -> Callable[[], dict[str, float]]:
-    """A function that measures ``--eval_tasks``: ``task/NAME/MEASURE``; call on every rank.
-
-    Raises:
-        ValueError: if there is no such task.
-    """
-    from dschat_lora.addons.evaluation.harness import HarnessModel, find_tasks
-
-    config = setup.config
-    tasks = find_tasks(config.tasks.eval_tasks, option="--eval_tasks")
-    model = HarnessModel(
-        LoadedPolicy(setup.source, engine.module.model, setup.tokenizer),
-        batch_size=config.batch.per_device_eval_batch_size,
-        check=setup.run.interrupts.check,
-    )
-
-    def measure() -> dict[str, float]:
-        engine.eval()
-        with redirect_stderr(StringIO()):  # its bars of progress
-            found = tasks.measure(model, limit=config.tasks.eval_tasks_limit or None)
-        # A report knows errors by this name.
-        return {
-            f"task/{task}/{name.replace('_stderr', '_standard_error')}": value
-            for (task, name), value in found.items()
-        }
-
-    return measure
 
 
 @dataclass(frozen=True)

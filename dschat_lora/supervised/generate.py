@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_lora.addons.evaluation.score import output_file
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.data.chat import Chat, Span, make_chat
@@ -25,6 +24,7 @@ from dschat_lora.supervised.inference import (
     RowsConfig,
     last_record,
     load_policy,
+    output_file,
     read_rows,
 )
 

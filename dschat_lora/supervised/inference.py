@@ -1,16 +1,21 @@
 """Trained models and rows of data, for verbs that train nothing."""
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TextIO, cast
 
 import torch
 
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.config.data import parse_columns
+from dschat_lora.config.files import naming
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.staging import staged_file
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.readers import iter_rows
@@ -24,7 +29,7 @@ from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_tokenizer
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.report.terminal import note
+from dschat_lora.report.terminal import STDOUT, Screen, note
 
 
 class RowsConfig(Protocol):
@@ -158,3 +163,16 @@ class LossMeter:
             0, owner, (logits.argmax(-1) != batch.target_ids).double()
         )
         return list(zip(sums.tolist(), (wrong == 0).tolist(), strict=True))
+
+
+@contextmanager
+def output_file(path: str | None) -> Iterator[TextIO]:
+    """Standard output, or a file that takes its name when it is complete."""
+    if path is None:
+        with naming(STDOUT):
+            yield cast(TextIO, Screen()) if sys.stdout.isatty() else sys.stdout
+            sys.stdout.flush()
+        return
+    final = Path(path).expanduser()
+    with staged_file(final) as staged, staged.open("w", encoding="utf-8") as file:
+        yield file

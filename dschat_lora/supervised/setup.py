@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.groups import OptimConfig
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
@@ -95,10 +96,8 @@ def set_up(
         prepare_to_compile(run, FLEX_ATTENTION)
     if config.model.compile:
         prepare_to_compile(run)
-    if config.tasks.eval_tasks:  # a name that is none is refused before a model is loaded
-        from dschat_lora.addons.evaluation.harness import find_tasks
-
-        find_tasks(config.tasks.eval_tasks, option="--eval_tasks")
+    for own in groups_of(config, "before_models"):
+        own.before_models()
     source = find_model(config.model.model_name_or_path)
     check_same_models(source)
     group = tensor_group(config.parallel)

@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from dschat_lora.api.command_lines import run_stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
@@ -34,6 +33,8 @@ from api.programs import (
 )
 from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.commands import verbs
+from dschat_lora.commands.train import run_stage
 from dschat_lora.config.options import command_line, options_in_python
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.engine.rendezvous import LAUNCHED
@@ -236,18 +237,10 @@ def test_a_second_reward_model_scores_too(sft, scorer):
     assert dl.rlhf(sft, data=ROWS, rewards=brevity, **ROLLOUTS).status == "finished"
 
 
-def test_a_plan_and_an_audit_of_rows_are_those_of_the_command(tmp_path, capsys):
-    path = str(write_rows(tmp_path / "rows.jsonl", ROWS))
-    plan = dl.plan("sft", data=ROWS, lora_dim=8, device="24GB")
-    command_lines.plan(["sft", "--data_path", path, *"--lora_dim 8 --for 24GB --json".split()])
-    found = json.loads(capsys.readouterr().out)
-    for name in ("peak", "roles", "largest", "parameters"):
-        assert plan.facts[name] == found[name], name
-    assert plan.fits is True
-    assert (plan.peak, str(plan)[:11]) == (found["peak"], "plan of sft")
+def test_an_audit_of_rows_is_that_of_the_command(tmp_path, capsys):
     audit = dl.audit(PAIRS, stage="reward", show=1)
     write_rows(tmp_path / "pairs.jsonl", PAIRS)
-    command_lines.audit([str(tmp_path / "pairs.jsonl"), *"--stage reward --show 1 --json".split()])
+    verbs.audit([str(tmp_path / "pairs.jsonl"), *"--stage reward --show 1 --json".split()])
     found = json.loads(capsys.readouterr().out)
     assert (audit.counts, audit.refusal) == (found["counts"], None)
     assert audit.samples[0]["input_ids"] == found["samples"][0]["input_ids"]
@@ -531,6 +524,6 @@ def test_editors_see_every_option_with_its_default_and_help():
     assert "packing" in parameters
     assert "options" not in parameters
     assert (
-        "    lora_dim (int | None): rank r of the update; 0 trains every weight" in dl.sft.__doc__
+        "    lora_dim (int | None): rank of the adapters; 0 trains every weight" in dl.sft.__doc__
     )
     assert "reward_weights" in inspect.signature(dl.rlhf).parameters

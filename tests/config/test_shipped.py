@@ -10,8 +10,9 @@ import pytest
 
 from dschat_lora import __main__ as command
 from dschat_lora.addons.glue.config import GlueConfig
-from dschat_lora.addons.pipeline.recipe import options_of_stage, read_recipe
 from dschat_lora.commands.launch import LauncherConfig, launch_command, split_launcher_options
+from dschat_lora.commands.stages import options_of_file
+from dschat_lora.config.addons import verbs
 from dschat_lora.config.bundled import CONFIGS, find_deepspeed_json, find_recipe, recipes
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
@@ -84,14 +85,13 @@ def test_deepspeed_json_is_found_by_name():
         find_deepspeed_json("zero7")
 
 
-def test_stage_takes_its_part_of_a_pipeline_as_the_pipeline_would_run_it():
-    recipe = read_recipe("bundled")
-    options = options_of_stage("rlhf", "bundled")
-    assert options == {**recipe.stages["rlhf"], "output_dir": "output/bundled/rlhf"}
-    assert options["actor_model_name_or_path"] == "output/bundled/sft"
-    assert options["max_steps"] == 3
-    with pytest.raises(ValueError, match="--config bundled has the stages sft, reward, rlhf, and"):
-        options_of_stage("dpo", "bundled")
+def test_stages_of_a_pipeline_need_its_add_on(monkeypatch):
+    Path("plain.yaml").write_text("lora_dim: 3\n")
+    monkeypatch.setattr("dschat_lora.commands.stages.provided", lambda seam: {})
+    assert options_of_file("sft", "plain.yaml") == {"lora_dim": 3}
+    line = "--config bundled has the stages of a pipeline, which is an add-on that is not installed"
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        options_of_file("rlhf", "bundled")
 
 
 def test_experiments_take_their_recipes_by_name():
@@ -111,7 +111,7 @@ def test_every_recipe_is_listed_with_a_line_and_the_verb_that_takes_it(verb):
     for each in listed:
         assert 10 < len(each["summary"]) < 140
         program, name, *_ = shlex.split(each["command"])
-        assert (program, name in command.VERBS) == ("dschat-lora", True)
+        assert (program, name in {*command.VERBS, *verbs()}) == ("dschat-lora", True)
 
 
 # ---------------------------------------------------------------------------- command lines
@@ -166,17 +166,17 @@ def test_runs_side_by_side_on_one_machine_meet_at_ports_of_their_own(
 
 def test_ranks_of_a_launcher_find_their_verb_behind_its_arguments(monkeypatch):
     seen = []
-    monkeypatch.setitem(command.VERBS, "sft", command.Verb("", seen.append))
+    monkeypatch.setattr(command, "load", lambda path: lambda argv: seen.append((path, argv)))
     monkeypatch.setattr("sys.argv", ["dschat-lora", "--local_rank=1", "sft", "--lora_dim", "8"])
     command.main()
-    assert seen == [["--local_rank=1", "--lora_dim", "8"]]
+    assert seen == [(command.VERBS["sft"].run, ["--local_rank=1", "--lora_dim", "8"])]
 
 
 def test_help_names_every_verb_and_each_has_its_own(verb):
     code, out, _ = verb("--help")
     assert code == 0
     shown = re.findall(r"^  (\w+) ", out, re.MULTILINE)
-    assert sorted(shown) == sorted(command.VERBS)
+    assert sorted(shown) == sorted([*command.VERBS, *verbs()])
     for name in ("merge", "generate", "eval", "score", "inspect", "push", "export"):
         code, out, _ = verb(name, "--help")
         assert code == 0
@@ -195,8 +195,6 @@ WRONG = [
     ("demo --seed x", ["--seed", "'x'"]),
     ("accept", ["adapter"]),
     ("accept nowhere", ["nowhere"]),
-    ("pipeline", ["FILE"]),
-    ("pipeline none.yaml", ["none.yaml", "recipes"]),
     ("sft --lora_dm 8", ["--lora_dm", "did you mean --lora_dim?"]),
     ("sft --num_gpus 0", ["--num_gpus", "0", ">= 1"]),
     ("sft --num_gpus two", ["--num_gpus", "'two'", "whole number"]),
@@ -205,8 +203,6 @@ WRONG = [
     ("sft --config optt", ["--config optt", "dschat-lora recipes"]),
     ("sft --config bundeld", ["--config bundeld", "did you mean bundled?"]),
     ("sft --deepspeed_config zero9", ["--deepspeed_config zero9", "did you mean zero"]),
-    ("rlhf --config bundled", ["--actor_model_name_or_path", "output/bundled/sft"]),
-    ("dpo --config bundled", ["stages sft, reward, rlhf"]),
     ("merge", ["--model_name_or_path is required"]),
     ("merge nowhere/at", ["nowhere/at"]),
     ("merge adapter --dtyp fp16", ["--dtyp", "did you mean --dtype?"]),

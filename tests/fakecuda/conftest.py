@@ -50,7 +50,7 @@ class FakeDevice:
     def _start(self):
         environment = os.environ | {
             "DS_ACCELERATOR": "cuda",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "TRANSFORMERS_VERBOSITY": "error",
         }
         with (self._directory / "log").open("w") as log:

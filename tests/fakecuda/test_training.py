@@ -6,9 +6,6 @@ import pytest
 
 from benchmarks.common.shapes import SHAPES
 from benchmarks.scaling import adapted
-from dschat_lora.addons.planning.plan_search import plan_stage, planning
-from dschat_lora.models.published import PUBLISHED, published_name, write_config
-from dschat_lora.perf.cards import Card
 from dschat_lora.perf.launches import count_launches
 from fakecuda.test_scaling import check_exchanges
 from helpers.spread import ALL
@@ -74,22 +71,8 @@ ROWS = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "rank", "recompute"), ROWS if ALL else ROWS[:1])
-def test_memory_is_what_the_document_says(fake_device, tmp_path, shape, rank, recompute):
-    found = train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute)
-    check_estimate(found)
-    check_plan(tmp_path, shape, found["peak"], lora_dim=rank, gradient_checkpointing=recompute)
-
-
-def check_plan(directory, shape, peak, **options):
-    """``dschat-lora plan`` expects that peak, and does not say that a device of it is enough."""
-    fields = dict(PUBLISHED[published_name(shape)])
-    fields |= {} if LAYERS is None else {"num_hidden_layers": LAYERS}
-    write_config(directory / "model", fields)
-    options |= {"model_name_or_path": str(directory / "model"), "max_seq_len": 512}
-    with planning() as home:
-        plan = plan_stage("sft", options, home, card=Card("as large as the peak", peak))
-    assert 0.9 < plan.plan.memory.peak / peak < 1.1
-    assert not plan.fits
+def test_memory_is_what_the_document_says(fake_device, shape, rank, recompute):
+    check_estimate(train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute))
 
 
 LONG = {"rows": 1, "length": 16384, "sample": 16384, "recompute": True}

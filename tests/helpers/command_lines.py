@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from dschat_lora import __main__ as program
+from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.nlg.config import (
     DecodeConfig,
@@ -23,6 +24,7 @@ from dschat_lora.addons.nlg.config import (
     NlgConfig,
 )
 from dschat_lora.addons.pipeline import run as pipeline
+from dschat_lora.addons.planning.config import ModelsConfig
 from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
 from dschat_lora.addons.tinker.config import TinkerConfig
 from dschat_lora.api import command_lines
@@ -31,15 +33,13 @@ from dschat_lora.commands.launch import LauncherConfig
 from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
-from dschat_lora.config.stages import AuditConfig, ScoreConfig
+from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.values import is_switch, switch_words, value_shape
 from dschat_lora.config.verbs import (
-    EvalConfig,
     ExportConfig,
     GenerateConfig,
     InspectConfig,
     MergeConfig,
-    ModelsConfig,
     PushConfig,
 )
 from dschat_lora.runtime import stage_main

@@ -252,7 +252,7 @@ def test_json_is_checked_by_a_schema_in_a_file(tmp_path, monkeypatch):
 
 def test_instructions_of_ifeval_are_checked_by_its_checkers():
     for name in ("lm_eval", "langdetect", "immutabledict", "nltk"):
-        pytest.importorskip(name, reason="needs dschat_lora[eval]")
+        pytest.importorskip(name, reason="needs dschat_lora[evaluation]")
     row = {
         "instruction_id_list": [
             "punctuation:no_comma",

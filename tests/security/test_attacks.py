@@ -13,7 +13,6 @@ import torch
 
 from dschat_lora.addons.glue.callback import check_pickles
 from dschat_lora.addons.glue.config import GlueConfig
-from dschat_lora.addons.pipeline.recipe import read_recipe
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.history import step_directory
@@ -310,12 +309,6 @@ TAGS = ["!!python/object/apply:os.system ['touch ran']", "!!python/name:os.syste
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_recipe_makes_no_objects(tmp_path, tag):
-    (tmp_path / "recipe.yaml").write_text(f"output_dir: out\nstages:\n  sft:\n    seed: {tag}\n")
-    assert "recipe.yaml" in message(lambda: read_recipe("recipe.yaml"))
-
-
-@pytest.mark.parametrize("tag", TAGS)
 def test_a_config_file_makes_no_objects(refused, tmp_path, tag):
     (tmp_path / "run.yaml").write_text(f"seed: {tag}\n")
     assert "run.yaml" in refused("--config", "run.yaml")
@@ -361,7 +354,8 @@ DANGEROUS = {
     "importlib.import_module": {"runtime/checks.py"},
     # These name modules of the package itself, and of an attention kernel.
     "import_module": {
-        *("__init__.py", "config/old_names.py", "models/attention.py", "runtime/stage_main.py"),
+        *("__init__.py", "config/addons.py", "config/old_names.py", "models/attention.py"),
+        "runtime/stage_main.py",
     },
 }
 

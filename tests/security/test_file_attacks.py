@@ -29,7 +29,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dschat_lora.addons.pipeline.recipe import read_recipe
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.extract import read_checkpoint
@@ -454,7 +453,6 @@ def report_part(name):
 
 READERS = {
     "config": (option_file("run.yaml", partial(read_mapping, label="run.yaml")), r"run\.yaml"),
-    "recipe": (option_file("recipe.yaml", read_recipe), r"recipe\.yaml"),
     "DeepSpeed JSON": (option_file("ds.json", read_deepspeed_json), r"ds\.json"),
     "chat template": (option_file("chat.jinja", read_chat_template), r"chat\.jinja"),
     "data file": (
@@ -1294,7 +1292,7 @@ def test_control_characters_of_responses_do_not_reach_the_terminal(capsys, tmp_p
 def test_control_characters_of_answers_do_not_reach_the_terminal(capsys, monkeypatch):
     import sys
 
-    from dschat_lora.addons.evaluation.score import output_file
+    from dschat_lora.supervised.inference import output_file
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with output_file(None) as file:

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -44,19 +47,23 @@ def installed(wheel, tmp_path_factory):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
 
-    def run(*argv):
-        # Without the last two the accelerator is looked for, and said on the standard output.
-        left_out = ("RANK", "WORLD_SIZE", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
-        environment = {k: v for k, v in os.environ.items() if k not in left_out}
-        environment["PYTHONPATH"] = str(target)
-        command = [sys.executable, "-m", "dschat_lora", *map(str, argv)]
-        done = subprocess.run(
-            command, cwd=home, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    # Without the last two the accelerator is looked for, and said on the standard output.
+    left_out = ("RANK", "WORLD_SIZE", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
+    environment = {k: v for k, v in os.environ.items() if k not in left_out}
+    environment["PYTHONPATH"] = str(target)
 
-    run.home, run.target = home, target
+    def start(*argv):
+        command = [sys.executable, "-m", "dschat_lora", *map(str, argv)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=home, env=environment, **pipes)
+
+    def run(*argv):
+        with start(*argv) as running:
+            out, err = running.communicate(timeout=300)
+        assert running.returncode == 0, out + err
+        return out
+
+    run.home, run.target, run.start = home, target, start
     return run
 
 
@@ -92,6 +99,38 @@ def test_wheel_trains(trained):
     assert said.startswith("model: the bundled tiny model; data: the bundled data\n")
     assert "Setting accelerator" not in said
     assert json.loads((home / "run.json").read_text())["status"] == "finished"
+
+
+def test_wheel_makes_a_page_of_a_run(installed, trained):
+    home, _ = trained
+    page = home / "report.html"
+    page.unlink()
+    installed("report", "sft")
+    assert "uPlot" in page.read_text("utf-8")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        ("serve sft --port 0", "/"),
+        ("serve sft --port 0", "/v1/models"),
+        ("tinker base --port 0", "/api/v1/healthz"),
+    ],
+)
+def test_wheel_serves(words, path, installed, trained):
+    """The page, a request of OpenAI's interface, and the Tinker API, until they are stopped."""
+    for package in ("uvicorn", "starlette", *["tinker"] * words.startswith("tinker")):
+        pytest.importorskip(package)
+    with installed.start(*words.split()) as running:
+        line = ""
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", line)):
+            line = running.stdout.readline()
+            assert line, running.stderr.read()
+        with urlopen(found[0] + path) as answer:
+            assert answer.status == 200
+            assert answer.read()
+        running.send_signal(signal.SIGINT)
 
 
 def test_run_ends_with_commands_and_a_page_that_name_its_output(trained):

@@ -2,4 +2,4 @@
 
 from dschat_lora.config.addons import Addon
 
-ADDON = Addon("audit")
+ADDON = Addon("audit", options={"audit": "dschat_lora.addons.audit.config:FilterConfig"})

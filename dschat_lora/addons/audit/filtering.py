@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 import regex
 
+from dschat_lora.addons.audit.config import FilterConfig
 from dschat_lora.addons.audit.similar_rows import Likeness, NearDuplicates, SharedRuns, words_of
-from dschat_lora.addons.nlg.formats import TOKEN_IDS, token_texts
-from dschat_lora.config.data import DataConfig, FilterConfig
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.staging import staged_file
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.messages import content_text
@@ -61,8 +61,8 @@ class Filtered:
         return counts | ({"languages": self.languages} if config.language_rows else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
-        return {**asdict(self), "fates": {fate: self.fates[fate] for fate in FATES}}
+        """JSON-ready fields, under a name of their own."""
+        return {"filtered": {**asdict(self), "fates": {f: self.fates[f] for f in FATES}}}
 
     def lines(self) -> list[str]:
         """A short table for people."""
@@ -183,9 +183,7 @@ def compared_texts(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[str, str
     System messages are left out, which many rows share. Of a pair the rejected answer counts where
     it is learnt from.
     """
-    values = row.values
-    if row.layout == TOKEN_IDS:
-        values = token_texts(values, chat.tokenizer)
+    values = row.with_texts(chat.tokenizer)
     if row.kind == "preference":
         prompt, *answers = split_preference(values)[: 2 if kind == "samples" else 3]
     elif row.kind == "conversation":

@@ -12,5 +12,11 @@ ADDON = Addon(
         "eval": "perplexity, preferences or rewards on rows of data",
         "score": "score answers by a reward model",
     },
+    options={
+        **dict.fromkeys(
+            ("sft", "reward", "dpo"), "dschat_lora.addons.evaluation.options:TaskOptions"
+        ),
+        "generate": "dschat_lora.addons.evaluation.options:KeepOptions",
+    },
     functions={"evaluate": "dschat_lora.addons.evaluation.python:evaluate"},
 )

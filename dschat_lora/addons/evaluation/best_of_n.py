@@ -5,9 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dschat_lora.addons.evaluation.measure import Judge, MakeJudge, model_judge
-from dschat_lora.addons.evaluation.score import output_file
-from dschat_lora.addons.nlg.formats import TOKEN_IDS
+from dschat_lora.addons.evaluation.judge import Judge, function_judge, model_judge
+from dschat_lora.addons.evaluation.options import KeepOptions
 from dschat_lora.config.data import parse_columns
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.data.chat import Span
@@ -18,7 +17,7 @@ from dschat_lora.data.rows import RowOptions, parse_row
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import note
 from dschat_lora.supervised.generate import Answer, answer_prompts, room_for_prompts
-from dschat_lora.supervised.inference import load_policy, read_rows
+from dschat_lora.supervised.inference import load_policy, output_file, read_rows
 
 
 class ScoredAnswer(NamedTuple):
@@ -60,24 +59,22 @@ def choose_answers(
     return [(best,) if keep == "best" else (best, worst)]
 
 
-def write_kept_answers(config: GenerateConfig, make_judge: MakeJudge | None) -> None:
+def write_kept_answers(config: GenerateConfig, options: KeepOptions) -> None:
     """Write rows of the answers that ``--keep`` chooses, none twice.
-
-    ``make_judge`` makes what ``--reward_function`` names; without it the reward model scores.
 
     Raises:
         ValueError: as of :func:`generate_answers`, and for a reward that cannot be used.
         OSError: if the output cannot be written.
     """
-    assert config.keep is not None
+    assert options.keep is not None
     policy = load_policy(config.model)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
-    if make_judge is not None:
+    if name := options.reward_function:
         columns, _ = next(read_rows(config, kind=None, limit=1), ({}, None))
-        judge = make_judge(policy.tokenizer, [*columns])
+        judge = function_judge("reward_function", name, policy.tokenizer, [*columns])
     else:
-        judge = model_judge(config, str(config.reward_model))
-    lowest = -math.inf if config.min_reward is None else config.min_reward
+        judge = model_judge(config, str(options.reward_model))
+    lowest = -math.inf if options.min_reward is None else options.min_reward
     seen: set[bytes] = set()
     count = too_long = unkept = repeated = 0
     with output_file(config.output_path) as file:
@@ -89,7 +86,7 @@ def write_kept_answers(config: GenerateConfig, make_judge: MakeJudge | None) -> 
                     for answer, score in zip(answers or (), scores, strict=True)
                     if score is not None
                 ]
-                kept = choose_answers(scored, config.keep, lowest)
+                kept = choose_answers(scored, options.keep, lowest)
                 for own in kept:
                     spans = (*record.context, Span(own[0].text, target=True))
                     rejected = own[1].text if len(own) == 2 else None
@@ -98,7 +95,13 @@ def write_kept_answers(config: GenerateConfig, make_judge: MakeJudge | None) -> 
                         repeated += 1
                         continue
                     seen.add(digest)
-                    row = _row(config, count, record, own) | {"scores": scores}
+                    row = _row(config, count, record, own)
+                    row |= {
+                        "model": config.model_name_or_path,
+                        "reward": options.reward_model or options.reward_function,
+                        "seed": config.seed,
+                        "scores": scores,
+                    }
                     file.write(json.dumps(jsonable(row), ensure_ascii=False) + "\n")
                 count, too_long = count + 1, too_long + (answers is None)
                 unkept += answers is not None and not kept
@@ -107,8 +110,8 @@ def write_kept_answers(config: GenerateConfig, make_judge: MakeJudge | None) -> 
         note(f"{too_long:,} prompts are longer than {room:,} tokens: they have no answer")
     if unkept:
         wanted = ["ended by itself"]
-        wanted += [] if config.min_reward is None else [f"scored {lowest:g}"]
-        wanted += [] if config.keep == "all" else ["was better than another"]
+        wanted += [] if options.min_reward is None else [f"scored {lowest:g}"]
+        wanted += [] if options.keep == "all" else ["was better than another"]
         note(f"{unkept:,} prompts have no row: no answer {' and '.join(wanted)}")
     if repeated:
         note(f"{repeated:,} rows are left out: their prompt and answers came before")
@@ -134,14 +137,14 @@ def _scores_of_draws(
 def _row(
     config: GenerateConfig, number: int, record: TextRecord, own: Sequence[ScoredAnswer]
 ) -> dict[str, Any]:
-    """A row with the prompt in its own form, text or messages, the answers, and their origin."""
+    """A row with the prompt in its own form, text or messages, and the answers with scores."""
     if number < len(config.prompts):
         text = config.prompts[number]
         values: dict[str, Any] = {"prompt": [message("user", text)] if config.chat else text}
     else:
         options = RowOptions(parse_columns(config.columns), unpaired="all")
         row = parse_row(RawRow(record.location, json.loads(record.columns)), options)
-        values = {} if row.layout == TOKEN_IDS else row.values
+        values = {} if row.is_encoded else row.values
     prompt = values.get("prompt", [])
     answered = next((values[n] for n in ("messages", "completion", "chosen") if n in values), None)
     if isinstance(prompt, list) and isinstance(answered, list):
@@ -159,7 +162,4 @@ def _row(
         **dict(zip(names, answers, strict=True)),
         **{name: values[name] for name in ("tools", "chat_template_kwargs") if name in values},
         **dict(zip(labels, (each.score for each in own), strict=True)),
-        "model": config.model_name_or_path,
-        "reward": config.reward_model or config.reward_function,
-        "seed": config.seed,
     }

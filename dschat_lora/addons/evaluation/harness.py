@@ -3,8 +3,10 @@
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,13 +19,17 @@ from lm_eval.models.utils import postprocess_generated_text as cut_at
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from dschat_lora.addons.evaluation.config import EvalConfig
+from dschat_lora.addons.evaluation.options import TaskOptions
 from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.config.verbs import EvalConfig
 from dschat_lora.data.samples import SequenceSample
+from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank, world_size
 from dschat_lora.generation.sampling import Sampling
+from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.supervised.generate import AnswerGenerator
 from dschat_lora.supervised.inference import LoadedPolicy, LossMeter, load_policy
+from dschat_lora.supervised.setup import SupervisedSetup
 
 DEFAULT_POSITIONS = 2048  # of a model without a limit, as in the harness
 DEFAULT_NEW_TOKENS = 256  # of an answer whose task says nothing, likewise
@@ -47,6 +53,39 @@ def measure_tasks(config: EvalConfig) -> dict[str, float]:
         apply_chat_template=config.apply_chat_template,
     )
     return {f"{task} {measure}": value for (task, measure), value in found.items()}
+
+
+def task_measures(
+    options: TaskOptions, setup: SupervisedSetup, engine: TrainEngine[BackboneModel]
+) -> Callable[[], dict[str, float]]:
+    """A function that measures ``--eval_tasks``: ``task/NAME/MEASURE``; call on every rank.
+
+    Raises:
+        ValueError: if there is no such task, or no row is held out.
+    """
+    if not len(setup.data.eval):
+        raise ValueError(
+            "--eval_tasks are measured with the held-out rows, and there are none: give "
+            "--eval_data_path or --eval_ratio"
+        )
+    tasks = find_tasks(options.eval_tasks, option="--eval_tasks")
+    model = HarnessModel(
+        LoadedPolicy(setup.source, engine.module.model, setup.tokenizer),
+        batch_size=setup.config.batch.per_device_eval_batch_size,
+        check=setup.run.interrupts.check,
+    )
+
+    def measure() -> dict[str, float]:
+        engine.eval()
+        with redirect_stderr(StringIO()):  # its bars of progress
+            found = tasks.measure(model, limit=options.eval_tasks_limit or None)
+        # A report knows errors by this name.
+        return {
+            f"task/{task}/{name.replace('_stderr', '_standard_error')}": value
+            for (task, name), value in found.items()
+        }
+
+    return measure
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """Measures of a trained model on rows of data: perplexity, preferences, rewards."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean, stdev
 from typing import TypeVar
 
-from dschat_lora.addons.evaluation.score import Scorer
-from dschat_lora.config.verbs import EvalConfig, ReadingConfig
-from dschat_lora.data.chat import Span, make_chat
-from dschat_lora.data.encoder import Tokenizer, make_encoder
+from dschat_lora.addons.evaluation.config import EvalConfig
+from dschat_lora.addons.evaluation.judge import Judge, function_judge, model_judge, scorer_of
+from dschat_lora.data.chat import make_chat
+from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.records import TextRecord, answers_of
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -18,7 +18,6 @@ from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.supervised.generate import (
-    Answer,
     AnswerGenerator,
     prompt_ids,
     room_for_prompts,
@@ -36,12 +35,6 @@ from dschat_lora.supervised.objectives import describe_perplexity
 
 ROWS_AT_A_TIME = 1024
 T = TypeVar("T")
-
-
-# Scores of answers to the prompts of records, None for one that is not to count.
-Judge = Callable[[Sequence[tuple[TextRecord, Answer]]], Sequence[float | None]]
-# A judge for a tokenizer, and the columns that it may ask for.
-MakeJudge = Callable[[Tokenizer, Sequence[str]], Judge]
 
 
 @dataclass
@@ -65,12 +58,8 @@ class Pairs:
         }
 
 
-def evaluate_model(
-    config: EvalConfig, *, scores: bool, make_judge: MakeJudge | None = None
-) -> dict[str, float]:
+def evaluate_model(config: EvalConfig, *, scores: bool) -> dict[str, float]:
     """The measures; ``scores`` says whether the model is a reward model.
-
-    ``make_judge`` makes what ``--judge_function`` names.
 
     Raises:
         ValueError: if rows have no answer, or none fits the model.
@@ -79,7 +68,7 @@ def evaluate_model(
         from dschat_lora.addons.evaluation.harness import measure_tasks
 
         return measure_tasks(config)
-    return score_rows(config) if scores else measure_policy(config, make_judge)
+    return score_rows(config) if scores else measure_policy(config)
 
 
 def show_measures(found: Mapping[str, float], *, as_json: bool) -> None:
@@ -118,14 +107,16 @@ def score_rows(config: EvalConfig) -> dict[str, float]:
     return found | pairs.summary("score")
 
 
-def measure_policy(config: EvalConfig, make_judge: MakeJudge | None = None) -> dict[str, float]:
+def measure_policy(config: EvalConfig) -> dict[str, float]:
     """Perplexity of the answers, preferences by log-probability, scores of own answers.
 
     Of prompts alone, whose own answers are scored, there is no perplexity.
     """
     policy = load_policy(config.model)
     values, row = next(read_rows(config, kind=None, limit=1))
-    judge = None if make_judge is None else make_judge(policy.tokenizer, [*values])
+    judge = None
+    if name := config.judge_function:
+        judge = function_judge("judge_function", name, policy.tokenizer, [*values])
     scored = own_scores(config, policy, judge)
     if row.kind == "prompt" and (config.reward_model is not None or judge is not None):
         if not scored:
@@ -237,24 +228,6 @@ def mean_and_error(name: str, scores: Sequence[float]) -> dict[str, float]:
     if len(scores) > 1:
         found[f"{name}_standard_error"] = stdev(scores) / math.sqrt(len(scores))
     return found
-
-
-def scorer_of(config: ReadingConfig, reward_model: str) -> Scorer:
-    """The reward model, loaded as the model that is read."""
-    model = replace(config.model, model_name_or_path=reward_model)
-    size = config.per_device_eval_batch_size
-    return Scorer(model, batch_size=size, max_seq_len=config.max_seq_len)
-
-
-def model_judge(config: ReadingConfig, reward_model: str) -> Judge:
-    """The reward model as a judge; answers that are too long for it do not count."""
-    scorer = scorer_of(config, reward_model)
-    return lambda answers: scorer.scores(
-        [
-            record._replace(spans=(*record.context, Span(answer.text, target=True)))
-            for record, answer in answers
-        ]
-    )
 
 
 def chunks(items: Iterator[T], size: int = ROWS_AT_A_TIME) -> Iterator[list[T]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from dschat_lora.addons.evaluation.verbs import eval_parts
+from dschat_lora.addons.evaluation.config import EvalConfig
+from dschat_lora.addons.evaluation.validation import check_eval
 from dschat_lora.api.options import Data, Model, with_options
 from dschat_lora.api.process import run_in_process
 from dschat_lora.api.verbs import config_of
 from dschat_lora.config.bundled import BUNDLED_MODEL
-from dschat_lora.config.verbs import EvalConfig
 from dschat_lora.runtime.stage_main import late
 
 _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
@@ -35,7 +35,6 @@ def evaluate(model: Model | None, data: Data | None, **options: Any) -> dict[str
         values |= {} if data is None else {"data_path": data}
         config = config_of(EvalConfig, values, options, stack)
         stack.enter_context(run_in_process())
-        scores, make_judge = eval_parts(config)
-        measure = late("addons.evaluation.measure:evaluate_model")
-        found: dict[str, float] = measure(config, scores=scores, make_judge=make_judge)
+        scores, measure = check_eval(config), late("addons.evaluation.measure:evaluate_model")
+        found: dict[str, float] = measure(config, scores=scores)
         return found

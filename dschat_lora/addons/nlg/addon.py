@@ -6,4 +6,13 @@ ADDON = Addon(
     "nlg",
     verbs={"nlg": "dschat_lora.addons.nlg.verbs:nlg"},
     summaries={"nlg": "GPT-2 puts data into words: train, decode, format or evaluate"},
+    titles={"nlg": "Text generation from data"},
+    provides={
+        "row_format": {
+            "E2E": "dschat_lora.addons.nlg.formats:E2E",
+            "WebNLG": "dschat_lora.addons.nlg.formats:WEBNLG",
+            "DART": "dschat_lora.addons.nlg.formats:DART",
+            "token ids": "dschat_lora.addons.nlg.formats:TOKEN_IDS",
+        }
+    },
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from dschat_lora.algos.schedules import cycle
+from dschat_lora.config.addons import addon_options
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import (
     BatchConfig,
@@ -19,7 +20,7 @@ from dschat_lora.config.groups import (
     require_numbers,
 )
 from dschat_lora.config.options import classic, group, hidden, option
-from dschat_lora.config.stages import SupervisedConfig, TasksConfig
+from dschat_lora.config.stages import SupervisedConfig
 
 Profile = Literal["e2e", "webnlg", "dart"]
 Filter = Literal["all", "seen", "unseen"]
@@ -319,7 +320,7 @@ class NlgConfig(SupervisedConfig):
         num_train_epochs=5,
     )
     when: ClassVar[Mapping[str, str]] = {"num_warmup_steps": ""}  # a constant rate warms up too
-    tasks: TasksConfig = hidden(TasksConfig())
+    addons: Any = group(addon_options("nlg"))
     run: RunConfig = group(
         RunConfig, merge_adapter=True, eval_interval=2000, logging_steps=100, save_interval=500
     )

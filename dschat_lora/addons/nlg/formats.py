@@ -1,23 +1,21 @@
 """Data-to-text files of E2E, WebNLG and DART as rows of ``prompt`` and ``completion``."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-#: layout of rows that hold token ids in place of texts
-TOKEN_IDS = "token ids"
+from dschat_lora.data.row_formats import RowFormat, TwoWayTokenizer
 
-
-class TwoWayTokenizer(Protocol):
-    """A tokenizer that also decodes."""
-
-    eos_token_id: int | None
-
-    def decode(self, token_ids: list[int], **options: Any) -> str: ...
-
-    def encode(self, text: str, **options: Any) -> list[int]: ...
+# Of richer row types, or asked already: beside them lists of token ids are further columns.
+_BEFORE_TOKENS = {"chosen", "rejected", "messages", "prompt"}
 
 
-def e2e_row(line: str) -> dict[str, Any]:
+def is_e2e_line(value: object, path: Path | None) -> bool:
+    """Whether ``value`` is a line that has a meaning before its text."""
+    return isinstance(value, str) and "||" in value
+
+
+def e2e_rows(line: str) -> list[dict[str, Any]]:
     """The row in a line ``meaning||text`` of E2E.
 
     Raises:
@@ -28,24 +26,20 @@ def e2e_row(line: str) -> dict[str, Any]:
         raise ValueError("line has no || between a meaning and its text")
     if "||" in text:
         raise ValueError("line has || more than once")
-    return _row(meaning.strip(), text.strip())
+    return [_row(meaning.strip(), text.strip())]
 
 
-def is_webnlg_entry(value: object) -> bool:
-    """Whether ``value`` is an entry of WebNLG 2017: an object of one numbered object."""
-    if not isinstance(value, dict) or len(value) != 1:
-        return False
-    (content,) = value.values()
-    return isinstance(content, dict) and "modifiedtripleset" in content
-
-
-def webnlg_rows(entry: dict[str, Any]) -> list[dict[str, Any]]:
+def webnlg_rows(entry: object) -> list[dict[str, Any]]:
     """A row for each text of an entry that its annotators found good, with the category.
+
+    An entry of WebNLG 2017 is an object of one numbered object.
 
     Raises:
         ValueError: naming what is absent or of another type.
     """
-    (content,) = entry.values()
+    (content,) = entry.values() if isinstance(entry, dict) and len(entry) == 1 else (None,)
+    if not isinstance(content, dict) or "modifiedtripleset" not in content:
+        raise ValueError("entry is no object of one object with 'modifiedtripleset'")
     triples = [
         tuple(_text(triple, part) for part in ("subject", "property", "object"))
         for triple in _items(content, "modifiedtripleset")
@@ -58,10 +52,11 @@ def webnlg_rows(entry: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def is_dart_set(value: object) -> bool:
-    """Whether ``value`` is a set of DART, and no row that took over its columns."""
+def is_dart_set(value: object, path: Path | None) -> bool:
+    """Whether ``value`` is a set of a JSON file of DART, and no row that took over its columns."""
     return (
-        isinstance(value, dict)
+        path is not None
+        and isinstance(value, dict)
         and {"tripleset", "annotations"} <= value.keys()
         and "prompt" not in value
     )
@@ -84,12 +79,20 @@ def dart_rows(value: dict[str, Any]) -> list[dict[str, Any]]:
     return [_row(meaning, _text(each, "text")) for each in _items(value, "annotations")]
 
 
-def is_token_row(values: Mapping[str, Any]) -> bool:
+def is_token_row(value: Any, path: Path | None) -> bool:
     """Whether a row is one of microsoft/LoRA's ``gpt2_encode.py``: two lists of token ids."""
-    lists = [values.get(name) for name in ("context", "completion")]
-    return all(
-        isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in lists
+    if path is not None or not isinstance(value.get("completion"), list):
+        return False
+    return value.keys().isdisjoint(_BEFORE_TOKENS) and all(
+        isinstance(ids, list) and ids and all(type(token) is int for token in ids)
+        for ids in (value.get("context"), value["completion"])
     )
+
+
+def token_rows(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The row, whose context is a prompt."""
+    rest = {name: value for name, value in values.items() if name != "context"}
+    return [{**rest, "prompt": values["context"]}]
 
 
 def token_texts(values: Mapping[str, Any], tokenizer: TwoWayTokenizer) -> dict[str, Any]:
@@ -116,6 +119,12 @@ def token_texts(values: Mapping[str, Any], tokenizer: TwoWayTokenizer) -> dict[s
             )
         texts[name] = text
     return {**values, **texts}
+
+
+E2E = RowFormat(e2e_rows, is_e2e_line)
+WEBNLG = RowFormat(webnlg_rows, list_key="entries")
+DART = RowFormat(dart_rows, is_dart_set)
+TOKEN_IDS = RowFormat(token_rows, is_token_row, texts=token_texts)
 
 
 def _row(meaning: str, text: str) -> dict[str, Any]:

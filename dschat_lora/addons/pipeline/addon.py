@@ -6,4 +6,5 @@ ADDON = Addon(
     "pipeline",
     verbs={"pipeline": "dschat_lora.addons.pipeline.verbs:pipeline"},
     summaries={"pipeline": "run all stages of a YAML file, or go on"},
+    provides={"options_file": {"stages": "dschat_lora.addons.pipeline.recipe:options_of_stage"}},
 )

@@ -90,20 +90,16 @@ def read_recipe(
 
 
 def options_of_stage(name: str, file: str) -> dict[str, Any]:
-    """Options of one stage in a file of its options, or in one of a pipeline's stages.
-
-    The latter has the outputs of earlier stages as models, and writes where the pipeline would.
+    """Options of one stage of a file: models are outputs of earlier ones, and it writes as there.
 
     Raises:
         ValueError: at the first thing that is unknown or cannot be used.
     """
-    label = f"--config {file}"
-    content = read_mapping(file, label=label)
-    if "stages" not in content:
-        return options_of(STAGES[name].config, content, label=label)
     recipe = read_recipe(file)
     if name not in recipe.stages:
-        raise ValueError(f"{label} has the stages {', '.join(recipe.stages)}, and no {name}")
+        raise ValueError(
+            f"--config {file} has the stages {', '.join(recipe.stages)}, and no {name}"
+        )
     return {**recipe.stages[name], "output_dir": str(recipe.directory / name)}
 
 

@@ -105,7 +105,7 @@ def run_pipeline(
                     log_once(f"$ {_typed(recipe, stage, how)}")
             log_once("dry run: nothing was started or written")
             return
-        with alone(recipe.directory), relay.listening():
+        with alone(recipe.directory, "pipeline"), relay.listening():
             _run_stages(recipe, steps, relay, again=again)
             _show_results(recipe)
     except KeyboardInterrupt:

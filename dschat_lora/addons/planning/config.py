@@ -1,4 +1,4 @@
-"""Options of ``dschat-lora tune``."""
+"""Options of ``dschat-lora tune`` and ``dschat-lora models``."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class TuneConfig:
 
     Successive halving ends runs that fall behind. A trial that is not ended is a whole run. The
     other options are the stage's own; --max_steps is the length of a whole trial. Needs
-    dschat_lora[tune].
+    dschat_lora[planning].
     """
 
     rates: tuple[float, ...] = option(
@@ -55,3 +55,17 @@ class TuneConfig:
         require(factor >= 2, "reduction_factor", factor, ">= 2")
         if self.resume and self.output_dir is None:
             raise ValueError("--resume needs --output_dir, the directory of the search")
+
+
+@dataclass(frozen=True)
+class ModelsConfig:
+    """List the types of models with what each can do, as found by trying it, or look at a model.
+
+    Of a model its configuration is read, and no weights: whether a run would start, what would
+    learn, and what was found of its type. Exit code 1 where a run would be refused.
+    """
+
+    model_name_or_path: str | None = option(
+        None, help="directory or hub name of a model; it may stand first, without the option"
+    )
+    json: bool = option(False, help="one JSON object on standard output")

@@ -30,12 +30,13 @@ from dschat_lora.addons.planning.hour_checks import (
     write_data,
 )
 from dschat_lora.engine.children import environment_of_no_launch
-from dschat_lora.report.html import render_first_hour, write_report
+from dschat_lora.report.html import render, write_report
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.markup import number, short
+from dschat_lora.report.markup import number, short, value_text
 from dschat_lora.report.terminal import log_once, to_json, wrapped
 from dschat_lora.runtime.directory import RunDirectory
 
+GIB = 2**30
 SECONDS = 40 * 60.0
 LEAST_SECONDS = 20.0  # no command begins that has less left
 NO_TIME = "no time"
@@ -269,7 +270,7 @@ def run_items(
             found[kind].append(result)
             log_once(wrapped(_line(result)))
             write_report(output / "first_hour.json", to_json(jsonable(found)) + "\n")
-            write_report(output / "first_hour.html", render_first_hour(found))
+            write_report(output / "first_hour.html", page_of(found))
     states = [result["state"] for result in found["checks"]]
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("passed", "failed", "not run"))
     log_once(f"checks: {counts}")
@@ -277,6 +278,38 @@ def run_items(
     log_once(f"attach it and {output / 'first_hour.json'} to a bug report:")
     log_once("they name card and versions, and neither the host, its user, nor directories")
     return "failed" not in states and "passed" in states
+
+
+def page_of(found: Mapping[str, Any]) -> str:
+    """The page from the data of ``first_hour.json``."""
+    machine, measurements = found["machine"], found["measurements"]
+    rows = [
+        [name.removesuffix("_bytes").replace("_", " "), f"{value / GIB:.1f} GiB"]
+        if name in ("memory_bytes", "host_memory_bytes")
+        else [name.replace("_", " "), value_text(value)]
+        for name, value in machine.items()
+        if not isinstance(value, Mapping)
+    ]
+    rows += [[name, value_text(value)] for name, value in machine["versions"].items()]
+    speed = ["tokens_per_second", "generation_tokens_per_second", "step_seconds"]
+    speed += ["tflops_per_device", "mfu"]
+    memory = []
+    for result in measurements:
+        if "peak_bytes" in result:
+            peak, plan = number(result["peak_bytes"]), number(result.get("planned_bytes"))
+            memory.append([result["name"], *map(short, (peak / GIB, plan / GIB, peak / plan))])
+    return render(
+        "first_hour.html",
+        f"First hour on {machine['card']}",
+        folder=Path(__file__).parent / "page",
+        links={"machine": "Machine", "checks": "Checks", "speed": "Speed and memory"},
+        machine=rows,
+        checks=found["checks"],
+        measurements=measurements,
+        speed=[[r["name"], *(short(number(r.get(key))) for key in speed)] for r in measurements],
+        memory=memory,
+        reasons=[[r["name"], r["state"], r["reason"]] for r in measurements if r["reason"]],
+    )
 
 
 def _line(result: Mapping[str, Any]) -> str:

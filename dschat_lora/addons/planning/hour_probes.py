@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from dschat_lora.addons.planning.published import PUBLISHED, write_config
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES, resolve_dtype
@@ -21,7 +22,6 @@ from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
-from dschat_lora.models.published import PUBLISHED, write_config
 from dschat_lora.models.source import find_model
 from dschat_lora.report.record import package_versions
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dschat_lora.addons.pipeline.placeholders import with_placeholders
+from dschat_lora.addons.planning.config import ModelsConfig
+from dschat_lora.addons.planning.families import COLUMNS, Families, read_families, short, word
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
+from dschat_lora.addons.planning.published import with_placeholders
 from dschat_lora.config.groups import ModelConfig
-from dschat_lora.config.verbs import ModelsConfig
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.models.families import COLUMNS, Families, read_families, short, word
 from dschat_lora.models.loading import read_config
 from dschat_lora.models.option_checks import check_divides
 from dschat_lora.models.source import find_model

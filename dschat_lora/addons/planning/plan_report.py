@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.addons.pipeline.recipe import read_recipe
+from dschat_lora.addons.planning.cards import Card, find_card
 from dschat_lora.addons.planning.plan import (
     GENERATION,
     RoleMemory,
@@ -22,10 +23,9 @@ from dschat_lora.addons.planning.plan_search import (
     plan_stage,
     planning,
 )
+from dschat_lora.addons.planning.published import published_name
 from dschat_lora.config.options import flatten
 from dschat_lora.data.audit import DataAudit
-from dschat_lora.models.published import published_name
-from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.perf.launches import EFFICIENCY, launch_advice
 from dschat_lora.report.markup import duration, operations
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped

@@ -10,8 +10,8 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.addons.pipeline.placeholders import with_placeholders
 from dschat_lora.addons.pipeline.recipe import Recipe, checked_stages
+from dschat_lora.addons.planning.cards import Card
 from dschat_lora.addons.planning.plan import (
     GENERATION,
     TRAINING,
@@ -21,6 +21,7 @@ from dschat_lora.addons.planning.plan import (
     recomputing_options,
     with_recomputation,
 )
+from dschat_lora.addons.planning.published import published_name, with_placeholders
 from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, flatten, option_names
@@ -30,9 +31,7 @@ from dschat_lora.data.rows import config_sources
 from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models.loading import load_tokenizer, only_errors
 from dschat_lora.models.option_checks import shapes_alone
-from dschat_lora.models.published import published_name
 from dschat_lora.models.source import find_model
-from dschat_lora.perf.cards import Card
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.data_audit import STAGES as AUDITED
 from dschat_lora.runtime.memory import fewest

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.addons.planning.cards import find_card
 from dschat_lora.addons.planning.config import TuneConfig
-from dschat_lora.addons.planning.verbs import planned_card
 from dschat_lora.api.options import Data, Model, option_values
 from dschat_lora.commands.stages import STAGES, with_verb_defaults
 from dschat_lora.config.held import is_held
@@ -70,7 +70,7 @@ def plan(
     _check_stage_name(stage)
     if num_gpus is not None and num_gpus < 1:
         raise ValueError(f"num_gpus must be >= 1, got {num_gpus}")
-    card = planned_card(device)
+    card = None if device is None else find_card(device)
     with ExitStack() as stack:
         typed = _stage_options(stage, model, data, options, stack)
         facts, text = late("addons.planning.plan_report:described_plan")(
@@ -118,7 +118,7 @@ def tune(
 ) -> Tuned:
     """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
 
-    Needs ``dschat_lora[tune]``. Runs are processes of their own; call it from the main thread.
+    Needs ``dschat_lora[planning]``. Runs are processes of their own; call it from the main thread.
 
     Args:
         stage: "sft", "reward", "dpo", "rlhf" or "distill".
@@ -168,7 +168,7 @@ def tune(
     for name, value in typed.items():
         if any(isinstance(each, str) and is_held(each) for each in _each(value)):
             raise TypeError(f"{name} must be a path or a name, which the runs can read themselves")
-    require_packages("dschat_lora.tune", "optuna", extra="tune")
+    require_packages("dschat_lora.tune", "optuna", extra="planning")
     return Tuned(**late("addons.planning.tune:run_tune")(config, stage, typed, None))
 
 
@@ -188,6 +188,8 @@ def _stage_options(
     role = "actor_" if stage in ("rlhf", "distill") else ""
     named = {f"{role}model_name_or_path": model, "data_path": data}
     given = {name: value for name, value in named.items() if value is not None}
-    typed = options_in_python(STAGES[stage].config, option_values({**options, **given}, stack))
-    config: Any = build_config(STAGES[stage].config, typed)
+    config_class = STAGES[stage].config
+    values = option_values(config_class, {**options, **given}, stack)
+    typed = options_in_python(config_class, values)
+    config: Any = build_config(config_class, typed)
     return typed | typed_options(with_verb_defaults(config))

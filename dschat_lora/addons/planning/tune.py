@@ -105,7 +105,7 @@ def run_tune(
 ) -> dict[str, Any]:
     """Search from the start or, with ``--resume``, on; show the trials and the best command.
 
-    ``options`` are the stage's, as typed. Returns what :class:`dschat_lora.api.verbs.Tuned` holds.
+    ``options`` are the stage's, as typed. Returns what ``dschat_lora.Tuned`` holds.
 
     Raises:
         ValueError: at options that cannot work, if an earlier search is there, or if no trial came

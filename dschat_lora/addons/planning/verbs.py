@@ -1,17 +1,17 @@
-"""The command lines of ``dschat-lora plan``, ``tune`` and ``doctor``."""
+"""The command lines of ``dschat-lora plan``, ``tune``, ``doctor`` and ``models``."""
 
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.addons.pipeline.placeholders import MODEL_OPTIONS
-from dschat_lora.addons.pipeline.recipe import options_of_stage
-from dschat_lora.addons.planning.config import TuneConfig
+from dschat_lora.addons.planning.cards import find_card
+from dschat_lora.addons.planning.config import ModelsConfig, TuneConfig
+from dschat_lora.addons.planning.families import COLUMNS, read_families, short
+from dschat_lora.addons.planning.published import MODEL_OPTIONS, published_name
 from dschat_lora.commands.launch import split_launcher_options
-from dschat_lora.commands.stages import STAGES, with_verb_defaults
+from dschat_lora.commands.stages import STAGES, options_of_file, with_verb_defaults
 from dschat_lora.commands.train import rank_of
-from dschat_lora.commands.verbs import parsed_config
 from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.options import (
     build_config,
@@ -21,10 +21,6 @@ from dschat_lora.config.options import (
     typed_options,
 )
 from dschat_lora.config.parser import OTHER, Parser
-from dschat_lora.config.verbs import ModelsConfig
-from dschat_lora.models.families import COLUMNS, read_families, short
-from dschat_lora.models.published import published_name
-from dschat_lora.perf.cards import Card, find_card
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
 from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.stage_main import late
@@ -39,6 +35,10 @@ TUNE_EXAMPLES = """examples:
   dschat-lora tune sft --data_path mine.jsonl --max_steps 200
   dschat-lora tune dpo --model_name_or_path output/sft --ranks 8 64 --jobs 2
   dschat-lora tune sft --rates 1e-4 3e-4 1e-3 --seeds 3 --output_dir search"""
+MODELS_EXAMPLES = """examples:
+  dschat-lora models
+  dschat-lora models Qwen/Qwen3-30B-A3B
+  dschat-lora models my/model --json"""
 
 
 def plan(argv: list[str]) -> None:
@@ -60,18 +60,13 @@ def plan(argv: list[str]) -> None:
     values = vars(chosen)
     if values["num_gpus"] is not None and values["num_gpus"] < 1:
         raise ValueError(f"--num_gpus must be >= 1, got {values['num_gpus']}")
-    card = planned_card(values["for"])
+    card = None if values["for"] is None else find_card(values["for"])
     what, options = "sft", None
     if rest and not rest[0].startswith("-") and not names_model(rest[0]):
         what, *rest = rest
     if what in STAGES:
-        read_file, stage = partial(options_of_stage, what), STAGES[what].config
-        model = next(name for name in option_names(stage) if name in MODEL_OPTIONS)
-        program = f"dschat-lora plan {what}"
-        config: Any = parse_config(
-            stage, rest, program=program, positionals=(model,), read_file=read_file
-        )
-        options = typed_options(with_verb_defaults(config, rank=rank_of(rest)))
+        model = next(name for name in option_names(STAGES[what].config) if name in MODEL_OPTIONS)
+        options = _typed("plan", what, rest, positionals=(model,))
     elif rest:
         raise ValueError(
             f"unexpected argument {rest[0]!r}: stages with options of their own are "
@@ -80,6 +75,29 @@ def plan(argv: list[str]) -> None:
     show = late("addons.planning.plan_report:show_plans")
     if not show(what, options, card=card, processes=values["num_gpus"], as_json=values["json"]):
         raise SystemExit(1)
+
+
+def names_model(word: str) -> bool:
+    """Whether a word is a model's name or path, and no stage, pipeline's file or recipe.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    path = Path(word).expanduser()
+    if word in STAGES or path.suffix in (".yaml", ".yml"):
+        return False
+    if path.exists():
+        return path.is_dir() or path.name == "config.json" or path.suffix == ".gguf"
+    try:
+        find_recipe(word, label=word)
+    except ValueError as error:
+        if "/" in word or published_name(word):
+            return True
+        raise ValueError(
+            f"{error}; a stage is one of {', '.join(STAGES)}, and a model is named as owner/name, "
+            "or by its directory"
+        ) from error
+    return False
 
 
 def tune(argv: list[str]) -> None:
@@ -93,12 +111,24 @@ def tune(argv: list[str]) -> None:
     if (stage := values.pop("stage")) not in STAGES:
         raise ValueError(f"STAGE must be one of {', '.join(STAGES)}, got {stage!r}")
     launcher, rest = split_launcher_options(rest)
-    read_file, program = partial(options_of_stage, stage), f"dschat-lora tune {stage}"
-    config: Any = parse_config(STAGES[stage].config, rest, program=program, read_file=read_file)
-    require_packages("dschat-lora tune", "optuna", extra="tune")
+    options = _typed("tune", stage, rest)
+    require_packages("dschat-lora tune", "optuna", extra="planning")
     search = build_config(TuneConfig, values)
-    options = typed_options(with_verb_defaults(config, rank=rank_of(rest)))
     late("addons.planning.tune:run_tune")(search, stage, options, launcher)
+
+
+def _typed(
+    verb: str, stage: str, argv: list[str], positionals: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """A stage's options as typed, with the defaults of its verb."""
+    config: Any = parse_config(
+        STAGES[stage].config,
+        argv,
+        program=f"dschat-lora {verb} {stage}",
+        positionals=positionals,
+        read_file=partial(options_of_file, stage),
+    )
+    return typed_options(with_verb_defaults(config, rank=rank_of(argv)))
 
 
 def doctor(argv: list[str]) -> None:
@@ -128,41 +158,16 @@ def doctor(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def planned_card(device: str | None) -> Card | None:
-    """The card that a plan is for, by its name or its memory; None for no particular device.
-
-    Raises:
-        ValueError: for a name of none.
-    """
-    return None if device is None else find_card(device)
-
-
-def names_model(word: str) -> bool:
-    """Whether a word is a model's name or path, and no stage, pipeline's file or recipe.
-
-    Raises:
-        ValueError: if it is none of these.
-    """
-    path = Path(word).expanduser()
-    if word in STAGES or path.suffix in (".yaml", ".yml"):
-        return False
-    if path.exists():
-        return path.is_dir() or path.name == "config.json" or path.suffix == ".gguf"
-    try:
-        find_recipe(word, label=word)
-    except ValueError as error:
-        if "/" in word or published_name(word):
-            return True
-        raise ValueError(
-            f"{error}; a stage is one of {', '.join(STAGES)}, and a model is named as owner/name, "
-            "or by its directory"
-        ) from error
-    return False
-
-
 def models(argv: list[str]) -> None:
     """Run ``dschat-lora models``."""
-    config = parsed_config("models [MODEL]", ModelsConfig, argv)
+    config = parse_config(
+        ModelsConfig,
+        argv,
+        description=ModelsConfig.__doc__,
+        program="dschat-lora models [MODEL]",
+        examples=MODELS_EXAMPLES,
+        positionals=("model_name_or_path",),
+    )
     if config.model_name_or_path is None:
         _show_families(as_json=config.json)
     elif not late("addons.planning.known_models:show_model")(config):

@@ -92,7 +92,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> "LLMatcher":
         field = grammar.field
         if importlib.util.find_spec("llguidance") is None:
-            words = f"{field} needs llguidance: pip install 'dschat_lora[structured]'"
+            words = f"{field} needs llguidance: pip install 'dschat_lora[serving]'"
             raise UnsupportedError(words, field)
         from llguidance import LLMatcher
         from llguidance.hf import from_tokenizer

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dschat_lora.addons.evaluation.score import Scorer
 from dschat_lora.addons.serving.config import AnswerConfig, NamedSource, find_models
 from dschat_lora.addons.serving.endpoint.text import chat_ids
 from dschat_lora.addons.serving.grammars import Grammars
@@ -41,6 +40,7 @@ from dschat_lora.models.loading import (
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import note
 from dschat_lora.runtime.checks import find_of_kind
+from dschat_lora.supervised.scorer import Scorer
 
 NO_LIMIT = 2**31
 

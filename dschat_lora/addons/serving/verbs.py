@@ -55,7 +55,7 @@ def serve(argv: Sequence[str]) -> None:
     lacking = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if lacking:
         raise ValueError(
-            f"dschat-lora serve needs {' and '.join(lacking)}: pip install 'dschat_lora[serve]'"
+            f"dschat-lora serve needs {' and '.join(lacking)}: pip install 'dschat_lora[serving]'"
         )
     with listen(config.host, config.port) as listening:  # before anything heavy is loaded
         late("addons.serving.server:run_server")(config, votes, listening)

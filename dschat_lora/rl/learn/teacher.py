@@ -10,7 +10,7 @@ import numpy as np
 
 from dschat_lora.data.chat import Chat, make_chat
 from dschat_lora.data.encoder import Encoder, make_encoder
-from dschat_lora.data.layouts import TOKEN_IDS, message
+from dschat_lora.data.message_layouts import message
 from dschat_lora.data.messages import Message, content_text
 from dschat_lora.data.readers import RawRow
 from dschat_lora.data.records import to_records
@@ -66,7 +66,7 @@ class TeacherPrompts:
         names: tuple[str, ...] = ("messages" if row.kind == "conversation" else "prompt",)
         if row.kind == "preference" and "prompt" not in row.values:
             names = ("chosen", "rejected")  # which begin with it
-        has_messages = isinstance(row.values[names[0]], list) and row.layout != TOKEN_IDS
+        has_messages = isinstance(row.values[names[0]], list) and not row.is_encoded
         if has_messages:
             headed = {name: self._headed(row.values[name]) for name in names}
             row = row._replace(values={**row.values, **headed})

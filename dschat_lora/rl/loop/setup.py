@@ -126,7 +126,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     tokenizer = _load_tokenizer(config, sources)
     teacher = load_teacher(config, tokenizer, sources, run)
     player: Player = OneTurn()
-    if config.batch.has_turns:
+    if config.has_turns:
         from dschat_lora.rl.play.players import load_player
 
         player = load_player(config, tokenizer, run.closing)

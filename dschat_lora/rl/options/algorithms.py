@@ -23,7 +23,7 @@ NEEDS = ("groups", "old_logprobs", "values", "teacher")
 
 def by_algorithm(help: str, *, when: Any = "") -> Any:
     """An option whose default is that of ``--algorithm``."""
-    return option(None, help=f"{help}; default: by --algorithm", when=when)
+    return option(None, help=help, settled="by --algorithm", when=when)
 
 
 def of_divergence(help: str) -> Any:
@@ -230,8 +230,8 @@ class PpoConfig:
 
     algorithm: str = option(
         "ppo",
-        help="ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a "
-        "reward; the others compare the responses to a prompt",
+        help="how the actor learns\nppo has a critic; reinforce_pp has none; distill follows a "
+        "teacher in the place of a reward; the others compare the responses to a prompt",
         names=tuple(ALGORITHMS),
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")

@@ -112,8 +112,8 @@ ADDRESSES = EngineFacts(
     gives_up=True,
 )
 ENGINES_HELP = (
-    "what draws responses: "
-    + "; ".join(", ".join(filter(None, (name, each.help))) for name, each in ENGINES.items())
+    f"what draws responses: {', '.join(ENGINES)}, servers or module:Class\n"
+    + "; ".join(f"{name}, {each.help}" for name, each in ENGINES.items() if each.help)
     + f"; servers ({ADDRESSES.help}) that take adapters at run time, by their addresses with "
     "commas between them, such as http://127.0.0.1:8000; or module:Class of your own"
 )

@@ -197,7 +197,7 @@ def ifeval(argument: str) -> Callable[..., Any]:
     if argument not in ("", "all"):
         raise ValueError(f"give nothing or all, as in builtin:ifeval=all, not {argument}")
     require_packages(
-        "builtin:ifeval", "lm_eval", "langdetect", "immutabledict", "nltk", extra="eval"
+        "builtin:ifeval", "lm_eval", "langdetect", "immutabledict", "nltk", extra="evaluation"
     )
     from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
     from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict

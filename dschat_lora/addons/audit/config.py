@@ -1,0 +1,99 @@
+"""Options of ``dschat-lora audit`` that look at rows one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dschat_lora.config.groups import require, require_numbers
+from dschat_lora.config.options import option
+
+if TYPE_CHECKING:
+    from dschat_lora.addons.audit.filtering import Filtered
+    from dschat_lora.config.data import DataConfig
+    from dschat_lora.config.stages import AuditConfig
+    from dschat_lora.data.chat import Chat
+    from dschat_lora.data.rows import DataKind
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """Which rows are not worth training on, and where the others are written."""
+
+    near_duplicates: float | None = option(
+        None,
+        help="count rows whose text is near that of an earlier one: with at least this Jaccard "
+        "similarity, in (0, 1], of their runs of 5 words, as 0.8",
+    )
+    against: tuple[str, ...] = option(
+        (),
+        help="count rows that share a run of --against_ngram words with these evaluation data, "
+        "named as in --data_path",
+    )
+    against_ngram: int = option(13, help="words of a run; a shorter text is compared as a whole")
+    language_rows: int = option(
+        0, help="rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough"
+    )
+    kept_path: str | None = option(
+        None,
+        help=".jsonl file for the rows that can be used and are neither duplicates nor, where "
+        "these are counted, near duplicates or rows of --against",
+    )
+    overwrite_kept_path: bool = option(False, help="replace a file that is at --kept_path")
+
+    def __post_init__(self) -> None:
+        near = self.near_duplicates
+        require(near is None or 0 < near <= 1, "near_duplicates", near, "in (0, 1]")
+        require_numbers(self, ">= 1", "against_ngram")
+        require_numbers(self, ">= 0", "language_rows")
+        if self.kept_path is not None and not self.kept_path.endswith(".jsonl"):
+            raise ValueError(
+                f"--kept_path {self.kept_path} must end in .jsonl, as its rows are JSON"
+            )
+
+    def check(self, config: AuditConfig) -> None:
+        """Refuse what cannot be compared with, and to write over data that are read.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        from dschat_lora.data.rows import config_sources
+        from dschat_lora.data.sources import find_source
+        from dschat_lora.runtime.checks import require_packages
+        from dschat_lora.runtime.directory import check_file_can_be_made
+
+        against = [find_source("against", entry) for entry in self.against]
+        if self.near_duplicates is not None:
+            require_packages("--near_duplicates", "datasketch", extra="audit")
+        if self.language_rows:
+            require_packages("--language_rows", "py3langid", extra="audit")
+        if self.kept_path is None:
+            return
+        check_file_can_be_made(self.kept_path, "kept_path")
+        kept = Path(self.kept_path).expanduser()
+        for source in (*config_sources(config.data, head=False), *against):
+            named = Path(source.entry).expanduser()
+            if any(kept.exists() and file.samefile(kept) for file in source.files) or (
+                named.is_dir() and kept.resolve().is_relative_to(named.resolve())
+            ):
+                raise ValueError(
+                    f"--kept_path {self.kept_path} is a file of --{source.option} {source.entry}, "
+                    "which is read; name another one"
+                )
+        if kept.exists() and not self.overwrite_kept_path:
+            raise ValueError(
+                f"--kept_path {self.kept_path} exists; name another file, or replace it by "
+                "--overwrite_kept_path"
+            )
+
+    def look_at_rows(
+        self, data: DataConfig, chat: Chat, *, kind: DataKind, seed: int
+    ) -> Filtered | None:
+        """What is found of the rows one by one; None where nothing of it was asked for."""
+        asked = [self.near_duplicates is not None, self.kept_path is not None]
+        if not any((*asked, self.against, self.language_rows)):
+            return None
+        from dschat_lora.addons.audit.filtering import filter_rows
+
+        return filter_rows(self, data, chat, kind=kind, seed=seed)

@@ -1,0 +1,47 @@
+"""The pipelines under configs/recipes can be run as they stand."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dschat_lora.addons.pipeline.recipe import check_stages, read_recipe
+from dschat_lora.commands.stages import STAGES
+from dschat_lora.config.options import build_config, command_line, parse_config
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path, monkeypatch, first_rows):
+    monkeypatch.chdir(tmp_path)  # where nothing of an earlier run lies
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_is_what_its_stages_take(path):
+    recipe = read_recipe(str(path))
+    assert list(recipe.stages) == ["sft", "reward", "rlhf"]
+    assert recipe.directory == Path("output") / path.stem
+    assert recipe.launcher.num_gpus == 1
+    for name, options in recipe.stages.items():
+        config = build_config(STAGES[name].config, options)
+        assert config.given == options.keys()
+        assert parse_config(STAGES[name].config, command_line(options)) == config
+    checked = check_stages(recipe)
+    assert checked["rlhf"].actor.lora_dim == checked["sft"].lora.lora_dim > 0
+    assert checked["rlhf"].critic.lora_dim == checked["reward"].lora.lora_dim > 0
+    assert not any("target_modules" in options for options in recipe.stages.values())
+
+
+def test_recipes_and_documents_name_recipes_that_exist():
+    texts = [*RECIPES, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = set()
+    for path in texts:
+        for words in re.findall(r"dschat-lora pipeline ([^\n`]+)", path.read_text("utf-8")):
+            file = shlex.split(words)[0]
+            if file.startswith("configs/"):
+                assert (ROOT / file).is_file(), f"{path} names {file}"
+                found.add(ROOT / file)
+    assert found == set(RECIPES)

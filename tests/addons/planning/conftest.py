@@ -1,0 +1,1 @@
+from fakecuda.conftest import fake_device  # noqa: F401

@@ -1,0 +1,66 @@
+"""On a fake card: the first hour, whose values are made up, and plans beside what is taken."""
+
+import pytest
+
+from dschat_lora.addons.pipeline.placeholders import write_config
+from dschat_lora.addons.planning.cards import Card
+from dschat_lora.addons.planning.plan_search import plan_stage, planning
+from dschat_lora.addons.planning.published import PUBLISHED, published_name
+from fakecuda.test_training import LAYERS, ROWS, train
+from helpers.spread import ALL
+
+pytestmark = pytest.mark.stage
+
+
+@pytest.mark.thorough
+def test_the_card_is_described_and_a_check_of_its_graphs_runs_to_its_end(fake_device, tmp_path):
+    names = ["CUDA graphs on and off: equal tokens"]
+    found = fake_device.run("forked_hour:run", directory=str(tmp_path), names=names)
+    assert found["machine"]["card"] == "NVIDIA H200"
+    assert found["machine"]["capability"] == "9.0"
+    assert found["machine"]["dtype"] == "bf16"
+    (graphs,) = found["checks"]
+    assert not graphs["reason"], graphs
+    # any token is as good as another there
+    assert graphs["differences"] == [
+        {"quantity": "responses with another token", "found": 0, "allowed": 0, "holds": True}
+    ], graphs
+    assert "First hour on NVIDIA H200" in (tmp_path / "first_hour.html").read_text()
+
+
+@pytest.mark.thorough
+def test_the_first_hour_runs_to_its_end(fake_device, tmp_path):
+    found = fake_device.run(
+        "forked_hour:run",
+        directory=str(tmp_path),
+        names=None,
+        model="facebook/opt-125m",
+        cpu_forks=False,
+        timeout=1800,
+    )
+    assert len(found["checks"]) == 12
+    for each in found["checks"]:
+        assert each.get("differences"), each
+        assert each["reason"] == ""
+    # values are made up, and differ from the CPU's
+    assert {each["state"] for each in found["checks"][:10]} == {"failed"}
+    assert [each["reason"] for each in found["measurements"]] == [""] * 3
+    assert all(each["peak_bytes"] > 0 for each in found["measurements"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("shape", "rank", "recompute"), [ROWS[0], *[ROWS[-1]] * ALL])
+def test_a_plan_expects_the_peak_and_says_that_no_smaller_card_is_enough(
+    fake_device, tmp_path, shape, rank, recompute
+):
+    found = train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute)
+    fields = dict(PUBLISHED[published_name(shape)])
+    fields |= {} if LAYERS is None else {"num_hidden_layers": LAYERS}
+    write_config(tmp_path / "model", fields)
+    options = {"model_name_or_path": str(tmp_path / "model"), "max_seq_len": 512}
+    options |= {"lora_dim": rank, "gradient_checkpointing": recompute}
+    with planning() as home:
+        card = Card("as large as the peak", found["peak"])
+        plan = plan_stage("sft", options, home, card=card)
+    assert 0.9 < plan.plan.memory.peak / found["peak"] < 1.1
+    assert not plan.fits
