@@ -6,11 +6,15 @@ offenders at once.
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from dschat_lora.config.addon_names import ADDONS
+from dschat_lora.config.addons import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dschat_lora"
@@ -283,9 +287,11 @@ def imports(path):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [(node.lineno, m if module_exists(m) else node.module) for m in modules]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
-            if not isinstance(node.args[0], ast.Constant):  # of a table
-                continue
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "late"
+            and isinstance(node.args[0], ast.Constant)
+        ):
             # late("room.module:function") imports when it is called
             found += [(node.lineno, f"dschat_lora.{node.args[0].value.partition(':')[0]}")]
     return sorted(set(found))
@@ -498,6 +504,35 @@ def test_no_module_acts_when_imported():
 def called(node):
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     return ast.unparse(node.value.func) if is_call else ""
+
+
+def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
+    # Of these the first is the registry, and old names are read where there are add-ons.
+    may = {"config.addons", "config.addon_names", "config.old_names"}
+
+    def named(path):
+        for node in nodes_of(path):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.search(r"\baddons[./]\w", text):
+                yield node.lineno, text.split("\n")[0]
+        for line, name in own_imports(path):
+            if belongs(name, "addons"):
+                yield line, name
+
+    trunk = [path for path in MODULES if not belongs(name_of(path), "addons")]
+    offenders = offences([path for path in trunk if name_of(path) not in may], named)
+    assert not offenders, listed(offenders)
+    needs = {
+        f"addons.{each.name}": [f"addons.{n}" for n in each.needs] for each in installed().values()
+    }
+    arrows = {
+        name: [each for each in room.rooms.split() if each.startswith("addons.")]
+        for name, room in ROOMS.items()
+        if name.startswith("addons.")
+    }
+    assert arrows == needs
+    folders = {each.parent.name for each in PACKAGE.glob("addons/*/addon.py")}
+    assert folders <= set(ADDONS)
 
 
 def test_packages_are_empty_but_for_their_names():

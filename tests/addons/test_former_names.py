@@ -142,7 +142,7 @@ FORMER = {
         "open_study RunningTrial run_trials show_trials"
     ),
     "pipeline.verbs": (
-        "ConfigT pipeline doctor list_recipes report rollouts models inspect score push export "
+        "ConfigT pipeline doctor report rollouts models inspect score push export "
         "extract accept parsed_config"
     ),
     "rl.agent_programs": (

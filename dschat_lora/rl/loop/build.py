@@ -157,6 +157,7 @@ def make_pretraining(setup: RlhfSetup) -> "Pretraining | None":
     config, data, texts = setup.config, text_data(setup.config), setup.data.text
     if texts is None or data is None:
         return None
+    from dschat_lora.rl.learn.pretraining import Pretraining
 
     seed, rows = config.run.seed, config.batch.per_device_training_batch_size
     times = config.batch.gradient_accumulation_steps

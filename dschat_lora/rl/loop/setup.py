@@ -95,6 +95,8 @@ class RlhfSetup:
 
     def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> "SharedStream":
         """The rows of these data, of which the ``head`` was prepared, to be read meanwhile."""
+        from dschat_lora.runtime.shared_stream import SharedStream
+
         return SharedStream(
             data,
             self.tokenizer,
