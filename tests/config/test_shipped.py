@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from dschat_lora import __main__ as command
-from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.commands.launch import LauncherConfig, launch_command, split_launcher_options
 from dschat_lora.commands.stages import options_of_file
 from dschat_lora.config.addons import verbs
@@ -92,11 +91,6 @@ def test_stages_of_a_pipeline_need_its_add_on(monkeypatch):
     line = "--config bundled has the stages of a pipeline, which is an add-on that is not installed"
     with pytest.raises(ValueError, match=f"^{line}$"):
         options_of_file("rlhf", "bundled")
-
-
-def test_experiments_take_their_recipes_by_name():
-    config = parse_config(GlueConfig, ["--config", "roberta-base_cola", "--seed", "7"])
-    assert (config.task_name, config.seed) == ("cola", 7)
 
 
 def test_every_recipe_is_listed_with_a_line_and_the_verb_that_takes_it(verb):

@@ -477,17 +477,29 @@ def test_the_cache_is_missed_when_the_code_or_the_place_of_a_file_changes(
     assert len(set(prints)) == 6
 
 
-def test_thecode_digest_follows_the_text_of_the_code(monkeypatch, tmp_path):
+def test_the_code_digest_follows_the_text_of_the_code(monkeypatch, tmp_path):
     before = cache.code_digest()
     copy = tmp_path / "copy"
     shutil.copytree(os.path.dirname(dschat_lora.__file__), copy)
     monkeypatch.setattr(cache, "files", lambda _: copy)
     digests = [cache.code_digest()]
     assert digests == [before]
-    for changed in ("data/collect.py", "algos/seeds.py"):
-        (copy / changed).write_text((copy / changed).read_text() + "\n")
+    inner = copy / "data" / "inner" / "more.py"
+    inner.parent.mkdir()
+    for changed in (copy / "data" / "collect.py", copy / "algos" / "seeds.py", inner, inner):
+        with changed.open("a") as file:
+            file.write("\n")
         digests.append(cache.code_digest())
-    assert len(set(digests)) == 3
+    assert len(set(digests)) == 5
+
+
+def test_the_code_digest_follows_the_formats_that_add_ons_have(monkeypatch, tmp_path):
+    digests, file = [], tmp_path / "formats.py"
+    for text, names in (("", ""), ("x = 1", "A"), ("x = 1", "B"), ("x = 1", "A B"), ("x = 2", "A")):
+        file.write_text(text)
+        monkeypatch.setattr(cache, "format_files", lambda n=names: dict.fromkeys(n.split(), file))
+        digests.append(cache.code_digest())
+    assert len(set(digests)) == 5
 
 
 def test_what_an_earlier_caller_left_in_the_tokenizer_does_not_matter(run, jsonl):

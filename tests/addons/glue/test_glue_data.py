@@ -70,6 +70,7 @@ def test_a_line_of_the_own_file_gives_its_texts_and_label(task, tmp_path):
     assert example.label == label
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("task", TSV_TASKS)
 def test_every_file_of_the_download_is_found_and_read(task, tmp_path):
     write_task(task, tmp_path / "x", train=5, dev=4)

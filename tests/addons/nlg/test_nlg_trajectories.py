@@ -1,9 +1,9 @@
 """Training GPT-2 as microsoft/LoRA does: every ZeRO stage and process count is loralib's run."""
 
+import nlg_runs
 import pytest
 import torch
 
-from helpers import nlg_runs
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
@@ -21,7 +21,7 @@ def runs(ranks, model_directory):
     for size in (1, 2):
         layouts = [layout for layout in LAYOUTS if layout[0] == size]
         wanted = [{"stage": s, "micro": m, "accumulation": a} for _, s, m, a in layouts]
-        reports = ranks(size).run("helpers.nlg_runs:ours_many", path=path, runs=wanted)
+        reports = ranks(size).run("nlg_runs:ours_many", path=path, runs=wanted)
         found |= dict(zip(layouts, reports[0], strict=True))
         for layout, *each in zip(layouts, *reports, strict=True):
             found[layout] |= {"ranks": [report["own"] for report in each]}

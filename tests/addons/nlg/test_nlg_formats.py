@@ -39,6 +39,7 @@ def as_json(tmp_path, value, **kwargs):
     return path
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["test.txt", "test.txt.gz"])
 def test_a_line_of_e2e_is_a_meaning_and_its_text(tmp_path, name):
     path = tmp_path / name
@@ -65,6 +66,7 @@ def test_a_bad_line_of_e2e_is_named_by_file_and_line(tmp_path, line, reason):
     assert reason_of(path) == reason
 
 
+@pytest.mark.smoke
 def test_webnlg_gives_a_row_for_each_good_text(tmp_path):
     triples = (("A_B", "isPartOf", "C"), ("A_B", "leader", "D"))
     entries = [
@@ -91,6 +93,7 @@ def test_rows_of_webnlg_are_named_by_the_line_their_entry_begins_on(tmp_path):
     assert lines == ["2", "2", "3", "3"]
 
 
+@pytest.mark.smoke
 def test_dart_gives_a_row_for_each_text_with_relations_in_lower_case(tmp_path):
     sets = [
         {
@@ -136,6 +139,7 @@ def test_a_bad_entry_is_named_by_file_line_and_reason(tmp_path, value, reason):
     assert reason_of(as_json(tmp_path, value)) == f"data.json:1: {reason}"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("text", ['{"entries": []', '{"entries": [], "more": 1}'])
 def test_what_follows_the_entries_must_be_their_end(tmp_path, text):
     path = tmp_path / "data.json"

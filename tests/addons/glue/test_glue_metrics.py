@@ -22,6 +22,7 @@ def test_mrpc_and_qqp_have_accuracy_f1_and_their_mean():
         assert metrics["combined_score"] == pytest.approx((4 / 6 + 6 / 8) / 2)
 
 
+@pytest.mark.smoke
 def test_cola_has_matthews_correlation_alone():
     metrics = task_metrics(TASKS["cola"], LOGITS, LABELS)
     # (TP TN - FP FN) / sqrt((TP+FP)(TP+FN)(TN+FP)(TN+FN)) = (3 - 1) / sqrt(4 * 4 * 2 * 2)

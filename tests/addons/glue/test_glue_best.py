@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from dschat_lora.runtime.seeds import run_seeds
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -16,6 +15,7 @@ from dschat_lora.addons.glue.bottleneck import AdaptedOutput, add_adapters, is_a
 from dschat_lora.addons.glue.callback import best_before
 from dschat_lora.addons.glue.config import TASKS, GlueConfig
 from dschat_lora.addons.glue.trainer import mean_loss, with_second_pass
+from dschat_lora.commands.seeds import run_seeds
 from dschat_lora.config.options import parse_config
 from dschat_lora.report.directory import is_unfinished
 from helpers.glue_toys import LORA, read_jsonl

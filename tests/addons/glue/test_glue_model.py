@@ -172,6 +172,7 @@ def test_a_file_of_another_run_is_taken_or_refused_by_what_it_holds(encoder, tmp
         start()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["roberta", "deberta-v2"])
 def test_peft_loads_the_adapter_with_equal_logits(glue_run, encoder, kind, tmp_path):
     options = ["--apply_lora", "--learning_rate", "1e-2", "--max_steps", "3", "--save_steps", "3"]

@@ -10,6 +10,9 @@ from dschat_lora.addons.nlg.beam_search import (
     beam_search,
     repeated_ngram_ends,
 )
+from generation.test_logits import check_logits_are_unrounded, fp32_products, random_model
+
+__all__ = ["fp32_products"]
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3, 9], [4], [11, 2, 5, 8, 6], [3, 3]]
@@ -111,6 +114,7 @@ def test_the_length_penalty_decides_between_short_and_long():
     assert lengths[0] < lengths[1] == 4
 
 
+@pytest.mark.smoke
 def test_one_beam_is_greedy():
     model = toy(12)
     for prompt in PROMPTS:
@@ -200,3 +204,10 @@ def test_a_text_ends_at_any_of_its_ends_and_not_before_its_least_length():
         assert all(len(text) >= least for text in texts)
     shorter = [len(t) for t in beam_search(model, PROMPTS, BeamSearch(4, 12, ends, 0), device=CPU)]
     assert min(shorter) < 5
+
+
+def test_the_logits_of_beams_are_unrounded(fp32_products):
+    check_logits_are_unrounded(
+        random_model("opt"),
+        lambda model: beam_search(model, PROMPTS, BeamSearch(2, 2, (2,), 0), device=CPU),
+    )

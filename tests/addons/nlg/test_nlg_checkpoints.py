@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dschat_lora.addons.nlg import decode
 from dschat_lora.addons.nlg.config import DecodeConfig
 from dschat_lora.addons.nlg.decode import load_model, read_meanings
-from dschat_lora.addons.nlg.gpt2_checkpoint import read_gpt2_checkpoint
+from dschat_lora.addons.nlg.gpt2_checkpoint import gpt2_with_weights, read_gpt2_checkpoint
 from dschat_lora.addons.nlg.validation import check_decode
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from dschat_lora.models.loading import gpt2_with_weights, load_tokenizer
+from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
 from helpers.restaurants import save_base
 

@@ -20,6 +20,12 @@ def read(path):
     return parse_config(GlueConfig, ["--config", str(path)])
 
 
+@pytest.mark.smoke
+def test_a_recipe_is_taken_by_its_name():
+    config = parse_config(GlueConfig, ["--config", "roberta-base_cola", "--seed", "7"])
+    assert (config.task_name, config.seed) == ("cola", 7)
+
+
 def test_there_is_one_for_each_model_and_published_task():
     tasks = "mnli sst2 mrpc cola qnli qqp rte stsb".split()
     wanted = {f"{model}_{task}" for model in MODELS for task in tasks}
