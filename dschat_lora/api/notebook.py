@@ -15,7 +15,7 @@ from dschat_lora.report.curves import thin
 from dschat_lora.report.markup import duration, number, safe, short
 from dschat_lora.report.run_data import RunData
 from dschat_lora.report.terminal import shown_by
-from dschat_lora.report.verdict import TITLES, changes_of, doubts, what_was_trained
+from dschat_lora.report.verdict import changes_of, doubts, title_of, what_was_trained
 
 # A curve shows the first of these that a line has.
 TRAIN_METRICS = ("reward", "accuracy", "loss")
@@ -58,7 +58,7 @@ class NotebookView:
     """
 
     def __init__(self, stage: str) -> None:
-        self._title = TITLES.get(stage, stage)
+        self._title = title_of(stage)
         self._display: Any = None  # made by the first line: wrong options show nothing
         self._shown_at = -math.inf
         self._start = time.monotonic()
@@ -233,7 +233,7 @@ def run_html(run: RunData, *, status: str, path: Path) -> str:
     ]
     changes = [change.words for change in changes_of(run)]
     return box(
-        f"<b>{safe(TITLES.get(run.name, run.name))}</b>: {safe(status)}, <code>{safe(path)}</code>",
+        f"<b>{safe(title_of(run.name))}</b>: {safe(status)}, <code>{safe(path)}</code>",
         f"<div>{safe(what_was_trained(run))}</div>" if run.facts else "",
         items([*changes, *(f"Look at this: {words}" for words, _ in doubts(run))]),
         curve_html([p for line in run.train for p in point(line)]),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from dschat_lora.commands.launch import (
     launch_command,
@@ -25,6 +25,7 @@ from dschat_lora.report.terminal import log_once, table
 if TYPE_CHECKING:
     from dschat_lora.config.options import StageOptions
 
+ConfigT = TypeVar("ConfigT", bound="StageOptions")
 _OF_A_RUN = {"seed", "seeds", "output_dir"}
 
 
@@ -75,6 +76,39 @@ def check_starts_runs(seeds: int, verb: str) -> None:
         )
 
 
+def run_experiment(
+    name: str, main: Callable[..., None], argv: Sequence[str], *, description: str
+) -> None:
+    """The verb ``name`` in this process, or in those that the launcher starts.
+
+    ``main`` gets the arguments that are not the launcher's, the description and the program for its
+    help and, for ``--seeds``, the command that starts the launcher for each run.
+    """
+    launcher, rest = split_launcher_options(argv)
+    command = None
+    if launcher is not None:
+        command = launch_command(name, launcher, (), program=launcher_command())
+        if not any(word.split("=")[0] == "--seeds" for word in rest):
+            launch_stage(name, launcher, rest)
+    main(rest, command=command, description=description, program=f"dschat-lora {name}")
+
+
+def once_or_by_seeds(
+    name: str, run_once: Callable[[ConfigT], object], command: Sequence[str] | None
+) -> Callable[[ConfigT], None]:
+    """What runs a checked config once or, of several ``--seeds``, by ``command`` for each."""
+    prefix = command or (sys.executable, "-m", "dschat_lora", name)
+
+    def run(config: ConfigT) -> None:
+        flat = flatten(config)
+        if flat["seeds"] > 1 and not flat["dry_run"]:
+            run_seeds(config, name=name, prefix=prefix, run=run_or_end)
+        else:
+            run_once(config)
+
+    return run
+
+
 def run_seeds(
     config: "StageOptions",
     *,
@@ -113,32 +147,3 @@ def run_seeds(
     report = {"seeds": list(seeds), "measures": {n: asdict(each) for n, each in found.items()}}
     write_whole(home / "seeds.json", json.dumps(report, indent=2) + "\n")
     show_spreads(found, runs=f"seeds {seeds[0]} to {seeds[-1]}")
-
-
-def once_or_by_seeds(
-    name: str, run_once: Callable[..., None], command: Sequence[str] | None
-) -> Callable[[Any], None]:
-    """What a checked config is given to: one run, or as many as ``--seeds`` says."""
-    prefix = command or (sys.executable, "-m", "dschat_lora", name)
-
-    def run(config: Any) -> None:
-        if config.seeds > 1 and not flatten(config)["dry_run"]:
-            run_seeds(config, name=name, prefix=prefix, run=run_or_end)
-        else:
-            run_once(config)
-
-    return run
-
-
-def experiment(name: str, run: Callable[..., None], description: str, argv: Sequence[str]) -> None:
-    """An experiment in this process, or in those that the launcher starts.
-
-    Of several seeds each run has processes of the launcher.
-    """
-    launcher, rest = split_launcher_options(argv)
-    command = None
-    if launcher is not None:
-        command = launch_command(name, launcher, (), program=launcher_command())
-        if not any(word.split("=")[0] == "--seeds" for word in rest):
-            launch_stage(name, launcher, rest)
-    run(rest, description=description, program=f"dschat-lora {name}", command=command)

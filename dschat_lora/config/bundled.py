@@ -20,7 +20,7 @@ class ShippedRecipe:
 
     name: str  # such as opt-1.3b_opt-350m or glue/roberta-base_cola
     path: Path
-    kind: str  # the verb that takes it: pipeline, nlg or glue
+    kind: str  # the verb that takes it: pipeline, or the name of its folder
 
     @property
     def summary(self) -> str:
@@ -43,8 +43,9 @@ def recipes() -> list[ShippedRecipe]:
     """All recipes of the package, those of pipelines first."""
     home = CONFIGS / "recipes"
     found = [ShippedRecipe(path.stem, path, "pipeline") for path in sorted(home.glob("*.yaml"))]
-    for kind in ("nlg", "glue"):
-        paths = sorted((home / kind).glob("*.yaml"))
+    for folder in sorted((path for path in home.glob("*") if path.is_dir()), reverse=True):
+        kind = folder.name
+        paths = sorted(folder.glob("*.yaml"))
         found += [ShippedRecipe(f"{kind}/{path.stem}", path, kind) for path in paths]
     return found
 

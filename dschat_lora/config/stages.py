@@ -191,7 +191,7 @@ class SupervisedConfig(StageConfig):
     data: DataConfig = group(DataConfig)
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
-    addons: Any = group(addon_options("sft"))
+    addons: Any = group(addon_options("sft", vars(), StageConfig))
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:
@@ -224,7 +224,7 @@ class RewardStageConfig(SupervisedConfig):
     data: DataConfig = group(DataConfig, packing=False)
     pairs: PairConfig = group(PairConfig)
     reward: RewardConfig = group(RewardConfig)
-    addons: Any = group(addon_options("reward"))
+    addons: Any = group(addon_options("reward", vars(), SupervisedConfig))
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class DpoStageConfig(SupervisedConfig):
     optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
     pairs: PairConfig = group(PairConfig)
     dpo: DpoConfig = group(DpoConfig)
-    addons: Any = group(addon_options("dpo"))
+    addons: Any = group(addon_options("dpo", vars(), SupervisedConfig))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -24,7 +23,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 from transformers.utils.logging import disable_progress_bar
 
-from dschat_lora.addons.nlg.gpt2_checkpoint import Gpt2Checkpoint, load_base
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
 from dschat_lora.checkpoint.quantization import located
@@ -34,10 +32,8 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
-from dschat_lora.models.fused import fuse_kernels
 from dschat_lora.models.option_checks import original_positions, position_limit
 from dschat_lora.models.stored_weights import check_whole, empty_parameters, load_parts
-from dschat_lora.models.tensor_parallel import divide
 
 # The run has a log of its own; a bar for each of a few weights says nothing.
 disable_progress_bar()
@@ -206,6 +202,8 @@ def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     if config.fused_kernels == "on" or (
         config.fused_kernels == "auto" and torch.cuda.is_available()
     ):
+        from dschat_lora.models.fused import fuse_kernels
+
         fuse_kernels(model, on_cpu=config.fused_kernels == "on")
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
@@ -233,6 +231,8 @@ def build_without_values(
     with torch.device("meta") if meta else empty_parameters():
         model = build()
     if group is not None:
+        from dschat_lora.models.tensor_parallel import divide
+
         divide(model, group)
     return model.eval()
 
@@ -256,26 +256,6 @@ def attention_note(model: PreTrainedModel, config: LoadConfig) -> str | None:
     if config.attn_implementation != "auto" or model.config._attn_implementation != "eager":
         return None
     return f"attention is eager: {model.config.model_type} has no sdpa in transformers"
-
-
-def gpt2_with_weights(
-    name: str, config: ModelConfig, checkpoint: Gpt2Checkpoint, *, dtype: torch.dtype
-) -> PreTrainedModel:
-    """A model of the architecture of ``name``, a hub name or a directory, with other weights.
-
-    Raises:
-        ValueError: if ``name`` is no GPT-2, or the weights do not fit it.
-    """
-    settings = load_config(name, config)
-    if settings.model_type != "gpt2":
-        raise ValueError(
-            f"--init_checkpoint {checkpoint.path} is a file of GPT-2's weights; {name} is a "
-            f"{settings.model_type} model"
-        )
-    options = load_options(config, dtype)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, **options)
-    load_base(model, checkpoint)
-    return model.eval()
 
 
 def share_parameters(module: ModuleT) -> ModuleT:

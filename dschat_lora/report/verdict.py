@@ -7,6 +7,7 @@ say it, else as of other samples, an upper bound; where none is known, half a pe
 import math
 from dataclasses import dataclass
 
+from dschat_lora.config.addons import installed
 from dschat_lora.report.curves import standard_error
 from dschat_lora.report.markup import amount, duration, number, operations, short, value_text
 from dschat_lora.report.run_data import RunData
@@ -17,8 +18,6 @@ TITLES = {
     "dpo": "Preference optimization",
     "rlhf": "Reinforcement learning",
     "distill": "Distillation",
-    "glue": "GLUE",
-    "nlg": "Text generation from data",
 }
 # Field of evaluations, what a person calls it, the direction that is better, and whether a share.
 _RESULTS = (
@@ -48,6 +47,12 @@ class Change:
 
     words: str
     outcome: str  # learned, unclear or worse
+
+
+def title_of(stage: str) -> str:
+    """What a person calls a stage."""
+    titles = [addon.titles for addon in installed().values() if stage in addon.titles]
+    return titles[0][stage] if titles else TITLES.get(stage, stage)
 
 
 def outcome_of(run: RunData) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dschat_lora.addons.nlg.beam_search import greedy_decode
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.config.addons import groups_of
 from dschat_lora.data.loader import PackedRow, eval_batches
 from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import world_size
+from dschat_lora.generation.greedy import greedy_decode
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import end_ids

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from dschat_lora.addons.nlg.beam_search import greedy_decode
+from dschat_lora.generation.greedy import greedy_decode
 
 PAD, EOS = 1, 2
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)

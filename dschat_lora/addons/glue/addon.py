@@ -6,4 +6,5 @@ ADDON = Addon(
     "glue",
     verbs={"glue": "dschat_lora.addons.glue.verbs:glue"},
     summaries={"glue": "GLUE with RoBERTa or DeBERTa-v2"},
+    titles={"glue": "GLUE"},
 )

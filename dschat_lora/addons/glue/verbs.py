@@ -1,28 +1,26 @@
 """The command line of ``dschat-lora glue`` and ``training/nlu_glue``."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from dschat_lora.addons.glue.addon import ADDON
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.glue.validation import check_glue, fix_environment
-from dschat_lora.commands.seeds import experiment, once_or_by_seeds
+from dschat_lora.commands.seeds import once_or_by_seeds, run_experiment
 from dschat_lora.runtime.stage_main import exits, late, run_main
-
-SUMMARY = "GLUE with RoBERTa or DeBERTa-v2"
 
 
 def glue(argv: list[str]) -> None:
     """Run ``dschat-lora glue``."""
-    experiment("glue", run_glue, f"{SUMMARY}.", argv)
+    run_experiment("glue", run_glue, argv, description=f"{ADDON.summaries['glue']}.")
 
 
-def run_glue(
-    argv: Sequence[str],
-    *,
-    description: str | None = None,
-    program: str | None = None,
-    command: Sequence[str] | None = None,
-) -> None:
-    """The main function of GLUE; ``command`` starts each run of ``--seeds``."""
+def run_glue(argv: Sequence[str], *, command: Sequence[str] | None = None, **shown: Any) -> None:
+    """The main function of GLUE.
+
+    ``command`` starts each run of ``--seeds``; ``shown`` are the description and the program of
+    :func:`~dschat_lora.runtime.stage_main.run_main`.
+    """
     fix_environment()
 
     def run_once(config: GlueConfig) -> None:
@@ -32,5 +30,5 @@ def run_glue(
         else:
             late("addons.glue.train:run_glue")(config)
 
-    run = once_or_by_seeds("glue", exits(run_once), command)
-    run_main(GlueConfig, check_glue, run, description=description, argv=argv, program=program)
+    main = once_or_by_seeds("glue", exits(run_once), command)
+    run_main(GlueConfig, check_glue, main, argv=argv, **shown)

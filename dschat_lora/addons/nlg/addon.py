@@ -6,6 +6,7 @@ ADDON = Addon(
     "nlg",
     verbs={"nlg": "dschat_lora.addons.nlg.verbs:nlg"},
     summaries={"nlg": "GPT-2 puts data into words: train, decode, format or evaluate"},
+    titles={"nlg": "Text generation from data"},
     provides={
         "row_format": {
             "E2E": "dschat_lora.addons.nlg.formats:E2E",

@@ -11,7 +11,7 @@ import torch
 
 from dschat_lora.addons.nlg.beam_search import BeamSearch, beam_search
 from dschat_lora.addons.nlg.config import DecodeConfig
-from dschat_lora.addons.nlg.gpt2_checkpoint import read_gpt2_checkpoint
+from dschat_lora.addons.nlg.gpt2_checkpoint import gpt2_with_weights, read_gpt2_checkpoint
 from dschat_lora.addons.nlg.validation import epoch_files, weights_file
 from dschat_lora.checkpoint.lora_only import load_lora_only, lora_config_of_file, read_lora_only
 from dschat_lora.config.groups import LoraConfig
@@ -19,6 +19,7 @@ from dschat_lora.config.options import fail
 from dschat_lora.config.staging import write_whole
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import RowError, iter_rows
+from dschat_lora.data.row_formats import TwoWayTokenizer
 from dschat_lora.data.rows import RowOptions, parse_row, require_usable
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.tokenize import ended
@@ -33,7 +34,7 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.loading import Tokenizer, gpt2_with_weights, load_tokenizer
+from dschat_lora.models.loading import Tokenizer, load_tokenizer
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import error_message, log_once
 

@@ -53,7 +53,7 @@ def webnlg_rows(entry: object) -> list[dict[str, Any]]:
 
 
 def is_dart_set(value: object, path: Path | None) -> bool:
-    """Whether ``value``, of a JSON file, is a set of DART, and no row that took over its columns."""
+    """Whether ``value`` is a set of a JSON file of DART, and no row that took over its columns."""
     return (
         path is not None
         and isinstance(value, dict)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.lora_only import (
@@ -19,6 +20,8 @@ from dschat_lora.checkpoint.lora_only import (
     rank_of,
     read_tensors,
 )
+from dschat_lora.config.groups import ModelConfig
+from dschat_lora.models.loading import load_config, load_options
 
 _BODY = "transformer."
 _ENDINGS = {".g": ".weight", ".b": ".bias", ".w": ".weight"}
@@ -51,6 +54,26 @@ def read_gpt2_checkpoint(path: Path) -> Gpt2Checkpoint:
     factors = {name: tensor for name, tensor in tensors.items() if is_factor(name)}
     base = {n: t for n, t in tensors.items() if n not in factors and not n.endswith(_MASKS)}
     return Gpt2Checkpoint(path, base, _as_lora_only(path, factors, settings))
+
+
+def gpt2_with_weights(
+    name: str, config: ModelConfig, checkpoint: Gpt2Checkpoint, *, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model of the architecture of ``name``, a hub name or a directory, with other weights.
+
+    Raises:
+        ValueError: if ``name`` is no GPT-2, or the weights do not fit it.
+    """
+    settings = load_config(name, config)
+    if settings.model_type != "gpt2":
+        raise ValueError(
+            f"--init_checkpoint {checkpoint.path} is a file of GPT-2's weights; {name} is a "
+            f"{settings.model_type} model"
+        )
+    options = load_options(config, dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, **options)
+    load_base(model, checkpoint)
+    return model.eval()
 
 
 @torch.no_grad()

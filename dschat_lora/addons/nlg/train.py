@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from dschat_lora.addons.nlg.config import NlgConfig
-from dschat_lora.addons.nlg.gpt2_checkpoint import read_gpt2_checkpoint
+from dschat_lora.addons.nlg.gpt2_checkpoint import gpt2_with_weights, read_gpt2_checkpoint
 from dschat_lora.addons.nlg.validation import (
     check_training,
     in_optimizer_steps,
@@ -20,13 +20,13 @@ from dschat_lora.engine.distributed import on_rank_zero
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.causal_lm import CausalLMLoss
-from dschat_lora.models.loading import gpt2_with_weights, load_tokenizer
+from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head
+from dschat_lora.supervised.dry_run import show_plan
 from dschat_lora.supervised.objectives import SUPERVISED
 from dschat_lora.supervised.setup import SupervisedSetup, build_engine, set_up
-from dschat_lora.supervised.stages import show_plan
 from dschat_lora.supervised.train import make_answers, train
 
 

@@ -1,8 +1,10 @@
 """The command line of ``dschat-lora nlg`` and ``training/nlg_gpt2``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+from dschat_lora.addons.nlg.addon import ADDON
 from dschat_lora.addons.nlg.config import DecodeConfig, EvaluateConfig, FormatConfig, NlgConfig
 from dschat_lora.addons.nlg.predictions import run_format, scorer_arguments
 from dschat_lora.addons.nlg.validation import (
@@ -11,39 +13,32 @@ from dschat_lora.addons.nlg.validation import (
     check_format,
     check_training,
 )
-from dschat_lora.commands.seeds import experiment, once_or_by_seeds
+from dschat_lora.commands.seeds import once_or_by_seeds, run_experiment
 from dschat_lora.config.options import chosen_verb
 from dschat_lora.runtime.stage_main import exits, late, run_main
-
-SUMMARY = "GPT-2 puts data into words: train, decode, format or evaluate"
 
 
 def nlg(argv: list[str]) -> None:
     """Run ``dschat-lora nlg``."""
-    experiment("nlg", run_nlg, f"{SUMMARY}.", argv)
+    run_experiment("nlg", run_nlg, argv, description=f"{ADDON.summaries['nlg']}.")
 
 
-def run_nlg(
-    argv: Sequence[str],
-    *,
-    description: str | None = None,
-    program: str | None = None,
-    command: Sequence[str] | None = None,
-) -> None:
+def run_nlg(argv: Sequence[str], *, command: Sequence[str] | None = None, **shown: Any) -> None:
     """The main function of GPT-2 on tables of data: train, decode, format or evaluate.
 
     ``beam`` is another name of decode; decode with ``--sample_file``, as the original's
-    ``gpt2_decode.py`` has it, is format. ``command`` starts each run of ``--seeds``.
+    ``gpt2_decode.py`` has it, is format. ``command`` starts each run of ``--seeds``; ``shown`` are
+    the description and the program of :func:`~dschat_lora.runtime.stage_main.run_main`.
     """
     verb, argv = chosen_verb(argv, ("train", "decode", "beam", "format", "evaluate"))
     if verb == "decode" and any(word.startswith("--sample_file") for word in argv):
         verb = "format"
     if verb == "evaluate":
         argv = scorer_arguments(argv)
-    run = partial(run_main, description=description, argv=argv, program=program)
+    run: Callable[..., None] = partial(run_main, argv=argv, **shown)
     if verb == "train":
-        main_function = exits(late("addons.nlg.train:run_training"))
-        run(NlgConfig, check_training, once_or_by_seeds("nlg", main_function, command))
+        train = exits(late("addons.nlg.train:run_training"))
+        run(NlgConfig, check_training, once_or_by_seeds("nlg", train, command))
     elif verb in ("decode", "beam"):
         run(DecodeConfig, check_decode, late("addons.nlg.decode:run_decode"))
     elif verb == "format":

@@ -24,9 +24,8 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import episode_prompt, gives_one_reward
+from dschat_lora.rl.options.names import episode_prompt, gives_one_reward, object_path
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.score.builtin_rewards import check_scorer
 from dschat_lora.runtime.checks import (
     Check,
@@ -37,6 +36,7 @@ from dschat_lora.runtime.checks import (
     check_divided,
     check_function,
     check_lora_options,
+    check_streaming,
     continued_lora,
     model_fields,
     recomputing,
@@ -47,7 +47,6 @@ from dschat_lora.runtime.checks import (
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import launched_processes
-from dschat_lora.runtime.validation import check_streaming
 
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
 BUNDLED_REWARD = "dschat_lora.world:reward"
@@ -116,9 +115,11 @@ def _scores(config: RlhfConfig) -> bool:
 
 def _check_environment(name: str) -> None:
     """Refuse an environment whose library or module is not there."""
+    from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
+
     if find_adapter(name) is None:
         try:
-            check_function("environment", name)
+            check_function("environment", object_path("environment", name))
         except ValueError as error:
             raise ValueError(f"{error}; by name there are {', '.join(ADAPTERS)}") from error
 

@@ -453,7 +453,7 @@ class RlhfConfig(StageConfig):
         "and none is held out unless --eval_ratio is given",
         section="evaluation",
     )
-    addons: Any = group(addon_options("rlhf"))
+    addons: Any = group(addon_options("rlhf", vars(), StageConfig))
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
@@ -562,7 +562,7 @@ class DistillConfig(RlhfConfig):
     }
 
     ppo: PpoConfig = group(PpoConfig, algorithm="distill")
-    addons: Any = group(addon_options("distill"))
+    addons: Any = group(addon_options("distill", vars(), RlhfConfig))
 
     def __post_init__(self) -> None:
         super().__post_init__()

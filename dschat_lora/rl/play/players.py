@@ -13,7 +13,7 @@ from dschat_lora.data.messages import Message
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import max_over_ranks, raise_together, tensor_rank
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
+from dschat_lora.rl.draw.player import Draw, Key, Player
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.names import made
 from dschat_lora.rl.play.environment import (
@@ -40,8 +40,7 @@ def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) ->
     for own in config.players:
         player: Player = own.player(config, tokenizer, turn_tokens, closing)
         return player
-    if (name := batch.environment) is None:
-        return OneTurn()
+    name = str(batch.environment)
     if find_adapter(name) is None and hasattr(own := find_object("environment", name), "play"):
         with same_gradients():
             return UserPlayer(name, made("environment", name, own), tokenizer)
