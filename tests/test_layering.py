@@ -49,7 +49,7 @@ FLOORS = [
             "algos config",
             "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
             "tokenizers torch transformers",
-            "arrow_rows digests json_stream layouts message_layouts messages nlg readers rows "
+            "arrow_rows digests json_stream layouts message_layouts messages readers rows "
             "sources tar_rows templates thoughts tool_calls",
         ),
         "engine": Room(
@@ -72,6 +72,14 @@ FLOORS = [
             "algos checkpoint config data engine lora",
             "safetensors torch transformers",
             "option_checks source",
+        ),
+    },
+    {
+        "generation": Room("algos config lora models", "psutil torch transformers"),
+        "runtime": Room(
+            "algos checkpoint config data engine lora models perf report",
+            "huggingface_hub packaging psutil safetensors torch transformers",
+            "caller checks describe directory resume sharing stage_main validation",
         ),
     },
     {
