@@ -17,7 +17,9 @@ from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.run_data import read_metrics, read_run
 from dschat_lora.report.terminal import log_once, table
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.stage_main import late
+
+if TYPE_CHECKING:
+    from dschat_lora.api.demo_judge import Judgement
 
 if TYPE_CHECKING:
     from dschat_lora.api.demo_judge import Judgement
@@ -113,7 +115,9 @@ def _tables(
     stages: Mapping[str, Path], seconds: Mapping[str, float]
 ) -> dict[str, tuple[list[str], Rows]]:
     """Title -> header and rows."""
-    judged = late("api.demo_judge:evaluate_by_rule")(stages["sft"], stages["rlhf"] / "actor")
+    from dschat_lora.api.demo_judge import accuracy_by_flaw, evaluate_by_rule  # heavy
+
+    judged = evaluate_by_rule(stages["sft"], stages["rlhf"] / "actor")
     evals = read_metrics(stages["rlhf"], "eval")
     answers = [
         *judgement_rows(judged),
@@ -124,7 +128,7 @@ def _tables(
         ["KL to SFT, nats per response", "", "0", f"{evals[-1]['kl']:.3f}"],
     ]
     pairs = read_metrics(stages["reward"], "eval")
-    flaws = late("api.demo_judge:accuracy_by_flaw")(stages["reward"])  # after training
+    flaws = accuracy_by_flaw(stages["reward"])  # after training
     accuracy = [
         ["accuracy", *(f"{pairs[i]['accuracy']:.3f}" for i in (0, -1))],
         *([f"  rejected is {flaw}", "", f"{share:.3f}"] for flaw, share in flaws.items()),
@@ -136,7 +140,7 @@ def _tables(
     }
 
 
-def judgement_rows(judged: "Mapping[str, Judgement]") -> Rows:
+def judgement_rows(judged: Mapping[str, "Judgement"]) -> Rows:
     """Perplexity and rule scores, one column for each model."""
     names = {
         "score": "rule score: right, polite, ends",
