@@ -21,9 +21,6 @@ from dschat_lora.runtime.directory import RunDirectory
 if TYPE_CHECKING:
     from dschat_lora.api.demo_judge import Judgement
 
-if TYPE_CHECKING:
-    from dschat_lora.api.demo_judge import Judgement
-
 SFT_OPTIONS = {
     "lora_dim": 16,
     "lora_alpha": 32,
