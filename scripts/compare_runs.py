@@ -368,8 +368,16 @@ def _digest(data: bytes) -> str:
     return sha256(data).hexdigest()[:8]
 
 
-def compare(base: Tree, tree: Tree, kept: Path, work: Path, name: str, processes: int) -> str:
+def _code_of_data(tree: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (tree / "dschat_lora/data").rglob("*.py")}
+
+
+def compare(
+    base: Tree, tree: Tree, kept: Path, work: Path, left_out: str, name: str, processes: int
+) -> str:
     """How this tree's run differs from the base's, and one that resumes the base's; ``""``: not.
+
+    ``left_out`` are fields that are not compared, as a pattern that begins with ``|``.
 
     Raises:
         RunError: if a run fails.
@@ -389,7 +397,7 @@ def compare(base: Tree, tree: Tree, kept: Path, work: Path, name: str, processes
             home / "out",
             place / "out",
             normalise=(_normaliser(paths), _normaliser(paths | tree.paths(place))),
-            left_out=LEFT_OUT_OF_RESUMED if title else LEFT_OUT,
+            left_out=re.compile((LEFT_OUT_OF_RESUMED if title else LEFT_OUT).pattern + left_out),
         ):
             return title + difference
     return ""
@@ -443,9 +451,13 @@ def _compare_all(
                     lambda stage, options: base.run(stage, options, temporary / stage),
                 )
                 (kept / "inputs.done").touch()
+        left_out = ""
+        if _code_of_data(base.path) != _code_of_data(ROOT):
+            print("the code of data/ is another: fingerprints of data are not compared", flush=True)
+            left_out = "|fingerprint"
         pool = ThreadPoolExecutor(jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
-        futures = [pool.submit(compare, base, tree, kept, work, *each) for each in chosen]
+        futures = [pool.submit(compare, base, tree, kept, work, left_out, *each) for each in chosen]
         for (name, processes), future in zip(chosen, futures, strict=True):
             title = f"{name} in {processes} process{'es' if processes > 1 else ''}: "
             try:
