@@ -51,10 +51,14 @@ def provide(monkeypatch):
             addons, "installed", lambda: {"mine": Addon("mine", provides={"row_format": paths})}
         )
         monkeypatch.setattr(row_formats, "installed", addons.installed)
+        forget()
+
+    def forget():
         row_formats.row_formats.cache_clear()
+        row_formats._claims.cache_clear()
 
     yield install
-    row_formats.row_formats.cache_clear()
+    forget()
 
 
 def read(rows):
