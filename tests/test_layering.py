@@ -49,8 +49,8 @@ FLOORS = [
             "algos config",
             "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
             "tokenizers torch transformers",
-            "arrow_rows digests json_stream layouts message_layouts messages readers row_formats rows "
-            "sources tar_rows templates thoughts tool_calls",
+            "arrow_rows digests json_stream layouts message_layouts messages readers row_formats "
+            "rows sources tar_rows templates thoughts tool_calls",
         ),
         "engine": Room(
             "algos config",

@@ -94,9 +94,9 @@ def to_canonical(values: Columns) -> tuple[Columns, str]:
     """
     texts = (values.get("prompt", ""), values.get("completion", ""))
     is_known = texts[0] or texts[1] or "text" in values
-    if is_known and OF_LAYOUTS.isdisjoint(values):
-        if isinstance(texts[0], str) and isinstance(texts[1], str):
-            return values, ""  # as most rows are, so that they cost little
+    is_plain = is_known and OF_LAYOUTS.isdisjoint(values)
+    if is_plain and isinstance(texts[0], str) and isinstance(texts[1], str):
+        return values, ""  # as most rows are, so that they cost little
     if (name := format_of(values)) is not None:
         values = row_of(name, values)
         return (values if row_formats()[name].texts else _published(values)[0]), name
