@@ -42,11 +42,11 @@ def sft(
     router_aux_loss_coef: float = 0.0,
     rope_scaling: str | None = None,
     neftune_noise_alpha: float = 0.0,
-    eval_ratio: float = 0.05,
     max_seq_len: int = 512,
-    packing: bool = True,
-    data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
+    packing: bool = True,
+    eval_ratio: float = 0.05,
+    data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
@@ -63,16 +63,17 @@ def sft(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
+    learning_rate: float | Literal['auto'] = 5e-05,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
     gradient_accumulation_steps: int = 1,
+    seed: int = 1234,
+    num_warmup_steps: int = 0,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
     tokens_per_device: int = 0,
-    learning_rate: float | Literal['auto'] = 5e-05,
     lora_learning_rate: float | None = None,
     lora_lr_multiplier: float | None = None,
-    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
-    num_warmup_steps: int = 0,
     loraplus_lr_ratio: float = 1.0,
     adam_beta1: float = 0.9,
     adam_beta2: float = 0.95,
@@ -83,7 +84,6 @@ def sft(
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lr_probe: int = 0,
-    seed: int = 1234,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -98,35 +98,35 @@ def sft(
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
-    accept_changed_data: bool = False,
     save_interval: int = 500,
+    merge_adapter: bool = False,
+    accept_changed_data: bool = False,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
-    merge_adapter: bool = False,
     merge_max_kl: float = 0.01,
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
-    eval_tasks: str | Sequence[str] = (),
-    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
-    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
-    gradient_checkpointing: bool | Literal['auto'] = 'auto',
-    offload_activations: bool = False,
+    base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
+    gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    offload_activations: bool = False,
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
     context_parallel_size: int = 1,
-    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
-    base_bits: Literal[16, 4] | None = None,
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -147,7 +147,7 @@ def sft(
             checkpoint and the status "stopped".
         resume: ``"latest"``, ``"auto"`` or a checkpoint to go on from.
         quiet: print nothing.
-        **options: those of ``dschat-lora sft --help``, by their names.
+        **options: those of ``dschat-lora sft --help all``, by their names.
 
     Returns:
         The run, with its directory, metrics and adapter. Call on every rank of a launch.
@@ -166,11 +166,11 @@ def sft(
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
         rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
         neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
-        packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
+        packing (bool): fill rows of --max_seq_len with several samples; the mask keeps them apart
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
@@ -187,16 +187,17 @@ def sft(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        num_train_epochs (int): passes over the data; 0 evaluates only
-        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
-        per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
+        learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
+        num_train_epochs (int): passes over data; 0 evaluates only
+        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
+        per_device_train_batch_size (int): rows per device and micro-batch; of several samples if packed, else of one
         gradient_accumulation_steps (int): micro-batches per optimizer step
+        seed (int): seed of initialisation, order and sampling
+        num_warmup_steps (int): optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
-        num_warmup_steps (int): optimizer steps of linear warm-up
         loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
         adam_beta1 (float): decay of the gradient's mean
         adam_beta2 (float): decay of the gradient's square
@@ -207,8 +208,7 @@ def sft(
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
-        seed (int): seed of initialisation, order and sampling
-        lora_dim (int | None): rank r of the update; 0 trains every weight; default: that of the adapter that is continued, else 16, in the scripts of training/ and with --config 0
+        lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
@@ -222,35 +222,35 @@ def sft(
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_adapter (bool): also write base and adapter merged as a transformers model
         merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
+        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -275,11 +275,11 @@ def reward(
     router_aux_loss_coef: float = 0.0,
     rope_scaling: str | None = None,
     neftune_noise_alpha: float = 0.0,
-    eval_ratio: float = 0.05,
     max_seq_len: int = 512,
-    packing: bool = False,
-    data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
+    packing: bool = False,
+    eval_ratio: float = 0.05,
+    data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
@@ -296,16 +296,17 @@ def reward(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
+    learning_rate: float | Literal['auto'] = 5e-05,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
     gradient_accumulation_steps: int = 1,
+    seed: int = 1234,
+    num_warmup_steps: int = 0,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
     tokens_per_device: int = 0,
-    learning_rate: float | Literal['auto'] = 5e-05,
     lora_learning_rate: float | None = None,
     lora_lr_multiplier: float | None = None,
-    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
-    num_warmup_steps: int = 0,
     loraplus_lr_ratio: float = 1.0,
     adam_beta1: float = 0.9,
     adam_beta2: float = 0.95,
@@ -316,7 +317,6 @@ def reward(
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lr_probe: int = 0,
-    seed: int = 1234,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -328,41 +328,41 @@ def reward(
     expert_lora_dim: int | None = None,
     expert_lora_alpha: float | None = None,
     only_optimize_lora: bool = True,
-    share_prompt: bool = True,
     reward_loss: Literal['bradley_terry', 'per_token'] = 'bradley_terry',
+    share_prompt: bool = True,
     center_rewards_coefficient: float = 0.0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
-    accept_changed_data: bool = False,
     save_interval: int = 500,
+    merge_adapter: bool = False,
+    accept_changed_data: bool = False,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
-    merge_adapter: bool = False,
     merge_max_kl: float = 0.01,
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
-    eval_tasks: str | Sequence[str] = (),
-    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
-    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
-    gradient_checkpointing: bool | Literal['auto'] = 'auto',
-    offload_activations: bool = False,
+    base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
+    gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    offload_activations: bool = False,
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
     context_parallel_size: int = 1,
-    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
-    base_bits: Literal[16, 4] | None = None,
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -381,11 +381,11 @@ def reward(
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
         rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
         neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
-        packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
+        packing (bool): fill rows of --max_seq_len with several samples; the mask keeps them apart
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
@@ -402,16 +402,17 @@ def reward(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        num_train_epochs (int): passes over the data; 0 evaluates only
-        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
-        per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
+        learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
+        num_train_epochs (int): passes over data; 0 evaluates only
+        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
+        per_device_train_batch_size (int): rows per device and micro-batch; of several samples if packed, else of one
         gradient_accumulation_steps (int): micro-batches per optimizer step
+        seed (int): seed of initialisation, order and sampling
+        num_warmup_steps (int): optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
-        num_warmup_steps (int): optimizer steps of linear warm-up
         loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
         adam_beta1 (float): decay of the gradient's mean
         adam_beta2 (float): decay of the gradient's square
@@ -422,8 +423,7 @@ def reward(
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
-        seed (int): seed of initialisation, order and sampling
-        lora_dim (int | None): rank r of the update; 0 trains every weight; default: that of the adapter that is continued, else 16, in the scripts of training/ and with --config 0
+        lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
@@ -434,41 +434,41 @@ def reward(
         expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
+        reward_loss (Literal['bradley_terry', 'per_token']): bradley_terry compares the scores at the end of two answers; per_token is DeepSpeed-Chat's loss; which compares them at each token from the first difference on
         share_prompt (bool): compute what both answers of a pair begin with once (no-: each answer has its own)
-        reward_loss (Literal['bradley_terry', 'per_token']): bradley_terry compares the scores at the end of two answers; per_token, DeepSpeed-Chat's loss, at each token from the first difference on
         center_rewards_coefficient (float): weight of the squared sum of a pair's scores, which keeps them around zero
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_adapter (bool): also write base and adapter merged as a transformers model
         merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
+        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -494,11 +494,11 @@ def dpo(
     router_aux_loss_coef: float = 0.0,
     rope_scaling: str | None = None,
     neftune_noise_alpha: float = 0.0,
-    eval_ratio: float = 0.05,
     max_seq_len: int = 512,
-    packing: bool = False,
-    data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
+    packing: bool = False,
+    eval_ratio: float = 0.05,
+    data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
@@ -515,16 +515,17 @@ def dpo(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
+    learning_rate: float | Literal['auto'] = 1e-06,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
     gradient_accumulation_steps: int = 1,
+    seed: int = 1234,
+    num_warmup_steps: int = 0,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
     tokens_per_device: int = 0,
-    learning_rate: float | Literal['auto'] = 1e-06,
     lora_learning_rate: float | None = None,
     lora_lr_multiplier: float | None = None,
-    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
-    num_warmup_steps: int = 0,
     loraplus_lr_ratio: float = 1.0,
     adam_beta1: float = 0.9,
     adam_beta2: float = 0.95,
@@ -535,7 +536,6 @@ def dpo(
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lr_probe: int = 0,
-    seed: int = 1234,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -547,9 +547,9 @@ def dpo(
     expert_lora_dim: int | None = None,
     expert_lora_alpha: float | None = None,
     only_optimize_lora: bool = True,
-    share_prompt: bool = True,
-    beta: float = 0.1,
     loss_type: Literal['sigmoid', 'ipo', 'hinge', 'orpo', 'simpo', 'kto'] = 'sigmoid',
+    beta: float = 0.1,
+    share_prompt: bool = True,
     label_smoothing: float = 0.0,
     simpo_gamma: float = 0.5,
     desirable_weight: float = 1.0,
@@ -560,35 +560,35 @@ def dpo(
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
-    accept_changed_data: bool = False,
     save_interval: int = 500,
+    merge_adapter: bool = False,
+    accept_changed_data: bool = False,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
-    merge_adapter: bool = False,
     merge_max_kl: float = 0.01,
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
     per_device_eval_batch_size: int = 16,
-    eval_tasks: str | Sequence[str] = (),
-    eval_tasks_limit: int = 0,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
     tensorboard_path: str | os.PathLike[str] | None = None,
-    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
-    gradient_checkpointing: bool | Literal['auto'] = 'auto',
-    offload_activations: bool = False,
+    base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
+    gradient_checkpointing: bool | Literal['auto'] = 'auto',
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    offload_activations: bool = False,
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
     context_parallel_size: int = 1,
-    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
-    base_bits: Literal[16, 4] | None = None,
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    eval_tasks: str | Sequence[str] = (),
+    eval_tasks_limit: int = 0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -608,11 +608,11 @@ def dpo(
         router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
         rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
         neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
-        packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
+        packing (bool): fill rows of --max_seq_len with several samples; the mask keeps them apart
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
@@ -629,16 +629,17 @@ def dpo(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        num_train_epochs (int): passes over the data; 0 evaluates only
-        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
-        per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
+        learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
+        num_train_epochs (int): passes over data; 0 evaluates only
+        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
+        per_device_train_batch_size (int): rows per device and micro-batch; of several samples if packed, else of one
         gradient_accumulation_steps (int): micro-batches per optimizer step
+        seed (int): seed of initialisation, order and sampling
+        num_warmup_steps (int): optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
         tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        learning_rate (float | Literal['auto']): peak rate of base weights or, where adapters alone train, theirs (but in the scripts of training/); auto: by published rules for width and stage, that of adapters too
         lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
         lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
-        num_warmup_steps (int): optimizer steps of linear warm-up
         loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
         adam_beta1 (float): decay of the gradient's mean
         adam_beta2 (float): decay of the gradient's square
@@ -649,8 +650,7 @@ def dpo(
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
-        seed (int): seed of initialisation, order and sampling
-        lora_dim (int | None): rank r of the update; 0 trains every weight; default: that of the adapter that is continued, else 16, in the scripts of training/ and with --config 0
+        lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
@@ -661,9 +661,9 @@ def dpo(
         expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
-        share_prompt (bool): compute what both answers of a pair begin with once (no-: each answer has its own)
+        loss_type (Literal['sigmoid', 'ipo', 'hinge', 'orpo', 'simpo', 'kto']): loss of pairs, sigmoid being DPO's own, or of single answers: kto; ipo is IPO's squared one, hinge SLiC's; orpo and simpo have no reference; kto takes answers that are good or bad
         beta (float): how strongly the policy stays with the reference; orpo: weight of the odds ratio; simpo: scale of the rewards, 2 unless it is given
-        loss_type (Literal['sigmoid', 'ipo', 'hinge', 'orpo', 'simpo', 'kto']): of pairs: DPO's own loss, IPO's squared one or SLiC's hinge, or orpo or simpo, which have no reference; of single answers that are good or bad: kto
+        share_prompt (bool): compute what both answers of a pair begin with once (no-: each answer has its own)
         label_smoothing (float): share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)
         simpo_gamma (float): simpo: by how much the chosen answer's reward is to be the larger one
         desirable_weight (float): kto: weight of the loss of good answers
@@ -674,35 +674,35 @@ def dpo(
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_adapter (bool): also write base and adapter merged as a transformers model
         merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         per_device_eval_batch_size (int): rows per device in evaluation
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[eval]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
+        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -718,7 +718,6 @@ def rlhf(
     *,
     rewards: Reward | Sequence[Reward] = (),
     environment: object = None,
-    agent: Callable[..., Any] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -726,12 +725,12 @@ def rlhf(
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     actor_lora_dim: int | None = None,
+    actor_learning_rate: float | Literal['auto'] = 9.65e-06,
     actor_lora_alpha: float = 32.0,
     actor_use_rslora: bool = False,
     actor_expert_lora_dim: int | None = None,
     actor_expert_lora_alpha: float | None = None,
     actor_target_modules: str | Sequence[str] = ('all-linear',),
-    actor_learning_rate: float | Literal['auto'] = 9.65e-06,
     actor_lora_learning_rate: float = 0.0005,
     actor_expert_learning_rate: float | None = None,
     actor_weight_decay: float = 0.0,
@@ -753,9 +752,11 @@ def rlhf(
     add_eot_token: bool = False,
     eot_token: str = '<|endoftext|>',
     chat_template: str | None = None,
+    max_prompt_seq_len: int = 256,
+    max_answer_seq_len: int = 256,
+    columns: Sequence[str] | Mapping[str, str] = (),
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
-    columns: Sequence[str] | Mapping[str, str] = (),
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
@@ -770,21 +771,19 @@ def rlhf(
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
     num_prompts: int = 0,
-    max_prompt_seq_len: int = 256,
-    max_answer_seq_len: int = 256,
+    per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     gradient_accumulation_steps: int = 1,
-    tokens_per_device: int = 0,
-    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    seed: int = 1234,
     num_warmup_steps: int = 0,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    tokens_per_device: int = 0,
     loraplus_lr_ratio: float = 1.0,
     adam_beta1: float = 0.9,
     adam_beta2: float = 0.95,
     adam_epsilon: float = 1e-08,
     max_grad_norm: float = 1.0,
-    seed: int = 1234,
-    per_device_training_batch_size: int = 16,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
     parts: Any | Sequence[Any] = (),
@@ -808,10 +807,6 @@ def rlhf(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
-    agent_command: str | None = None,
-    agent_timeout: float = 600.0,
-    agent_retries: int = 0,
-    agent_max_calls: int = 100,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -823,8 +818,8 @@ def rlhf(
     missing_eos_penalty: float = 0.0,
     soft_overlong_tokens: int = 0,
     algorithm: Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm = 'ppo',
-    ppo_epochs: int = 1,
     kl_coef: float | None = None,
+    ppo_epochs: int = 1,
     kl_estimator: Literal['k1', 'k2', 'k3'] | None = None,
     kl_in: Literal['reward', 'loss'] | None = None,
     adaptive_kl_target: float = 0.0,
@@ -858,20 +853,20 @@ def rlhf(
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
     teacher_model_name_or_path: str | os.PathLike[str] | None = None,
+    teacher_bits: Literal[16, 4] | None = None,
     teacher_system_prompt: str | None = None,
     distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
-    teacher_bits: Literal[16, 4] | None = None,
     jsd_beta: float = 0.5,
     distill_top_k: int = 0,
     on_policy_share: float = 1.0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
-    accept_changed_data: bool = False,
     save_interval: int = 500,
+    merge_adapter: bool = False,
+    accept_changed_data: bool = False,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
-    merge_adapter: bool = False,
     merge_max_kl: float = 0.01,
     eval_interval: int = 0,
     eval_iters: int = 0,
@@ -884,20 +879,25 @@ def rlhf(
     log_rollouts: int = 128,
     print_answers: bool = False,
     print_answers_interval: int = 10,
+    base_bits: Literal[16, 4] | None = None,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
     offload_activations: bool = False,
-    zero_stage: Literal[0, 1, 2, 3] | None = None,
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
     context_parallel_size: int = 1,
-    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
-    base_bits: Literal[16, 4] | None = None,
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    agent: str | Callable[..., Any] | None = None,
+    agent_command: str | None = None,
+    agent_timeout: float = 600.0,
+    agent_retries: int = 0,
+    agent_max_calls: int = 100,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -932,8 +932,6 @@ def rlhf(
         environment: function that answers the actor's turns, or a class whose objects do, each
             through an episode, or a dict of classes by the rows' column ``environment``; or a
             player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
-        agent: function, ``async`` or not, that plays an episode: it gets ``row``, a ``client`` of
-            the ``openai`` package for the policy, and the ``model``'s name, and returns the reward.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -941,40 +939,42 @@ def rlhf(
         callbacks: as in ``sft``.
         resume: as in ``sft``.
         quiet: print nothing.
-        **options: those of ``dschat-lora rlhf --help``, by their names.
+        **options: those of ``dschat-lora rlhf --help all``, by their names.
 
     Options:
-        actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: that of the adapter that is continued, else 16, in the script of training/ and with --config 0
+        actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
+        actor_learning_rate (float | Literal['auto']): peak rate of the adapter (unless given 5e-4) or of base weights; of the adapter where it alone trains, but in the script of training/; auto: by published rules for width and stage, that of the adapter too
         actor_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         actor_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
         actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         actor_lora_learning_rate (float): peak rate of the adapter
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
-        critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: that of the adapter that is continued, else 16, in the script of training/ and with --config 0
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
         critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
+        critic_learning_rate (float | Literal['auto']): peak rate of the adapter (unless given 5e-4) or of base weights; of the adapter where it alone trains, but in the script of training/; auto: by published rules for width and stage, that of the adapter too
         critic_lora_learning_rate (float): peak rate of the adapter
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
         critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
         trust_remote_code (bool): run model code that comes with a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
         eot_token (str): end-of-text token of --add_eot_token
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
+        max_prompt_seq_len (int): most tokens of a prompt; longer ones follow --overlong
+        max_answer_seq_len (int): most tokens of a response
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
@@ -989,29 +989,27 @@ def rlhf(
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
-        max_prompt_seq_len (int): longer prompts follow --overlong
-        max_answer_seq_len (int): most tokens of a response
-        num_train_epochs (int): passes over the data; 0 evaluates only
-        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
+        per_device_training_batch_size (int): responses per device and micro-batch of the update
+        num_train_epochs (int): passes over data; 0 evaluates only
+        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
         gradient_accumulation_steps (int): micro-batches per optimizer step
-        tokens_per_device (int): cut the responses of a step into micro-batches of up to so many tokens per device, instead of so many responses; 0: by responses
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        seed (int): seed of initialisation, order and sampling
         num_warmup_steps (int): optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        tokens_per_device (int): cut the responses of a step into micro-batches of up to so many tokens per device, instead of so many responses; 0: by responses
         loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
         adam_beta1 (float): decay of the gradient's mean
         adam_beta2 (float): decay of the gradient's square
         adam_epsilon (float): added to the root of the second moment
         max_grad_norm (float): gradients are clipped to this norm; 0: never
-        seed (int): seed of initialisation, order and sampling
-        per_device_training_batch_size (int): responses per device and micro-batch of the update
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
         parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
-        num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
+        num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
+        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1027,10 +1025,6 @@ def rlhf(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
-        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
-        agent_retries (int): further attempts at an agent's episode that failed
-        agent_max_calls (int): most answers in an episode of an agent
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
@@ -1041,9 +1035,9 @@ def rlhf(
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
         soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
-        ppo_epochs (int): passes over the responses of an iteration
+        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): how the actor learns; ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
         kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
+        ppo_epochs (int): passes over the responses of an iteration
         kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
         kl_in (Literal['reward', 'loss'] | None): where the divergence is paid: in the reward of each token, or in the loss; default: by --algorithm
         adaptive_kl_target (float): nats per response that kl_coef is steered towards; 0: kl_coef stays
@@ -1076,47 +1070,52 @@ def rlhf(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
-        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher of --algorithm distill: a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; or a server of vLLM or `dschat-lora serve`, http://HOST:PORT/v1, with #NAME where it has several models; by default the actor as it was, with --teacher_system_prompt
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the actor as it was, with --teacher_system_prompt; of --algorithm distill; a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME where it has several models
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
         distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_adapter (bool): also write base and adapter merged as a transformers model
         merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
         print_answers (bool): show a response at every iteration
         print_answers_interval (int): iterations between shown responses; 0: never
+        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
+        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
+        agent_retries (int): further attempts at an agent's episode that failed
+        agent_max_calls (int): most answers in an episode of an agent
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -1150,12 +1149,12 @@ def distill(
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     actor_lora_dim: int | None = None,
+    actor_learning_rate: float | Literal['auto'] = 9.65e-06,
     actor_lora_alpha: float = 32.0,
     actor_use_rslora: bool = False,
     actor_expert_lora_dim: int | None = None,
     actor_expert_lora_alpha: float | None = None,
     actor_target_modules: str | Sequence[str] = ('all-linear',),
-    actor_learning_rate: float | Literal['auto'] = 9.65e-06,
     actor_lora_learning_rate: float = 0.0005,
     actor_expert_learning_rate: float | None = None,
     actor_weight_decay: float = 0.0,
@@ -1177,9 +1176,11 @@ def distill(
     add_eot_token: bool = False,
     eot_token: str = '<|endoftext|>',
     chat_template: str | None = None,
+    max_prompt_seq_len: int = 256,
+    max_answer_seq_len: int = 256,
+    columns: Sequence[str] | Mapping[str, str] = (),
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
-    columns: Sequence[str] | Mapping[str, str] = (),
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
@@ -1194,29 +1195,28 @@ def distill(
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
     num_prompts: int = 0,
-    max_prompt_seq_len: int = 256,
-    max_answer_seq_len: int = 256,
+    per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     gradient_accumulation_steps: int = 1,
-    tokens_per_device: int = 0,
-    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    seed: int = 1234,
     num_warmup_steps: int = 0,
+    lr_scheduler_type: Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup'] = 'cosine',
+    tokens_per_device: int = 0,
     loraplus_lr_ratio: float = 1.0,
     adam_beta1: float = 0.9,
     adam_beta2: float = 0.95,
     adam_epsilon: float = 1e-08,
     max_grad_norm: float = 1.0,
-    seed: int = 1234,
-    per_device_training_batch_size: int = 16,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
     parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
-    num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
+    temperature: float = 1.0,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
+    num_generations: int | None = None,
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -1226,18 +1226,12 @@ def distill(
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
-    temperature: float = 1.0,
     rollout_temperature: float | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
     environment: str | None = None,
-    agent: str | None = None,
-    agent_command: str | None = None,
-    agent_timeout: float = 600.0,
-    agent_retries: int = 0,
-    agent_max_calls: int = 100,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -1282,20 +1276,20 @@ def distill(
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
-    teacher_system_prompt: str | None = None,
     distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    teacher_system_prompt: str | None = None,
+    on_policy_share: float = 1.0,
     teacher_bits: Literal[16, 4] | None = None,
     jsd_beta: float = 0.5,
     distill_top_k: int = 0,
-    on_policy_share: float = 1.0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
-    accept_changed_data: bool = False,
     save_interval: int = 500,
+    merge_adapter: bool = False,
+    accept_changed_data: bool = False,
     save_minutes: float = 10.0,
     save_total_limit: int = 3,
-    merge_adapter: bool = False,
     merge_max_kl: float = 0.01,
     eval_interval: int = 0,
     eval_iters: int = 0,
@@ -1308,20 +1302,25 @@ def distill(
     log_rollouts: int = 128,
     print_answers: bool = False,
     print_answers_interval: int = 10,
+    base_bits: Literal[16, 4] | None = None,
+    zero_stage: Literal[0, 1, 2, 3] | None = None,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
     offload_activations: bool = False,
-    zero_stage: Literal[0, 1, 2, 3] | None = None,
     offload: bool = False,
     tensor_parallel_size: int = 1,
     sequence_parallel: bool = False,
     context_parallel_size: int = 1,
-    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     distributed_timeout: float = 120.0,
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
-    base_bits: Literal[16, 4] | None = None,
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    agent: str | Callable[..., Any] | None = None,
+    agent_command: str | None = None,
+    agent_timeout: float = 600.0,
+    agent_retries: int = 0,
+    agent_max_calls: int = 100,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -1358,40 +1357,42 @@ def distill(
         callbacks: as in ``sft``.
         resume: as in ``sft``.
         quiet: print nothing.
-        **options: those of ``dschat-lora distill --help``, by their names.
+        **options: those of ``dschat-lora distill --help all``, by their names.
 
     Options:
-        actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: that of the adapter that is continued, else 16, in the script of training/ and with --config 0
+        actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
+        actor_learning_rate (float | Literal['auto']): peak rate of the adapter (unless given 5e-4) or of base weights; of the adapter where it alone trains, but in the script of training/; auto: by published rules for width and stage, that of the adapter too
         actor_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         actor_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
         actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
         actor_lora_learning_rate (float): peak rate of the adapter
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
-        critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: that of the adapter that is continued, else 16, in the script of training/ and with --config 0
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
         critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
         critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
         critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float | Literal['auto']): peak rate of base weights or, where the adapter alone trains, its own (but in the script of training/); auto: by published rules for width and stage, that of the adapter too
+        critic_learning_rate (float | Literal['auto']): peak rate of the adapter (unless given 5e-4) or of base weights; of the adapter where it alone trains, but in the script of training/; auto: by published rules for width and stage, that of the adapter too
         critic_lora_learning_rate (float): peak rate of the adapter
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
         critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
         trust_remote_code (bool): run model code that comes with a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
         eot_token (str): end-of-text token of --add_eot_token
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
+        max_prompt_seq_len (int): most tokens of a prompt; longer ones follow --overlong
+        max_answer_seq_len (int): most tokens of a response
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
@@ -1406,29 +1407,28 @@ def distill(
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
-        max_prompt_seq_len (int): longer prompts follow --overlong
-        max_answer_seq_len (int): most tokens of a response
-        num_train_epochs (int): passes over the data; 0 evaluates only
-        max_steps (int): train for this many optimizer steps, whatever the epochs; 0: by epochs
+        per_device_training_batch_size (int): responses per device and micro-batch of the update
+        num_train_epochs (int): passes over data; 0 evaluates only
+        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
         gradient_accumulation_steps (int): micro-batches per optimizer step
-        tokens_per_device (int): cut the responses of a step into micro-batches of up to so many tokens per device, instead of so many responses; 0: by responses
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        seed (int): seed of initialisation, order and sampling
         num_warmup_steps (int): optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
+        tokens_per_device (int): cut the responses of a step into micro-batches of up to so many tokens per device, instead of so many responses; 0: by responses
         loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
         adam_beta1 (float): decay of the gradient's mean
         adam_beta2 (float): decay of the gradient's square
         adam_epsilon (float): added to the root of the second moment
         max_grad_norm (float): gradients are clipped to this norm; 0: never
-        seed (int): seed of initialisation, order and sampling
-        per_device_training_batch_size (int): responses per device and micro-batch of the update
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
         parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
-        num_generations (int | None): responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare them (8, or fewer that divide --per_device_generation_batch_size; or 1); default: by --algorithm
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
+        temperature (float): of sampling and of all log-probabilities
+        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
+        num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1438,18 +1438,12 @@ def distill(
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
-        temperature (float): of sampling and of all log-probabilities
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
         top_p (float): sample from the likeliest tokens of this probability mass
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | None): module:function that answers the actor's turns with messages of a user or tool, or ends the episode; or module:Class of objects with reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
-        agent (str | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
-        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
-        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
-        agent_retries (int): further attempts at an agent's episode that failed
-        agent_max_calls (int): most answers in an episode of an agent
+        environment (str | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
@@ -1494,46 +1488,51 @@ def distill(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
         distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_interval (int): optimizer steps between checkpoints; 0: by time only
+        merge_adapter (bool): also write base and adapter merged as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
         save_minutes (float): a checkpoint at least this often; 0: by steps only
         save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_adapter (bool): also write base and adapter merged as a transformers model
         merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
         judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too, one or several; their own variables, such as WANDB_MODE=offline, apply
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
         print_answers (bool): show a response at every iteration
         print_answers_interval (int): iterations between shown responses; 0: never
+        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
+        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
         offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
         tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
         sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
+        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
+        agent_retries (int): further attempts at an agent's episode that failed
+        agent_max_calls (int): most answers in an episode of an agent
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -1559,12 +1558,13 @@ def generate(
     model: Model | None,
     prompts: str | Sequence[str | Sequence[Message]],
     *,
-    columns: Sequence[str] | Mapping[str, str] = (),
-    max_seq_len: int = 0,
-    per_device_eval_batch_size: int = 16,
-    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
-    attn_implementation: Literal['auto', 'sdpa', 'eager'] = 'auto',
     base_bits: Literal[16, 4] | None = None,
+    max_seq_len: int = 0,
+    columns: Sequence[str] | Mapping[str, str] = (),
+    seed: int = 1234,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    per_device_eval_batch_size: int = 16,
+    attn_implementation: Literal['auto', 'sdpa', 'eager'] = 'auto',
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
@@ -1575,7 +1575,6 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     num_return_sequences: int = 1,
-    seed: int = 1234,
     prompt_lookup_num_tokens: int = 0,
 ) -> list[str]:
     """Answers to prompts, greedily unless told otherwise.
@@ -1596,12 +1595,13 @@ def generate(
         ValueError: for a value that cannot be used, and a prompt that is too long.
 
     Options:
-        columns (Sequence[str] | Mapping[str, str]): names of columns, as in prompt=question completion=answer
-        max_seq_len (int): longest sequence in tokens; 0: as many as the model has positions
-        per_device_eval_batch_size (int): sequences at a time
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: as in training
-        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention kernel of transformers; auto: sdpa where it has it, else eager
         base_bits (Literal[16, 4] | None): bits of the base's weights: 16, or 4 (NF4); by default as the adapter was trained
+        max_seq_len (int): longest sequence in tokens; 0: as many as the model has positions
+        columns (Sequence[str] | Mapping[str, str]): names of columns, as in prompt=question completion=answer
+        seed (int): of the draws
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: as in training
+        per_device_eval_batch_size (int): sequences at a time
+        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention kernel of transformers; auto: sdpa where it has it, else eager
         trust_remote_code (bool): run model code that comes with a hub repository
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
@@ -1612,7 +1612,6 @@ def generate(
         top_p (float): draw from the most probable tokens up to this sum
         top_k (int): draw from so many of the most probable tokens; 0: all
         num_return_sequences (int): answers to each prompt, with --do_sample
-        seed (int): of the draws
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
     """
 
@@ -1620,12 +1619,12 @@ def evaluate(
     model: Model | None,
     data: Data | None,
     *,
-    columns: Sequence[str] | Mapping[str, str] = (),
-    max_seq_len: int = 0,
-    per_device_eval_batch_size: int = 16,
-    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
-    attn_implementation: Literal['auto', 'sdpa', 'eager'] = 'auto',
     base_bits: Literal[16, 4] | None = None,
+    max_seq_len: int = 0,
+    columns: Sequence[str] | Mapping[str, str] = (),
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    per_device_eval_batch_size: int = 16,
+    attn_implementation: Literal['auto', 'sdpa', 'eager'] = 'auto',
     trust_remote_code: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
@@ -1649,12 +1648,12 @@ def evaluate(
         The numbers that the command prints, by name.
 
     Options:
-        columns (Sequence[str] | Mapping[str, str]): names of columns, as in prompt=question completion=answer
-        max_seq_len (int): longest sequence in tokens; 0: as many as the model has positions
-        per_device_eval_batch_size (int): sequences at a time
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: as in training
-        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention kernel of transformers; auto: sdpa where it has it, else eager
         base_bits (Literal[16, 4] | None): bits of the base's weights: 16, or 4 (NF4); by default as the adapter was trained
+        max_seq_len (int): longest sequence in tokens; 0: as many as the model has positions
+        columns (Sequence[str] | Mapping[str, str]): names of columns, as in prompt=question completion=answer
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: as in training
+        per_device_eval_batch_size (int): sequences at a time
+        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention kernel of transformers; auto: sdpa where it has it, else eager
         trust_remote_code (bool): run model code that comes with a hub repository
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
@@ -1662,7 +1661,7 @@ def evaluate(
         judge_function (str | Callable[..., Any] | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
         max_new_tokens (int): tokens of such an answer at most
         limit (int): rows to take at most, of each task too, the first ones; 0: all
-        tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[eval]
+        tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[evaluation]
         num_fewshot (int | None): worked examples before each question of --tasks; default: as the task says
         apply_chat_template (bool): questions of --tasks are a user's messages, rendered by the chat template
     """
@@ -1671,10 +1670,10 @@ def merge(
     model: Model,
     output_dir: str | os.PathLike[str] | None = None,
     *,
-    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
-    merge_max_kl: float = 0.01,
-    overwrite_output_dir: bool = False,
     base_bits: Literal[16, 4] | None = None,
+    dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+    overwrite_output_dir: bool = False,
+    merge_max_kl: float = 0.01,
     trust_remote_code: bool = False,
 ) -> Path:
     """Write base and adapter as one transformers model.
@@ -1691,10 +1690,10 @@ def merge(
         ValueError: if there is no adapter, or rounding moves the model by too much.
 
     Options:
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): type of the weights written; auto: the base's where it has 16 bits, else bf16
-        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
-        overwrite_output_dir (bool): replace a model in the output directory
         base_bits (Literal[16, 4] | None): bits of the base to add the adapter to: 16, or 4 (NF4); by default those that it was trained on; whole weights are written in any case
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): type of the weights written; auto: the base's where it has 16 bits, else bf16
+        overwrite_output_dir (bool): replace a model in the output directory
+        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
         trust_remote_code (bool): run model code that comes with a hub repository
     """
 
@@ -1702,12 +1701,12 @@ def audit(
     data: Data | None = None,
     model: Model | None = None,
     *,
-    eval_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    eval_ratio: float = 0.0,
     max_seq_len: int = 512,
-    packing: bool = True,
-    data_split_name: str | Sequence[str] = (),
     columns: Sequence[str] | Mapping[str, str] = (),
+    eval_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    packing: bool = True,
+    eval_ratio: float = 0.0,
+    data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
     mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
@@ -1724,35 +1723,35 @@ def audit(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
+    show: int = 0,
+    stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
+    seed: int = 1234,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    add_eot_token: bool = False,
+    eot_token: str = '<|endoftext|>',
     near_duplicates: float | None = None,
     against: str | Sequence[str] = (),
     against_ngram: int = 13,
     language_rows: int = 0,
     kept_path: str | os.PathLike[str] | None = None,
     overwrite_kept_path: bool = False,
-    stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
-    show: int = 0,
-    chat_template: str | None = None,
-    trust_remote_code: bool = False,
-    add_eot_token: bool = False,
-    eot_token: str = '<|endoftext|>',
-    seed: int = 1234,
 ) -> Audit:
     """What a stage would learn of data; nothing is trained.
 
     Args:
         data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
-        **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
-            and ``show=3``.
+        **options: those of ``dschat-lora audit --help all`` by their names, such as
+            ``stage="reward"`` and ``show=3``.
 
     Options:
-        eval_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): held-out data, never trained on
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         max_seq_len (int): tokens per row, prompt and completion together
-        packing (bool): fill rows of --max_seq_len with several samples, kept apart by the mask
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
+        eval_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): held-out data, never trained on
+        packing (bool): fill rows of --max_seq_len with several samples; the mask keeps them apart
+        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        columns (Sequence[str] | Mapping[str, str]): names of columns in all data, as in prompt=question completion=answer: the prompt is read from the column question
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
         mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
@@ -1769,19 +1768,19 @@ def audit(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
+        show (int): samples to show, token by token, with what is supervised
+        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
+        seed (int): of --data_split and --eval_ratio
+        chat_template (str | None): file of a Jinja chat template, as in training
+        trust_remote_code (bool): run tokenizer code of a hub repository
+        add_eot_token (bool): as in training
+        eot_token (str): as in training
         near_duplicates (float | None): count rows whose text is near that of an earlier one: with at least this Jaccard similarity, in (0, 1], of their runs of 5 words, as 0.8
         against (str | Sequence[str]): count rows that share a run of --against_ngram words with these evaluation data, named as in --data_path
         against_ngram (int): words of a run; a shorter text is compared as a whole
         language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
         kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
         overwrite_kept_path (bool): replace a file that is at --kept_path
-        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
-        show (int): samples to show, token by token, with what is supervised
-        chat_template (str | None): file of a Jinja chat template, as in training
-        trust_remote_code (bool): run tokenizer code of a hub repository
-        add_eot_token (bool): as in training
-        eot_token (str): as in training
-        seed (int): of --data_split and --eval_ratio
     """
 
 def plan(
@@ -1827,7 +1826,7 @@ def tune(
 ) -> Tuned:
     """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
 
-    Needs ``dschat_lora[tune]``. Runs are processes of their own; call it from the main thread.
+    Needs ``dschat_lora[planning]``. Runs are processes of their own; call it from the main thread.
 
     Args:
         stage: "sft", "reward", "dpo", "rlhf" or "distill".
@@ -1870,13 +1869,13 @@ class Trainer(_Trainer):
         dropout: float = 0.0,
         rope_scaling: str | None = None,
         per_device_train_batch_size: int = 16,
+        seed: int = 1234,
         loraplus_lr_ratio: float = 1.0,
         adam_beta1: float = 0.9,
         adam_beta2: float = 0.95,
         adam_epsilon: float = 1e-08,
         max_grad_norm: float = 1.0,
         weight_decay: float = 0.0,
-        seed: int = 1234,
         lora_dim: int | None = None,
         lora_alpha: float = 32.0,
         target_modules: str | Sequence[str] = ('all-linear',),
@@ -1889,17 +1888,17 @@ class Trainer(_Trainer):
         expert_lora_alpha: float | None = None,
         only_optimize_lora: bool = True,
         per_device_eval_batch_size: int = 16,
-        dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
-        gradient_checkpointing: bool | Literal['auto'] = 'auto',
-        offload_activations: bool = False,
+        base_bits: Literal[16, 4] | None = None,
         zero_stage: Literal[0, 1, 2, 3] | None = None,
+        gradient_checkpointing: bool | Literal['auto'] = 'auto',
+        deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto',
+        offload_activations: bool = False,
         offload: bool = False,
         tensor_parallel_size: int = 1,
         sequence_parallel: bool = False,
-        deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         distributed_timeout: float = 120.0,
         attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
-        base_bits: Literal[16, 4] | None = None,
         lora_module_name: str | None = None,
     ) -> None:
         """Load the model, put in or continue its adapter, and build its engine.
@@ -1911,15 +1910,15 @@ class Trainer(_Trainer):
             chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
             dropout (float): every dropout probability of the base model, in [0, 1)
             rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
-            per_device_train_batch_size (int): rows (packed, or single samples) per device and micro-batch
+            per_device_train_batch_size (int): rows per device and micro-batch; of several samples if packed, else of one
+            seed (int): seed of initialisation, order and sampling
             loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
             adam_beta1 (float): decay of the gradient's mean
             adam_beta2 (float): decay of the gradient's square
             adam_epsilon (float): added to the root of the second moment
             max_grad_norm (float): gradients are clipped to this norm; 0: never
             weight_decay (float): decoupled weight decay; biases and norms exempt
-            seed (int): seed of initialisation, order and sampling
-            lora_dim (int | None): rank r of the update; 0 trains every weight; default: that of the adapter that is continued, else 16, in the scripts of training/ and with --config 0
+            lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
             lora_alpha (float): the update is scaled by lora_alpha / lora_dim
             target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
             lora_dropout (float): dropout on the adapter's input, in [0, 1)
@@ -1931,16 +1930,16 @@ class Trainer(_Trainer):
             expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
             only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
             per_device_eval_batch_size (int): rows per device in evaluation
+            base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
+            zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
+            gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+            deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
             dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-            gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass instead of keeping them; without a value on, auto: where they would not fit the memory by estimate
             offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-            zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; default 0, or what --deepspeed_config says
             offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
             tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
             sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-            deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
             distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
             attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-            base_bits (Literal[16, 4] | None): bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and experts of the blocks; by default those with which the adapter that is loaded was trained, else 16
             lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         """

@@ -1,12 +1,10 @@
 """Verbs of the ``dschat-lora`` command."""
 
 import sys
-from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import NamedTuple
 
 from dschat_lora import __version__
-from dschat_lora.commands.stages import STAGES
+from dschat_lora.config.addon_names import GROUPS, VERBS
 from dschat_lora.config.addons import installed, load, verb_path, verbs
 from dschat_lora.config.options import chosen_verb, fail
 from dschat_lora.report.terminal import log_once
@@ -15,13 +13,6 @@ from dschat_lora.runtime.stage_main import (
     hush_libraries,
     prepare_process,
 )
-
-
-class Verb(NamedTuple):
-    """What a verb does, in a line, and the function of its arguments."""
-
-    help: str
-    run: str  # MODULE:FUNCTION, which is imported when it is chosen
 
 
 def main() -> None:
@@ -52,48 +43,11 @@ def _show_help() -> None:
     for title, names in GROUPS.items():
         log_once(f"\n{title}:")
         for name in names:
-            log_once(f"  {name:<10}{VERBS[name].help}")
+            log_once(f"  {name:<10}{VERBS[name].summary}")
     log_once("\nadd-ons:")
-    for name, summary in _of_addons().items():
-        log_once(f"  {name:<10}{summary}")
-
-
-def _of_addons() -> Mapping[str, str]:
-    """The summaries of the verbs of add-ons."""
-    return {
-        name: addon.summaries.get(name, f"of the add-on {addon.name}")
-        for addon in installed().values()
-        for name in addon.verbs
-    }
-
-
-VERBS = {
-    **{n: Verb(stage.summary, f"dschat_lora.commands.train:{n}") for n, stage in STAGES.items()},
-    "demo": Verb(
-        "train on the bundled model and data, show what changed", "dschat_lora.api.demo:demo"
-    ),
-    **{
-        name: Verb(summary, f"dschat_lora.commands.verbs:{name}")
-        for name, summary in {
-            "recipes": "list the recipes that come with the package",
-            "audit": "show what a stage would learn of data",
-            "report": "one page about runs: curves, results, time, settings",
-            "rollouts": "look through a run's responses of step 3",
-            "inspect": "say what a directory is, and how it came about",
-            "generate": "answer prompts",
-            "merge": "base and adapter as one transformers directory",
-            "push": "upload an adapter or a model to the hub",
-            "export": "convert an adapter or a model to GGUF",
-            "extract": "LoRA and head of a full checkpoint to PEFT",
-            "accept": "vouch for an adapter that was changed on purpose",
-        }.items()
-    },
-}
-GROUPS = {
-    "train": (*STAGES, "demo"),
-    "look": ("recipes", "audit", "inspect", "report", "rollouts"),
-    "use": ("generate", "merge", "push", "export", "extract", "accept"),
-}
+    for addon in installed().values():
+        for name in addon.verbs:
+            log_once(f"  {name:<10}{addon.summaries.get(name, f'of the add-on {addon.name}')}")
 
 
 if __name__ == "__main__":

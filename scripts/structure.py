@@ -2,6 +2,9 @@
 
 ``python scripts/structure.py [--commit COMMIT] [--json]`` measures the working tree or a commit.
 
+``python scripts/structure.py --imports sft --max_steps 1`` runs a command, and says how many files
+and lines of the package it has imported when it ends; files without a line are not counted.
+
 Code lines are those without blank lines, comments and docstrings. A function's length is from its
 ``def`` to its end, and functions within functions count too. Rooms are those of ``FLOORS`` in
 tests/test_layering.py, and folders that it does not name; all of ``addons/`` is one room. An arrow
@@ -20,11 +23,14 @@ contains "no effect".
 """
 
 import ast
+import atexit
 import io
 import json
 import math
 import re
+import runpy
 import subprocess
+import sys
 import tarfile
 import tempfile
 import textwrap
@@ -48,7 +54,7 @@ FEATURES = {
     "environments, turns": (r"environment(?!s? variable)|max_turns", r"environment|coroutines"),
     "teachers": (r"teacher", r"teacher|distil"),
     "streaming": (r"streaming|streamed|stream_?loader|prompt_?stream|tar_rows", r"stream|tar_rows"),
-    "agents": (r"agent", r"agent|rl/.*conversations"),
+    "agents": (r"agent", r"agent"),
     "context parallel": (r"(context|sequence).?parallel", r"context_parallel"),
     "rollout servers": (r"vllm|sglang|rollout.?server|[._]servers\b", r"rollout_servers|vllm"),
 }
@@ -145,7 +151,11 @@ def imports(module: Module, names: set[str]) -> set[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full.removeprefix(f"{PACKAGE}.") in names else node.module)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "late"
+            and is_text(node.args[0])
+        ):
             found.add(f"{PACKAGE}.{ast.literal_eval(node.args[0]).partition(':')[0]}")
     own = {each.partition(".")[2] for each in found if f"{each}.".startswith(f"{PACKAGE}.")}
     return own & names - {module.name}
@@ -377,6 +387,14 @@ def show(figures: dict[str, dict[str, Any]]) -> None:
             print(textwrap.fill(f"  {name:52} {value}", 100, subsequent_indent=" " * 57))
 
 
+def show_imports() -> None:
+    """Print the files of the package that this process has imported, and their lines."""
+    names = [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
+    files = {getattr(sys.modules[name], "__file__", None) for name in names}
+    sizes = [Path(file).read_text(encoding="utf-8").count("\n") for file in files if file]
+    print(f"imports: {sum(map(bool, sizes))} files, {sum(sizes):,} lines")
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--commit", help="measure this commit in the place of the working tree")
@@ -384,7 +402,18 @@ def main() -> None:
     parser.add_argument("--room", default="rl", help="the room to look at from inside")
     parser.add_argument("--siblings", nargs="*", default=[], help="modules of the room")
     parser.add_argument("--count", nargs="*", default=COUNTED, help="dataclasses and functions")
+    parser.add_argument(
+        "--imports",
+        nargs="...",
+        metavar="VERB ...",
+        help="run dschat-lora, and count what it has imported of the package at its end",
+    )
     options = vars(parser.parse_args())
+    if argv := options.pop("imports"):
+        atexit.register(show_imports)
+        sys.argv = ["dschat-lora", *argv]
+        runpy.run_module(PACKAGE, run_name="__main__")
+        return
     commit, as_json = options.pop("commit"), options.pop("json")
     with tempfile.TemporaryDirectory() as directory:
         if commit:

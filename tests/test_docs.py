@@ -3,54 +3,38 @@
 import json
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from dschat_lora import __main__ as command
-from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
-from dschat_lora.addons.glue.config import GlueConfig
-from dschat_lora.addons.nlg.config import (
-    DecodeConfig,
-    EvaluateConfig,
-    FormatConfig,
-    NlgConfig,
-)
-from dschat_lora.addons.planning.config import TuneConfig
-from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
-from dschat_lora.addons.tinker.config import TinkerConfig
+from dschat_lora.__main__ import VERBS
+from dschat_lora.commands.stages import STAGES
+from dschat_lora.config.addons import verb_path, verbs
 from dschat_lora.config.options import chosen_verb, option_aliases, option_names, parse_config
-from dschat_lora.config.stages import (
-    AuditConfig,
-    DpoStageConfig,
-    RewardStageConfig,
-    SupervisedConfig,
-)
-from dschat_lora.config.verbs import (
-    ExportConfig,
-    GenerateConfig,
-    InspectConfig,
-    MergeConfig,
-    PushConfig,
-)
-from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-# Configuration class of each stage script, by its verb.
-STAGES = {
-    "step1_sft": {"": SupervisedConfig},
-    "step2_reward": {"": RewardStageConfig},
-    "step2_dpo": {"": DpoStageConfig},
-    "step3_rlhf": {"": RlhfConfig},
-    "nlg_gpt2": {
-        "": NlgConfig,
-        "decode": DecodeConfig,
-        "format": FormatConfig,
-        "evaluate": EvaluateConfig,
-    },
-    "nlu_glue": {"": GlueConfig},
+# Verbs of the stage scripts.
+SCRIPTS = {
+    **{"step1_sft": "sft", "step2_reward": "reward", "step2_dpo": "dpo", "step3_rlhf": "rlhf"},
+    **{"nlg_gpt2": "nlg", "nlu_glue": "glue"},
 }
+NLG = ("", "decode", "format", "evaluate")
+
+
+def config_of(verb, kind=""):
+    """The class of a verb's options, None where the verb takes its arguments apart itself."""
+    if verb in STAGES:
+        return STAGES[verb].config
+    try:
+        path = VERBS[verb].run if verb in VERBS else verb_path(verb)
+    except ValueError as error:
+        pytest.skip(str(error))
+    module = import_module(path.partition(":")[0])
+    return vars(module).get(f"{(kind or verb).capitalize()}Config")
+
+
 _LAUNCHER = r"(?:deepspeed|torchrun|python3?)"
 _COMMAND = re.compile(_LAUNCHER + r"\s+(?:--\S+\s+(?:\d\S*\s+)?)*training/(\w+)/main\.py")
 
@@ -84,8 +68,9 @@ def test_quoted_command_parses(stage, arguments, files, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
     script = ROOT / "training" / stage / "main.py"
     assert script.is_file(), f"{script} does not exist"
-    verb, argv = chosen_verb(shlex.split(arguments), list(STAGES[stage]))
-    parse_config(STAGES[stage][verb], argv)
+    verb = SCRIPTS[stage]
+    kind, argv = chosen_verb(shlex.split(arguments), NLG if verb == "nlg" else ("",))
+    parse_config(config_of(verb, kind), argv)
     if "--deepspeed_config" in argv:
         assert (ROOT / argv[argv.index("--deepspeed_config") + 1]).is_file()
 
@@ -131,24 +116,11 @@ def test_modules_and_names_of_the_walk_through_the_code_exist():
     assert not gone
 
 
-VERBS = {
-    **{verb: STAGES[stage][""] for verb, stage in (
-        ("sft", "step1_sft"), ("reward", "step2_reward"), ("dpo", "step2_dpo"),
-        ("rlhf", "step3_rlhf"), ("glue", "nlu_glue"),
-    )},
-    "distill": DistillConfig,
-    "audit": AuditConfig, "merge": MergeConfig, "generate": GenerateConfig, "eval": EvalConfig,
-    "score": ScoreConfig, "push": PushConfig, "export": ExportConfig, "inspect": InspectConfig,
-    "chat": ChatConfig, "serve": ServeConfig, "tinker": TinkerConfig,
-}  # fmt: skip
-_STAGE_CONFIGS = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig)
 # Options of verbs that take their arguments apart themselves, and those of launchers.
 OWN = {
     "rollouts": {"best", "worst", "prompt", "contains", "changed", "limit", "json"},
-    "nlg": set().union(*map(option_names, STAGES["nlg_gpt2"].values())),
     "pipeline": {"dry_run"},
-    "plan": {"for", "num_gpus", "json"}.union(*map(option_names, _STAGE_CONFIGS)),
-    "tune": {*option_names(TuneConfig)}.union(*map(option_names, _STAGE_CONFIGS)),
+    "plan": {"for", "num_gpus", "json"},
     "doctor": {"json", "no_training", "first_hour"},
     "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
 }
@@ -170,10 +142,14 @@ def verb_commands():
 
 @pytest.mark.parametrize(("verb", "arguments"), verb_commands())
 def test_options_of_a_quoted_verb_exist(verb, arguments):
-    assert verb in command.VERBS
-    known = OWN.get(verb, set())
-    if (config := VERBS.get(verb)) is not None:
-        known = {*option_names(config), *option_aliases(config)}
+    assert verb in (*VERBS, *verbs())
+    configs = [config_of(verb, kind) for kind in (NLG if verb == "nlg" else ("",))]
+    if verb in ("plan", "tune"):
+        configs += [stage.config for stage in STAGES.values()]
+    known = OWN.get(verb, set()).union(
+        *({*option_names(each), *option_aliases(each)} for each in configs if each)
+    )
+    assert known or verb in ("demo", "models", "recipes", "report", "accept"), verb
     for name in re.findall(r"(?<!\S)--(\w+)", arguments.split(" #")[0]):
         assert name in known | LAUNCHER, f"dschat-lora {verb} has no --{name}"
 

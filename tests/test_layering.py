@@ -6,11 +6,15 @@ offenders at once.
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from dschat_lora.config.addon_names import ADDONS
+from dschat_lora.config.addons import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dschat_lora"
@@ -49,8 +53,8 @@ FLOORS = [
             "algos config",
             "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
             "tokenizers torch transformers",
-            "arrow_rows digests json_stream layouts message_layouts messages readers row_formats "
-            "rows sources tar_rows templates thoughts tool_calls",
+            "arrow_rows digests json_stream layouts message_layouts messages readers "
+            "row_formats rows sources tar_rows templates thoughts tool_calls",
         ),
         "engine": Room(
             "algos config",
@@ -72,6 +76,14 @@ FLOORS = [
             "algos checkpoint config data engine lora",
             "safetensors torch transformers",
             "option_checks source",
+        ),
+    },
+    {
+        "generation": Room("algos config lora models", "psutil torch transformers"),
+        "runtime": Room(
+            "algos checkpoint config data engine lora models perf report",
+            "huggingface_hub packaging psutil safetensors torch transformers",
+            "caller checks describe directory resume sharing stage_main validation",
         ),
     },
     {
@@ -98,9 +110,9 @@ FLOORS = [
     },
     {
         "rl.play": Room(
-            "algos config data endpoint engine generation models report rl.draw rl.options"
-            " rl.response rl.score runtime",
-            "gymnasium mcp numpy openai openenv reasoning_gym starlette torch verifiers",
+            "algos config data engine generation models report rl.draw rl.options rl.response"
+            " rl.score runtime",
+            "gymnasium mcp numpy openenv reasoning_gym torch verifiers",
             light="environment_adapters verifiers_environment",
         ),
         "rl.learn": Room(
@@ -129,7 +141,7 @@ FLOORS = [
     },
     {
         "commands": Room(
-            "checkpoint config models report runtime",
+            "checkpoint config models report runtime supervised",
             "psutil",
             "launch seeds stages train verbs",
         ),
@@ -178,9 +190,9 @@ FLOORS = [
     {
         "addons.agents": Room(
             "addons.serving algos config data engine generation models report rl.draw rl.options"
-            " rl.play rl.response rl.score runtime",
-            "numpy openai starlette torch",
-            "addon",
+            " rl.response rl.score runtime",
+            "openai starlette",
+            "addon options",
         ),
         "addons.planning": Room(
             "addons.pipeline algos api commands config data engine generation lora models perf"
@@ -223,7 +235,7 @@ VERBS = {
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
     "addons.nlg.verbs",
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
-    *("addons.serving.verbs", "addons.tinker.verbs"),
+    *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}
@@ -275,7 +287,11 @@ def imports(path):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
             found += [(node.lineno, m if module_exists(m) else node.module) for m in modules]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "late":
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "late"
+            and isinstance(node.args[0], ast.Constant)
+        ):
             # late("room.module:function") imports when it is called
             found += [(node.lineno, f"dschat_lora.{node.args[0].value.partition(':')[0]}")]
     return sorted(set(found))
@@ -488,6 +504,35 @@ def test_no_module_acts_when_imported():
 def called(node):
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     return ast.unparse(node.value.func) if is_call else ""
+
+
+def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
+    # Of these the first is the registry, and old names are read where there are add-ons.
+    may = {"config.addons", "config.addon_names", "config.old_names"}
+
+    def named(path):
+        for node in nodes_of(path):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.search(r"\baddons[./]\w", text):
+                yield node.lineno, text.split("\n")[0]
+        for line, name in own_imports(path):
+            if belongs(name, "addons"):
+                yield line, name
+
+    trunk = [path for path in MODULES if not belongs(name_of(path), "addons")]
+    offenders = offences([path for path in trunk if name_of(path) not in may], named)
+    assert not offenders, listed(offenders)
+    needs = {
+        f"addons.{each.name}": [f"addons.{n}" for n in each.needs] for each in installed().values()
+    }
+    arrows = {
+        name: [each for each in room.rooms.split() if each.startswith("addons.")]
+        for name, room in ROOMS.items()
+        if name.startswith("addons.")
+    }
+    assert arrows == needs
+    folders = {each.parent.name for each in PACKAGE.glob("addons/*/addon.py")}
+    assert folders <= set(ADDONS)
 
 
 def test_packages_are_empty_but_for_their_names():

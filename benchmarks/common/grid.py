@@ -34,7 +34,12 @@ def run_cells(cells: Sequence[Any], train: Callable[[Any, Path], Figures], path:
     done = [{name: value for name, value in row.items() if name != "value"} for row in known]
     missing = [cell for cell in cells if asdict(cell) not in done]
     context = multiprocessing.get_context("fork")
-    for name in ("api.stages", "supervised.stages", "rl.loop.train"):  # once, for all runs
+    for name in (
+        "api.stages",
+        "supervised.stages",
+        "supervised.pair_stages",
+        "rl.loop.train",
+    ):  # once, for all runs
         importlib.import_module(f"dschat_lora.{name}")
     for number, cell in enumerate(missing, 1):
         ours, theirs = context.Pipe()

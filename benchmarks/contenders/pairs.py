@@ -50,7 +50,7 @@ from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
 from dschat_lora.supervised.loop import evaluate, train_steps
-from dschat_lora.supervised.objectives import dpo_objective, reward_objective
+from dschat_lora.supervised.pair_objectives import dpo_objective, reward_objective
 
 BETA = 0.1
 

@@ -4,10 +4,9 @@ import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.api import stages
-from dschat_lora.api.demo_judge import Judgement, accuracy_by_flaw, evaluate_by_rule
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import command_line, fail
@@ -18,6 +17,12 @@ from dschat_lora.report.html import render_report, write_report
 from dschat_lora.report.run_data import read_metrics, read_run
 from dschat_lora.report.terminal import log_once, table
 from dschat_lora.runtime.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from dschat_lora.api.demo_judge import Judgement
+
+if TYPE_CHECKING:
+    from dschat_lora.api.demo_judge import Judgement
 
 SFT_OPTIONS = {
     "lora_dim": 16,
@@ -110,6 +115,8 @@ def _tables(
     stages: Mapping[str, Path], seconds: Mapping[str, float]
 ) -> dict[str, tuple[list[str], Rows]]:
     """Title -> header and rows."""
+    from dschat_lora.api.demo_judge import accuracy_by_flaw, evaluate_by_rule  # heavy
+
     judged = evaluate_by_rule(stages["sft"], stages["rlhf"] / "actor")
     evals = read_metrics(stages["rlhf"], "eval")
     answers = [
@@ -133,7 +140,7 @@ def _tables(
     }
 
 
-def judgement_rows(judged: Mapping[str, Judgement]) -> Rows:
+def judgement_rows(judged: Mapping[str, "Judgement"]) -> Rows:
     """Perplexity and rule scores, one column for each model."""
     names = {
         "score": "rule score: right, polite, ends",

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, get_args
 
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.held import held
-from dschat_lora.config.options import option_fields
+from dschat_lora.config.options import option_fields, options_that_run
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
@@ -39,18 +39,19 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
 _FUNCTIONS = (
-    *("reward_function", "judge_function", "environment", "agent", "reward_gate", "algorithm"),
-    *("parts", "rollout_engine"),
+    *("reward_function", "judge_function", "environment", "reward_gate", "algorithm", "parts"),
+    "rollout_engine",
 )
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
+_OBJECT = "str | Callable[..., Any] | None"
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
     "algorithm": f"Literal{[*ALGORITHMS]} | str | Callable[..., Any] | Algorithm",
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",
-    "judge_function": "str | Callable[..., Any] | None",
+    "judge_function": _OBJECT,
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
@@ -78,12 +79,12 @@ def with_options(
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
-            kind = type_text(name, annotation)
+            kind = _OBJECT if field.metadata["runs"] == "object" else type_text(name, annotation)
             if default is None and not kind.endswith("None"):
                 kind += " | None"
-            rows[name] = (name, kind, default, field.metadata["help"])
+            rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))
             sections[name] = field.metadata["section"]
-        by_title = by_section(sections.items())
+        by_title = by_section(sections, getattr(config_class, "everyday", ()))
         function.options = {  # type: ignore[attr-defined]
             title: [rows[name] for name in names] for title, names in by_title.items()
         }
@@ -122,16 +123,16 @@ def type_text(name: str, annotation: Any) -> str:
     return f"{text} | None" if optional else text
 
 
-def option_values(values: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """The values with a name for each object, which ``stack`` holds.
+def option_values(config_class: Any, values: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
+    """Values of options of a class with a name for each object, which ``stack`` holds.
 
     Raises:
         TypeError: for an object of another kind.
         ValueError: for rows that cannot be gone through twice.
     """
-    found = {}
+    found, functions = {}, {*_FUNCTIONS, *options_that_run(config_class, "object")}
     for name, value in values.items():
-        if name in _FUNCTIONS:
+        if name in functions:
             value = _functions(value, stack)
         elif name in _DATA:
             value = data_value(value, name.removesuffix("_path"), stack)

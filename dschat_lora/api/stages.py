@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def sft(
             checkpoint and the status "stopped".
         resume: ``"latest"``, ``"auto"`` or a checkpoint to go on from.
         quiet: print nothing.
-        **options: those of ``dschat-lora sft --help``, by their names.
+        **options: those of ``dschat-lora sft --help all``, by their names.
 
     Returns:
         The run, with its directory, metrics and adapter. Call on every rank of a launch.
@@ -197,7 +197,6 @@ def rlhf(
     *,
     rewards: Reward | Sequence[Reward] = (),
     environment: object = None,
-    agent: Callable[..., Any] | str | None = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -220,8 +219,6 @@ def rlhf(
         environment: function that answers the actor's turns, or a class whose objects do, each
             through an episode, or a dict of classes by the rows' column ``environment``; or a
             player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
-        agent: function, ``async`` or not, that plays an episode: it gets ``row``, a ``client`` of
-            the ``openai`` package for the policy, and the ``model``'s name, and returns the reward.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -229,13 +226,12 @@ def rlhf(
         callbacks: as in ``sft``.
         resume: as in ``sft``.
         quiet: print nothing.
-        **options: those of ``dschat-lora rlhf --help``, by their names.
+        **options: those of ``dschat-lora rlhf --help all``, by their names.
     """
     with ExitStack() as stack:
         named = {
             "actor_model_name_or_path": model,
             "environment": environment,
-            "agent": agent,
             **_common(data, eval_data, output_dir, resume),
         }
         weights = options.pop("reward_weights", None)
@@ -273,7 +269,7 @@ def distill(
         callbacks: as in ``sft``.
         resume: as in ``sft``.
         quiet: print nothing.
-        **options: those of ``dschat-lora distill --help``, by their names.
+        **options: those of ``dschat-lora distill --help all``, by their names.
     """
     with ExitStack() as stack:
         named = {
@@ -311,8 +307,8 @@ def _train(
         if not callable(callback):
             raise TypeError(f"callbacks must be functions, got a {type(callback).__name__}")
     with ExitStack() as stack:
-        values = option_values({**options, **given}, stack)
         config_class: type[Any] = STAGES[stage].config
+        values = option_values(config_class, {**options, **given}, stack)
         config: Any = build_config(config_class, options_in_python(config_class, values))
         stack.enter_context(only_run())
         stack.enter_context(run_in_process(quiet=quiet))

@@ -123,8 +123,8 @@ def audit(data: Data | None = None, model: Model | None = None, **options: Any) 
     Args:
         data: rows, as in ``dschat_lora.sft``.
         model: whose tokenizer and chat template read them.
-        **options: those of ``dschat-lora audit --help`` by their names, such as ``stage="reward"``
-            and ``show=3``.
+        **options: those of ``dschat-lora audit --help all`` by their names, such as
+            ``stage="reward"`` and ``show=3``.
     """
     with ExitStack() as stack:
         values = {"model_name_or_path": model, "data_path": data}
@@ -160,5 +160,5 @@ def config_of(
             raise TypeError(f"{name} is given by an argument of its own, too; give one")
         if name in (*_OF_COMMANDS, *of_commands):
             raise TypeError(f"--{name} is an option of the command alone: a function returns all")
-    named = option_values({**given, **options}, stack)
+    named = option_values(config_class, {**given, **options}, stack)
     return build_config(config_class, options_in_python(config_class, named))  # type: ignore[type-var, arg-type]

@@ -31,10 +31,10 @@ _OF_PROCESSES = ("deepspeed_config", "offload")
 class Stage:
     """A kind of run, by functions and classes whose modules are imported when it is chosen."""
 
-    summary: str
     options: str  # MODULE:CLASS of the package
     checks: str  # MODULE:FUNCTION of a config, before anything heavy is imported
     program: str  # that trains by a checked config, and gives the directory, None of a dry run
+    examples: str  # that the help of its verb begins with
     # options that default to the output of an earlier stage of these names
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -52,37 +52,47 @@ class Stage:
 
 STAGES = {
     "sft": Stage(
-        "Step 1: supervised fine-tuning of a causal language model",
         "config.stages:SupervisedConfig",
         "runtime.validation:check_supervised",
         "supervised.stages:run_sft",
+        """examples:
+  dschat-lora sft --data_path mine.jsonl --model_name_or_path facebook/opt-1.3b
+  dschat-lora sft --config opt-1.3b --num_gpus 8 --deepspeed_config zero2""",
     ),
     "reward": Stage(
-        "Step 2: a reward model from pairs of answers",
         "config.stages:RewardStageConfig",
         "runtime.validation:check_reward",
-        "supervised.stages:run_reward",
+        "supervised.pair_stages:run_reward",
+        """examples:
+  dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
         {"model_name_or_path": ("sft",)},
     ),
     "dpo": Stage(
-        "DPO, ORPO, SimPO or KTO: a policy without a reward model",
         "config.stages:DpoStageConfig",
         "runtime.validation:check_dpo",
-        "supervised.stages:run_dpo",
+        "supervised.pair_stages:run_dpo",
+        """examples:
+  dschat-lora dpo --model_name_or_path output/sft --data_path pairs.jsonl""",
         {"model_name_or_path": ("sft",)},
     ),
     "rlhf": Stage(
-        "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
         "rl.options.config:RlhfConfig",
         "rl.loop.validation:check_rlhf",
         "rl.loop.train:run_rlhf",
+        """examples:
+  dschat-lora rlhf --actor_model_name_or_path output/sft \\
+    --critic_model_name_or_path output/reward""",
         {"actor_model_name_or_path": ("sft", "dpo"), "critic_model_name_or_path": ("reward",)},
     ),
     "distill": Stage(
-        "On-policy distillation: a student's own responses, scored by a teacher",
         "rl.options.config:DistillConfig",
         "rl.loop.validation:check_rlhf",
         "rl.loop.train:run_rlhf",
+        """examples:
+  dschat-lora distill --model_name_or_path output/sft \\
+    --teacher_model_name_or_path output/rlhf --data_path prompts.jsonl
+  dschat-lora distill --model_name_or_path Qwen/Qwen3-0.6B --data_path q.jsonl \\
+    --teacher_model_name_or_path Qwen/Qwen3-8B --teacher_bits 4""",
         {"actor_model_name_or_path": ("sft", "dpo"), "teacher_model_name_or_path": ("rlhf",)},
     ),
 }

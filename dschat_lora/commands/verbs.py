@@ -174,14 +174,13 @@ def parsed_config(
     examples: str | None = None,
 ) -> ConfigT:
     """The options of a verb that reads a directory, whose name may stand first."""
-    verb = usage.partition(" ")[0]
     first = next(iter(config_class.__dataclass_fields__))
     return parse_config(
         config_class,
         argv,
         description=config_class.__doc__,
         program=f"dschat-lora {usage}",
-        examples=examples or EXAMPLES[verb],
+        examples=examples or EXAMPLES[usage.partition(" ")[0]],
         positionals=(first, *more),
     )
 

@@ -8,29 +8,31 @@ import os
 import pkgutil
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.addon_names import ADDONS
-from dschat_lora.config.options import group, option_names
+from dschat_lora.config.addon_names import ADDONS, VERBS
+from dschat_lora.config.options import group, option_names, parse_config
 
 GROUP = "dschat_lora.addons"
-# What an add-on can provide by name: options take these names beside their own.
+# What add-ons provide by names that options take, and where the package's own names are, if any.
 SEAMS: Mapping[str, str] = {
-    "rollout_engine": "names of --rollout_engine: a class with draw(asked, sampling)",
-    "environment": "names of --environment: a class, a function or a player",
-    "reward_function": "names of --reward_function: a function or a scorer",
-    "algorithm": "names of --algorithm: a function of the outcome, or an Algorithm",
-    "options_file": "keys that make a file of --config more than options: a function (stage, file)",
-    "row_format": "layouts of data files: a RowFormat",
+    "rollout_engine": "dschat_lora.rl.options.engines:ENGINES",
+    "environment": "dschat_lora.rl.options.names:ENVIRONMENT_LIBRARIES",
+    "reward_function": "",
+    "algorithm": "dschat_lora.rl.options.algorithms:ALGORITHMS",
+    "options_file": "",
+    "row_format": "",
 }
-
-
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+# Add-ons of which it was said that they are left out, for the processes that this one starts.
+_LEFT_OUT = "DSCHAT_LORA_ADDONS_LEFT_OUT"
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,16 @@ class Addon:
     """What an add-on adds. Objects are named as ``module:object``, and imported when used.
 
     Attributes:
-        name: its name, which its options begin with if it is not the package's own.
+        name: of small letters, digits and _.
         verbs: of ``dschat-lora``, each a function of the list of its arguments.
         summaries: what each verb does, in a line of ``dschat-lora --help``.
         titles: what the report calls runs, by the name of their stage.
-        functions: names in ``dschat_lora``, for Python.
+        functions: names in ``dschat_lora``, for Python; of the package's own add-ons alone.
         options: by stage ("sft", "reward", "dpo", "rlhf", "distill"), or verb that takes some, a
-            frozen dataclass of ``option(...)``; a stage has it as ``config.addons.NAME``.
+            frozen dataclass of ``option(...)``, which a config has as ``config.addons.NAME``. Those
+            of another package are typed as ``--NAME_OPTION``.
         provides: by seam, one of ``SEAMS``, what an option's value names.
-        needs: add-ons of the package that it does not work without.
+        needs: other add-ons that it does not work without.
 
     Raises:
         ValueError: for what cannot be one.
@@ -62,8 +65,9 @@ class Addon:
     needs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(f"{self.name!r} is no name of an add-on: use letters, digits and _")
+        for name in (self.name, *self.verbs):
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name: use small letters, digits and _")
         for seam in self.provides:
             if seam not in SEAMS:
                 raise ValueError(f"it provides {seam!r}, which is none of {', '.join(SEAMS)}")
@@ -79,26 +83,28 @@ def installed() -> Mapping[str, Addon]:
 
     Another package's that cannot be used is left out, with a warning that names it.
     """
-    from importlib.metadata import entry_points  # takes 20 ms
+    from importlib.metadata import entry_points  # takes 10 ms
 
     found = {addon.name: addon for addon in map(_own, ADDONS) if addon}
     for entry in entry_points(group=GROUP):
-        with left_out(entry.name):
-            addon = entry.load()
-            if not isinstance(addon, Addon):
-                raise TypeError(f"{entry.value} is a {type(addon).__name__}, and no Addon")
-            _check_is_new(addon, found)
+        origin = f"{entry.name} of the package {entry.dist.name}" if entry.dist else entry.name
+        with left_out(origin):
+            addon = _new_addon(entry.load(), found)
             found[addon.name] = addon
     return found
 
 
+@cache
 def provided(seam: str) -> Mapping[str, str]:
     """``module:object`` by the names that add-ons provide under a seam of ``SEAMS``."""
-    return {
-        name: path
-        for addon in installed().values()
-        for name, path in addon.provides.get(seam, {}).items()
-    }
+    taken: Collection[str] = load(SEAMS[seam]) if SEAMS[seam] else ()
+    found = dict[str, str]()
+    for addon in installed().values():
+        names = addon.provides.get(seam, {})
+        with left_out(addon.name):
+            _check_new(f"name of --{seam}", names, {"the package": taken})
+            found |= names
+    return found
 
 
 def load(path: str) -> Any:
@@ -127,20 +133,50 @@ def function_path(name: str) -> str:
     return _path_of(name, "functions", f"dschat_lora.{name}")
 
 
-def addon_options(command: str) -> type[Any]:
-    """A dataclass with a group for each add-on that has options of a stage or a verb."""
+def addon_options(command: str, beside: Mapping[str, Any] | None = None, *bases: type) -> type[Any]:
+    """A dataclass with a group for each add-on that has options of a stage or a verb.
+
+    ``beside`` is the body of the class that gets them, and ``bases`` what it derives from: their
+    options have the names that no option of another package may have.
+    """
     groups: list[tuple[str, type[Any], Any]] = []
     for name, addon in installed().items():
         if path := addon.options.get(command):
-            with left_out(name) if name not in ADDONS else _as_it_is():
-                options = load(path)
-                if not (isinstance(options, type) and is_dataclass(options)):
-                    raise TypeError(f"{path} is no dataclass of options")
-                for each in option_names(options) if name not in ADDONS else ():
-                    if not each.startswith(f"{name}_"):
-                        raise ValueError(f"its option --{each} does not begin with {name}_")
-                groups.append((name, options, group(options, section=f"add-on {name}")))
+            with left_out(name):
+                options, is_own = load(path), name in ADDONS
+                if not is_own:
+                    _check_options(name, options, beside or {}, bases)
+                own_group = group(options, flat=is_own, section=f"add-on {name}")
+                groups.append((name, options, own_group))
     return make_dataclass("AddonOptions", groups, frozen=True)
+
+
+def check_needs(addon: Addon, shown: str) -> None:
+    """Refuse what ``shown`` names where an add-on that it needs is not installed.
+
+    Raises:
+        ValueError: naming that add-on.
+    """
+    for each in addon.needs:
+        if each not in installed():
+            raise ValueError(f"{shown} needs the add-on {each}, which is not installed")
+
+
+@contextmanager
+def left_out(name: str) -> Iterator[None]:
+    """Go on, with one warning, where the block fails by another package's add-on."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if name in ADDONS:
+            raise
+        told = os.environ.get(_LEFT_OUT, "").split(os.pathsep)
+        if name not in told and os.environ.get("RANK", "0") == "0":
+            os.environ[_LEFT_OUT] = os.pathsep.join([*filter(None, told), name])
+            why = " ".join(str(error).split()) or type(error).__name__
+            text = f"the add-on {name} cannot be used and is left out: {why}"
+            # Of the folder, which has no line of code to be shown.
+            warnings.warn_explicit(text, UserWarning, str(Path(__file__).parent), 1)
 
 
 def groups_of(config: Any, method: str) -> Iterator[Any]:
@@ -165,40 +201,58 @@ def _own(name: str) -> Addon | None:
 def _path_of(name: str, kind: str, shown: str) -> str:
     for addon in installed().values():
         if path := getattr(addon, kind).get(name):
-            for each in addon.needs:
-                if each not in installed():
-                    raise ValueError(f"{shown} needs the add-on {each}, which is not installed")
+            check_needs(addon, shown)
             return str(path)
     raise ValueError(f"{shown} is an add-on that is not installed")
 
 
-def _check_is_new(addon: Addon, others: Mapping[str, Addon]) -> None:
-    """Refuse names that other add-ons have.
+def _new_addon(addon: Any, others: Mapping[str, Addon]) -> Addon:
+    """What another package's entry point names, if it can be used beside the ``others``.
 
     Raises:
-        ValueError: naming what is there already.
+        TypeError: if it is none.
+        ValueError: if it has a name that something else has, or lacks an add-on that it needs.
     """
-    if addon.name in ADDONS or addon.name in others:
-        raise ValueError(f"there is another add-on {addon.name}")
-    for other in others.values():
-        pairs = [("verb", addon.verbs, other.verbs), ("function", addon.functions, other.functions)]
-        pairs += [(s, addon.provides[s], other.provides.get(s, {})) for s in addon.provides]
-        for kind, mine, theirs in pairs:
-            if taken := sorted(mine.keys() & theirs.keys()):
-                raise ValueError(f"the add-on {other.name} has the {kind} {taken[0]}, too")
+    if not isinstance(addon, Addon):
+        raise TypeError(f"its entry point is a {type(addon).__name__}, and no Addon")
+    if addon.functions:
+        raise ValueError("it has functions, and its own package is where they are imported from")
+    if lacking := [name for name in addon.needs if name not in others]:
+        raise ValueError(f"it needs the add-on {lacking[0]}, which is not installed")
+    _check_new("name", [addon.name], {"the package": ADDONS, "another add-on": others})
+    own = [*VERBS, *(verb for names in ADDONS.values() for verb in names.verbs.split())]
+    them = {f"the add-on {each.name}": each for each in others.values()}
+    _check_new("verb", addon.verbs, {"the package": own, **{n: a.verbs for n, a in them.items()}})
+    for seam, names in addon.provides.items():
+        taken = {name: other.provides.get(seam, {}) for name, other in them.items()}
+        _check_new(f"name of --{seam}", names, taken)
+    return addon
 
 
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
+def _check_options(
+    name: str, options: Any, beside: Mapping[str, Any], bases: tuple[type, ...]
+) -> None:
+    """Refuse another package's options that no command line can have.
+
+    Raises:
+        TypeError: if they are no dataclass.
+        ValueError: if one is required, or has a name that another option has.
+    """
+    if not (isinstance(options, type) and is_dataclass(options)):
+        raise TypeError(f"its options are a {type(options).__name__}, and no dataclass")
+    parse_config(options, [], program=name)
+    own: Any = dataclass(frozen=True)(type("Own", bases, dict(beside)))
+    names = [f"{name}_{each}" for each in option_names(options)]
+    _check_new("option", names, {"the package": option_names(own)})
 
 
-@contextmanager
-def left_out(name: str) -> Iterator[None]:
-    """Warn where another package's add-on cannot be used, and go on."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, nothing else fails by it
-        if os.environ.get("RANK", "0") == "0":
-            words = f"the add-on {name} cannot be used and is left out: {error}"
-            warnings.warn(" ".join(words.split()), stacklevel=2)
+def _check_new(kind: str, names: Collection[str], taken: Mapping[str, Collection[str]]) -> None:
+    """Refuse names that are ``taken``, by whom.
+
+    Raises:
+        ValueError: naming the first that is.
+    """
+    for owner, theirs in taken.items():
+        for name in names:
+            if name in theirs:
+                raise ValueError(f"{owner} has the {kind} {name}, too")

@@ -33,9 +33,10 @@ class SourceConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        help="files (.jsonl .json .csv .parquet .arrow .txt .tar), directories, patterns such as "
-        "'data/*.jsonl', or hub data sets org/name[[:config]:split]; each may end in its share of "
-        "a mixture, as in a.jsonl:0.6 b/:0.4; the bundled data when absent",
+        help="files (.jsonl, .csv, .parquet, ...), directories or hub data sets; the bundled data "
+        "when absent\nfiles may be .jsonl .json .csv .parquet .arrow .txt .tar, also by patterns "
+        "such as 'data/*.jsonl'; hub data sets are org/name[[:config]:split]; each may end in its "
+        "share of a mixture, as in a.jsonl:0.6 b/:0.4",
     )
     data_split_name: tuple[str, ...] = option(
         (),
@@ -44,8 +45,8 @@ class SourceConfig:
     )
     columns: tuple[str, ...] = option(
         (),
-        help="names of columns in all data, as in prompt=question completion=answer: the prompt is "
-        "read from the column question",
+        help="names of your columns, as in prompt=question completion=answer\nwith these the "
+        "prompt is read from the column question, in all data",
     )
     data_weights: tuple[float, ...] = option(
         (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
@@ -194,7 +195,7 @@ class DataConfig(SourceConfig):
         "Qwen3's <think></think>, which teaches not to think",
     )
     packing: bool = option(
-        True, help="fill rows of --max_seq_len with several samples, kept apart by the mask"
+        True, help="fill rows of --max_seq_len with several samples\nthe mask keeps them apart"
     )
     eos_after_prompt: bool = hidden(False)  # the sign between the two of GPT-2 on tables of data
 

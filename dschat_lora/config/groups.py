@@ -27,6 +27,11 @@ ROPE_TYPES = ("linear", "yarn", "llama3")  # by which a token's position alone d
 MAX_ROPE_FACTOR = 10_000
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
+# of an adapter, where none is given
+DEFAULT_RANK = (
+    "16 (training/ and --config: 0)\nthe 0 is of the scripts of training/; by default an adapter "
+    "that is continued keeps its rank"
+)
 of_adapters = partial(option, when="lora_dim")
 
 
@@ -131,9 +136,9 @@ class LoadConfig:
     trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
     base_bits: Literal[16, 4] | None = option(
         None,
-        help="bits of the frozen base's weights: 16, or 4 (NF4, QLoRA), for linear layers and "
-        "experts of the blocks; by default those with which the adapter that is loaded was "
-        "trained, else 16",
+        help="bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16\n"
+        "4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which "
+        "it was trained",
         section=PROCESSES,
     )
     add_eot_token: bool = option(
@@ -172,13 +177,13 @@ class ModelConfig(LoadConfig):
 
     model_name_or_path: str | None = option(
         None,
-        help="hub name, local model directory, GGUF file (of the hub: repository:file.gguf), or "
-        "the output directory of an earlier stage; the bundled tiny model when absent",
+        help="hub name, model directory or output of an earlier stage; the bundled tiny model when "
+        "absent\nor a GGUF file, one of the hub as repository:file.gguf",
     )
     gradient_checkpointing: Switch = option(
         "auto",
-        help="recompute activations in the backward pass instead of keeping them; without a value "
-        "on, auto: where they would not fit the memory by estimate",
+        help="recompute activations to save memory; auto: where they would not fit\nin the "
+        "backward pass, instead of keeping them; without a value on; auto goes by an estimate",
         section=PROCESSES,
     )
     dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
@@ -213,9 +218,8 @@ class LoraConfig:
 
     lora_dim: int = option(
         0,
-        help="rank r of the update; 0 trains every weight",
-        settled="that of the adapter that is continued, else 16, in the scripts of training/ and "
-        "with --config 0",
+        help="rank of the adapters; 0 trains every weight",
+        settled=DEFAULT_RANK,
     )
     lora_alpha: float = of_adapters(32.0, help="the update is scaled by lora_alpha / lora_dim")
     lora_dropout: float = of_adapters(0.0, help="dropout on the adapter's input, in [0, 1)")
@@ -298,7 +302,7 @@ class BatchConfig:
     section = "training"
 
     per_device_train_batch_size: int = option(
-        16, help="rows (packed, or single samples) per device and micro-batch"
+        16, help="rows per device and micro-batch\nof several samples if packed, else of one"
     )
     tokens_per_device: int = option(
         0, help="tokens per device and micro-batch, instead of a number of rows; 0: by rows"
@@ -333,11 +337,11 @@ class ScheduleConfig:
     )
     num_train_epochs: int = option(
         1,
-        help="passes over the data; 0 evaluates only",
+        help="passes over data; 0 evaluates only",
         hint="--max_steps N ends a run within an epoch",
     )
     max_steps: int = option(
-        0, help="train for this many optimizer steps, whatever the epochs; 0: by epochs"
+        0, help="optimizer steps to train for, whatever the epochs; 0: by epochs"
     )
     correct_bias: bool = hidden(True)  # of Adam's moments, which start at zero
     decay_after_update: bool = hidden(False)  # AdamW decays before
@@ -368,8 +372,9 @@ class OptimConfig(ScheduleConfig):
 
     learning_rate: Rate = option(
         5e-5,
-        help="peak rate of base weights or, where adapters alone train, theirs (but in the scripts "
-        "of training/); auto: by published rules for width and stage, that of adapters too",
+        help="peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights\nof adapters "
+        "where they alone train, but in the scripts of training/; auto: by published rules for "
+        "width and stage, that of adapters too",
         when=base_rate_note,
     )
     lora_learning_rate: float | None = of_adapters(
@@ -424,8 +429,8 @@ class ParallelConfig:
 
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None,
-        help="ZeRO: 1 shards optimizer state over processes, 2 gradients too, 3 weights too; "
-        "default 0, or what --deepspeed_config says",
+        help="ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0\nover "
+        "processes; default: what --deepspeed_config says, where it is given",
     )
     offload: bool = option(
         False, help="keep optimizer state (and, at stage 3, weights) in host memory"
@@ -493,8 +498,8 @@ class RunConfig:
     )
     resume_from_checkpoint: str | None = option(
         None,
-        help="go on from a checkpoint: latest (the newest sound one of --output_dir), auto (the "
-        "same, or a fresh start where there is none), or a path",
+        help="go on from a checkpoint: latest, auto (or a fresh start where there is none), or a "
+        "path\nlatest and auto take the newest sound one of --output_dir",
         hint="latest goes on from the newest sound checkpoint",
     )
     accept_changed_data: bool = option(
@@ -526,7 +531,7 @@ class RunConfig:
     )
     report_to: tuple[TrackerName, ...] = option(
         ("none",),
-        help="trackers that get the numbers of metrics.jsonl too, one or several; their own "
+        help="trackers that get the numbers of metrics.jsonl too\none or several; their own "
         "variables, such as WANDB_MODE=offline, apply",
         section=LOGGING,
     )

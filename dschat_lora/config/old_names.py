@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
 # By the old name the modules that have what was in it, or the package that has its modules; names
@@ -22,7 +22,6 @@ OLD_NAMES = {
     "rl.config": "rl.options.config rl.options.names",
     "rl.coroutines": "rl.response.coroutines",
     "rl.draw.order": "rl.draw.source",
-    "rl.draw.prompt_stream": "rl.draw.source",
     "rl.draw.rollout_engines": "rl.draw.server_engine rl.draw.engine",
     "rl.draw.rollout_servers": "rl.draw.completions rl.draw.engine_checks rl.draw.server_engine",
     "rl.draw.turn_decoder": "rl.draw.player rl.response.response",
@@ -42,7 +41,7 @@ OLD_NAMES = {
     "rl.play.stateful_environment": "rl.play.environment",
     "rl.play.turn_tokens": "rl.response.turn_tokens",
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
-    "rl.prompt_stream": "rl.draw.source",
+    "rl.prompt_stream": "rl.draw.prompt_stream rl.draw.source",
     "rl.response.messages": "rl.response.response",
     "rl.response.transfer": "rl.response.response",
     "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores",
@@ -106,8 +105,11 @@ class _FormerModule(ModuleType):
         return [import_module(f"{_PACKAGE}.{each}") for each in names]
 
 
-class OldNames(MetaPathFinder, Loader):
+class OldNames:
     """Finds modules by the names that they had, where no module has that name."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Have the import system make the module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -119,7 +121,8 @@ class OldNames(MetaPathFinder, Loader):
         is_package = any(each.startswith(f"{module}.") for each in _table())
         if module not in _table() and not is_package:
             return None
-        return ModuleSpec(name, self, origin=_table().get(module), is_package=is_package)
+        loader: Any = self  # by its methods
+        return ModuleSpec(name, loader, origin=_table().get(module), is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
         """Let the module have what its successors have."""

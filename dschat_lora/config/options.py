@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
 from dschat_lora.config.other_names import dotted_name
-from dschat_lora.config.parser import COMPATIBILITY, OTHER, Parser, by_section, unknown_option
+from dschat_lora.config.parser import (
+    COMPATIBILITY,
+    EVERYDAY,
+    MOST,
+    OTHER,
+    Parser,
+    by_section,
+    unknown_option,
+)
 from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
 
 if TYPE_CHECKING:
@@ -60,6 +68,7 @@ def option(
     settled: str = "",
     when: When = "",
     names: Sequence[str] = (),
+    runs: str = "",
 ) -> ValueT: ...
 
 
@@ -72,13 +81,17 @@ def option(
     settled: str = "",
     when: When = "",
     names: Sequence[str] = (),
+    runs: str = "",
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
-    The help shows it in ``section``, or in that of its class. ``hint`` follows the message about
-    a value that is not allowed. ``settled`` says in words what other things make of the
-    default, which the help then shows in its place, unless a stage has a default of its own.
+    The first line of ``help`` says of an everyday option what a newcomer needs, further lines what
+    ``--help all`` adds. The help shows it in ``section``, or in that of its class. ``hint`` follows
+    the message about a value that is not allowed. ``settled`` says in words what other things make
+    of the default, which the help then shows in its place, unless a stage has a default of its own.
     ``names`` are values that the help of a command lists, where others are allowed too.
+    ``runs`` is "code" where the value is a command or the like, and "object" where it names an
+    object of the user's, which Python may give itself: a checkpoint chooses neither.
 
     ``when`` is the condition under which the option has an effect; where it does not hold a run
     says so (:func:`dschat_lora.config.when.without_effect`). It is one term, or several with
@@ -89,12 +102,13 @@ def option(
     that no stage uses, ``ELSEWHERE`` of those that other stages use. The class variable ``when`` of
     a stage holds conditions by name, which take the place of these.
     """
-    about = {"help": help, "section": section, "hint": hint, "settled": settled, "when": when}
-    return dataclasses.field(default=default, metadata={**about, "names": tuple(names)})
+    about: dict[str, object] = {"help": help, "section": section, "hint": hint}
+    about |= {"settled": settled, "when": when, "names": tuple(names), "runs": runs}
+    return dataclasses.field(default=default, metadata=about)
 
 
 def classic(default: ValueT, *, help: str, hint: str = "", when: When = "") -> ValueT:
-    """An option that is there for compatibility: ``--help all`` explains it."""
+    """An option that is there for compatibility, which the help shows last."""
     return option(default, help=help, section=COMPATIBILITY, hint=hint, when=when)
 
 
@@ -151,19 +165,24 @@ def parse_config(
     A YAML file given with ``--config`` sets the same fields; the command line wins. ``read_file``
     gives the values that it has, where they are not simply its lines. Words that belong to no
     option are the values of ``positionals`` in turn, the last of which takes several if it can.
-    ``examples`` are lines that the help begins with.
+    ``examples`` are lines that the help begins with. ``everyday`` of the class are the options that
+    ``--help`` shows before those of ``EVERYDAY``; of a class without it, all are shown.
 
     Raises:
         ValueError: naming an option that is unknown, or its value and what is allowed.
     """
     fields = dict(option_fields(config_class))
     parser = Parser(program or Path(sys.argv[0]).name, description, examples)
-    sections = by_section((name, field.metadata["section"]) for name, (field, _) in fields.items())
-    for title, names in sections.items():
+    sections = {name: field.metadata["section"] for name, (field, _) in fields.items()}
+    everyday = getattr(config_class, "everyday", None)
+    if everyday is not None:
+        known = [name for name in dict.fromkeys((*everyday, *EVERYDAY)) if name in fields]
+        parser.everyday = {*known[:MOST], "h", "config"}
+    for title, names in by_section(sections, everyday or ()).items():
         for name in names:
             also = [old for old, new in option_aliases(config_class).items() if new == name]
             parser.add_option(title, [name, *also], *fields[name])
-    about = "YAML file of these options, or the name of a recipe"
+    about = "YAML file of options, or the name of a recipe"
     parser.add_argument("--config", action="once", metavar="FILE", help=about)
     for name in _LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", nargs="?", help=SUPPRESS)
@@ -329,6 +348,11 @@ def option_names(config_class: "type[DataclassInstance]") -> list[str]:
     return [name for name, _ in option_fields(config_class)]
 
 
+def options_that_run(config_class: "type[DataclassInstance]", *kinds: str) -> list[str]:
+    """Options of the class that say so of themselves: "code" or "object"."""
+    return [n for n, (field, _) in option_fields(config_class) if field.metadata["runs"] in kinds]
+
+
 def option_aliases(config_class: type) -> Mapping[str, str]:
     """Further names of the class's options, such as an original's: its ``spellings``."""
     spellings: Mapping[str, str] = getattr(config_class, "spellings", {})
@@ -438,7 +462,7 @@ def option_fields(
             about, settled = field.metadata["help"], field.metadata["settled"]
             own.default = defaults.get(field.name, None if settled else field.default)
             if settled and field.name not in defaults:
-                about += f"; default: {settled}"
+                about = re.sub(r"$", f"; default: {settled}", about, count=1, flags=re.MULTILINE)
             shown = field.metadata["section"] or section or getattr(config_class, "section", OTHER)
             here = {"help": about, "section": shown, "prefix": prefix}
             here["when"] = (*when, field.metadata["when"])

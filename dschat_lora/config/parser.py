@@ -1,11 +1,12 @@
 """The argument parser of every command: mistakes in one line, help in sections."""
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from dschat_lora.config.other_names import other_names, plain_name, same_here
@@ -20,66 +21,69 @@ from dschat_lora.config.values import (
 # Titles that several groups of options use.
 EVALUATION, LOGGING = "evaluation", "logging"
 PROCESSES = "memory and processes"
-# Sections in their order, each with the options that come first in it.
-SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "actor": ("actor_model_name_or_path", "actor_lora_dim"),
-    "critic and reward model": ("critic_model_name_or_path", "critic_lora_dim"),
-    "model": ("model_name_or_path",),
-    "data": ("data_path", "eval_data_path", "eval_ratio", "max_seq_len", "packing"),
-    "filtering": (),
-    "training": (
-        *("num_train_epochs", "max_steps", "per_device_train_batch_size"),
-        *("gradient_accumulation_steps", "tokens_per_device", "learning_rate"),
-        *("lora_learning_rate", "lora_lr_multiplier", "lr_scheduler_type", "num_warmup_steps"),
-    ),
-    "LoRA": ("lora_dim", "lora_alpha", "target_modules"),
-    "preferences": (),
-    "rollouts": ("num_generations", "per_device_generation_batch_size", "generation_batches"),
-    "rewards": ("reward_function", "reward_weights"),
-    "algorithm": ("algorithm",),
-    "distillation": ("teacher_model_name_or_path", "teacher_system_prompt", "distill_loss"),
-    "output and checkpoints": (
-        *("output_dir", "dry_run", "verbose", "resume_from_checkpoint", "overwrite_output_dir"),
-    ),
-    EVALUATION: ("eval_interval",),
-    LOGGING: ("report_to", "logging_steps"),
-    PROCESSES: (
-        *("dtype", "gradient_checkpointing", "offload_activations", "zero_stage", "offload"),
-    ),
-}
-# Options without a section, which come last.
+# Sections in the order of need; what is of no section and what is of add-ons follows.
+SECTIONS = (
+    *("actor", "critic and reward model", "model", "data", "filtering", "training", "LoRA"),
+    *("preferences", "rollouts", "rewards", "algorithm", "distillation"),
+    *("output and checkpoints", EVALUATION, LOGGING, PROCESSES),
+)
+# Options without a section.
 OTHER = "options"
 # What is accepted from other programs, or says once more what another option says.
 COMPATIBILITY = "compatibility"
+# Options in the order of their use, behind those that a command declares as its ``everyday``.
+# Where it declares some, --help shows the first MOST that it has.
+EVERYDAY = (
+    *("model_name_or_path", "data_path", "lora_dim", "learning_rate", "num_train_epochs"),
+    *("max_steps", "output_dir", "resume_from_checkpoint", "eval_interval", "dry_run"),
+    *("report_to", "base_bits", "max_seq_len", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "lora_alpha", "zero_stage", "columns", "eval_data_path"),
+    *("gradient_checkpointing", "target_modules", "seed", "packing", "num_warmup_steps"),
+    *("deepspeed_config", "dtype", "lr_scheduler_type", "tokens_per_device", "eval_ratio"),
+    *("lora_learning_rate", "lora_lr_multiplier", "verbose", "overwrite_output_dir"),
+    *("save_interval", "merge_adapter", "offload_activations", "logging_steps"),
+)
+MOST = 20
 
 
-def by_section(sections: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Names of options by section, from pairs of both, in the order of ``SECTIONS``.
+def by_section(sections: Mapping[str, str], everyday: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Names of options by section, from the section of each: both in the order of use.
 
-    Sections of add-ons follow.
+    ``everyday`` are those that come before those of ``EVERYDAY``.
     """
-    found: dict[str, list[str]] = {title: [] for title in (*SECTIONS, OTHER, COMPATIBILITY)}
-    for name, section in sections:
-        found.setdefault(section, []).append(name)
-    for title, first in SECTIONS.items():
-        found[title].sort(key=lambda name: first.index(name) if name in first else len(first))
+    found: dict[str, list[str]] = {title: [] for title in (*SECTIONS, OTHER)}
+    first = [*everyday, *EVERYDAY]
+    for name in sorted(sections, key=lambda n: first.index(n) if n in first else len(first)):
+        found.setdefault(sections[name], []).append(name)
+    found[COMPATIBILITY] = found.pop(COMPATIBILITY, [])
     return {title: names for title, names in found.items() if names}
 
 
+def _place(title: str | None) -> int:
+    """Where a section stands, of which those of one place keep their order."""
+    if title is not None and title.startswith("add-on "):
+        return 2
+    return {OTHER: 1, COMPATIBILITY: 3}.get(title or "", 0)
+
+
 def option_help(field: dataclasses.Field[object], choices: Sequence[object] = ()) -> str:
-    """The help text with ``choices`` and the default, unless that is absent, empty or False."""
-    text: str = field.metadata["help"].replace("%", "%%")
+    """The help text; its first line has ``choices`` and a default, but for absent, empty, False."""
+    text, *more = field.metadata["help"].replace("%", "%%").split("\n")
     if choices:
         text += f"; one of {', '.join(map(str, choices))}"
     default = field.default
     # By identity: 0 == False, and a default of 0 is shown.
-    if default is False or default in (None, (), dataclasses.MISSING):
-        return text
-    return f"{text} (default: {' '.join(default) if isinstance(default, tuple) else default})"
+    if default is not False and default not in (None, (), dataclasses.MISSING):
+        shown = " ".join(default) if isinstance(default, tuple) else default
+        text += f" (default: {shown})"
+    return "\n".join([text, *more])
 
 
 class HelpFormatter(argparse.HelpFormatter):
     """Fills paragraphs of text, and leaves the lines of examples as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = text.strip("\n").split("\n\n")
@@ -92,11 +96,11 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class _HelpAction(argparse.Action):
-    """Shows the help, and with the value ``all`` what is there for compatibility too."""
+    """Shows the help of everyday options, of ``all``, or of those that a word finds."""
 
     def __call__(self, parser: Any, namespace: object, values: object, *_: object) -> None:
         """Print and exit."""
-        parser.explains_all = values == "all"
+        parser.asked = values
         parser.print_help()
         parser.exit()
 
@@ -129,43 +133,63 @@ class Parser(argparse.ArgumentParser):
         self.register("action", "once", _OnceAction)
         for name, kind in ((None, str), (int, int), (float, float)):
             self.register("type", name, converter(kind))
-        self.explains_all = False
+        self.everyday: Collection[str] | None = None  # those of --help, None where it shows all
+        self.asked: str | None = None  # the value of --help
         self.add_argument(
             *("-h", "--help"),
             action=_HelpAction,
             nargs="?",
-            metavar="all",
+            metavar="WORD",
             default=argparse.SUPPRESS,
-            help="show this help, or that of all options",
+            help="this, all options, or those that have a word",
         )
         # By default -1e-4 is taken for an option.
         self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def format_help(self) -> str:
-        """Usage, what the command does, examples, and its options by section."""
+        """Usage, what the command does, examples, and options that are asked for, by section."""
         usage = [self.prog]
         for action in self._actions:
             if not action.option_strings:
                 usage.append(f"{action.metavar or action.dest}{' ...' * (action.nargs == '+')}")
         formatter = self._get_formatter()
         formatter.add_usage(" ".join([*usage, "[--OPTION VALUE ...]"]), [], [])
-        formatter.add_text(self.description)
-        formatter.add_text(self.epilog)
-        groups = [group for group in self._action_groups if group._group_actions]
-        last = (OTHER, COMPATIBILITY)
-        groups.sort(key=lambda group: last.index(group.title) + 1 if group.title in last else 0)
-        sections = any(group.title in SECTIONS for group in groups)
-        explained = [g for g in groups if self.explains_all or g.title != COMPATIBILITY]
-        for group in explained:
-            others = group.title == OTHER and sections
-            formatter.start_section("other options" if others else group.title)
-            formatter.add_arguments(group._group_actions)
+        if self.asked in (None, "all"):
+            formatter.add_text(self.description)
+            formatter.add_text(self.epilog)
+        in_short = self.asked is None and self.everyday is not None
+        sections = any(group.title in SECTIONS for group in self._action_groups)
+        found, left = list[argparse.Action](), dict[str | None, int]()
+        for group in sorted(self._action_groups, key=lambda group: _place(group.title)):
+            title = "other options" if group.title == OTHER and sections else group.title
+            actions = [each for each in group._group_actions if each.help != argparse.SUPPRESS]
+            shown = [each for each in actions if self._is_asked_for(each, title or "")]
+            formatter.start_section(title)
+            for action in map(copy.copy, shown):
+                text, *more = (action.help or "").split("\n")
+                action.help = text if in_short else "; ".join([text, *more])
+                formatter.add_argument(action)
             formatter.end_section()
-        for group in groups:
-            if group not in explained:
-                names = ", ".join(action.option_strings[0] for action in group._group_actions)
-                formatter.add_text(f"For compatibility, explained by --help all: {names}.")
+            if count := len({each.dest for each in actions} - {each.dest for each in shown}):
+                left[title] = count
+            found += shown
+        if not found:
+            raise ValueError(
+                f"--help {self.asked}: no option and no heading has the word; --help all shows all"
+            )
+        if in_short and left:
+            formatter.add_text(
+                f"{sum(left.values())} more options: --help all shows all, --help WORD those under "
+                "a heading or with the word in their names, as in --help lora. By heading: "
+                f"{', '.join(f'{title} {count}' for title, count in left.items())}."
+            )
         return formatter.format_help()
+
+    def _is_asked_for(self, action: argparse.Action, heading: str) -> bool:
+        flags, word = action.option_strings, self.asked
+        if word is None:
+            return self.everyday is None or not flags or flags[0].lstrip("-") in self.everyday
+        return word == "all" or any(word.lower() in each for each in (heading.lower(), *flags))
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.replace("argument ", "", 1))

@@ -1,6 +1,6 @@
 """The options of each stage, composed of groups."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -38,8 +38,8 @@ class RewardConfig:
 
     reward_loss: Literal["bradley_terry", "per_token"] = option(
         "bradley_terry",
-        help="bradley_terry compares the scores at the end of two answers; per_token, "
-        "DeepSpeed-Chat's loss, at each token from the first difference on",
+        help="bradley_terry compares the scores at the end of two answers; per_token is "
+        "DeepSpeed-Chat's loss\nwhich compares them at each token from the first difference on",
     )
     center_rewards_coefficient: float = option(
         0.0, help="weight of the squared sum of a pair's scores, which keeps them around zero"
@@ -78,13 +78,14 @@ class DpoConfig:
 
     beta: float = option(
         0.1,
-        help="how strongly the policy stays with the reference; orpo: weight of the odds ratio; "
+        help="how strongly the policy stays with the reference\norpo: weight of the odds ratio; "
         f"simpo: scale of the rewards, {SIMPO_BETA:g} unless it is given",
     )
     loss_type: LossType = option(
         "sigmoid",
-        help="of pairs: DPO's own loss, IPO's squared one or SLiC's hinge, or orpo or simpo, which "
-        "have no reference; of single answers that are good or bad: kto",
+        help="loss of pairs, sigmoid being DPO's own, or of single answers: kto\nipo is IPO's "
+        "squared one, hinge SLiC's; orpo and simpo have no reference; kto takes answers that are "
+        "good or bad",
     )
     label_smoothing: float = option(
         0.0, help="share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)"
@@ -184,12 +185,13 @@ class StageConfig:
 class SupervisedConfig(StageConfig):
     """Options of a supervised stage: model, data, optimizer and output."""
 
+    everyday: ClassVar[Sequence[str]] = ()
     model: ModelConfig = group(ModelConfig)
     lora: LoraConfig = group(LoraConfig)
     data: DataConfig = group(DataConfig)
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
-    addons: Any = group(addon_options("sft"))
+    addons: Any = group(addon_options("sft", vars(), StageConfig))
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:
@@ -217,23 +219,25 @@ _SFT_ONLY = (
 class RewardStageConfig(SupervisedConfig):
     """Options of step 2, which trains a reward model on pairs."""
 
+    everyday: ClassVar[Sequence[str]] = ("reward_loss",)
     when: ClassVar[Mapping[str, str]] = dict.fromkeys((*_SFT_ONLY, "sample_generations"), ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     pairs: PairConfig = group(PairConfig)
     reward: RewardConfig = group(RewardConfig)
-    addons: Any = group(addon_options("reward"))
+    addons: Any = group(addon_options("reward", vars(), SupervisedConfig))
 
 
 @dataclass(frozen=True)
 class DpoStageConfig(SupervisedConfig):
     """Options of DPO, which trains a policy on pairs."""
 
+    everyday: ClassVar[Sequence[str]] = ("loss_type", "beta")
     when: ClassVar[Mapping[str, str]] = dict.fromkeys(_SFT_ONLY, ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
     pairs: PairConfig = group(PairConfig)
     dpo: DpoConfig = group(DpoConfig)
-    addons: Any = group(addon_options("dpo"))
+    addons: Any = group(addon_options("dpo", vars(), SupervisedConfig))
 
 
 @dataclass(frozen=True)
@@ -278,6 +282,9 @@ class AuditConfig:
     Exit code 1 where a run would refuse the data.
     """
 
+    everyday: ClassVar[Sequence[str]] = (
+        *("model_name_or_path", "data_path", "show", "stage", "json", "html"),
+    )
     model_name_or_path: str | None = option(
         None,
         help="model whose tokenizer and chat template read the data: hub name, directory, or "

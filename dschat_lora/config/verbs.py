@@ -161,21 +161,6 @@ class ExportConfig:
 
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
-    "sft": """examples:
-  dschat-lora sft --data_path mine.jsonl --model_name_or_path facebook/opt-1.3b
-  dschat-lora sft --config opt-1.3b --num_gpus 8 --deepspeed_config zero2""",
-    "reward": """examples:
-  dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
-    "dpo": """examples:
-  dschat-lora dpo --model_name_or_path output/sft --data_path pairs.jsonl""",
-    "rlhf": """examples:
-  dschat-lora rlhf --actor_model_name_or_path output/sft \\
-    --critic_model_name_or_path output/reward""",
-    "distill": """examples:
-  dschat-lora distill --model_name_or_path output/sft \\
-    --teacher_model_name_or_path output/rlhf --data_path prompts.jsonl
-  dschat-lora distill --model_name_or_path Qwen/Qwen3-0.6B --data_path q.jsonl \\
-    --teacher_model_name_or_path Qwen/Qwen3-8B --teacher_bits 4""",
     "merge": """examples:
   dschat-lora merge output/sft              writes output/sft/model in 16 bits
   dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged

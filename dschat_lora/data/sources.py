@@ -29,6 +29,10 @@ SPLITS = {
 }
 
 
+class StreamError(ValueError):
+    """Data that could not be read on while training."""
+
+
 @dataclass(frozen=True)
 class Source:
     """One entry of ``--data_path``: its files, or the hub data set it names."""

@@ -39,7 +39,7 @@ from dschat_lora.data.samples import (
     read_table,
     write_table,
 )
-from dschat_lora.data.sources import Source, data_suffix, kind_of_file
+from dschat_lora.data.sources import Source, StreamError, data_suffix, kind_of_file
 from dschat_lora.data.token_files import mismatched
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.data.workers import ordered_map
@@ -56,10 +56,6 @@ FATES = NOT_LEARNT, HELD_OUT, TOO_LONG, ONE_PROMPT = (
     *("not learnt", "held out", "too long"),
     "of one prompt alone",
 )
-
-
-class StreamError(ValueError):
-    """Data that could not be read on while training."""
 
 
 Placed = tuple[RawRow | Line, Place]  # a row, and the place after it

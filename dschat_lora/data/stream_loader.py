@@ -28,12 +28,12 @@ from dschat_lora.data.loader import (
 from dschat_lora.data.prepare import num_workers, source_names, token_rule
 from dschat_lora.data.record_files import RowReader
 from dschat_lora.data.rows import DataKind, config_sources, row_options
+from dschat_lora.data.sources import StreamError
 from dschat_lora.data.stream import (
     MAX_EXAMPLES,
     Block,
     ChunkReader,
     Pool,
-    StreamError,
     find_shards,
     read_blocks,
 )

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from dschat_lora.algos.distillation import generalized_jsd, with_one_rest
 from dschat_lora.algos.logprobs import (
     MAX_CHUNK_LOGITS,
     GroupSums,
@@ -404,6 +403,7 @@ class DivergenceHead(nn.Module):
         ``student`` and ``teacher`` are their (N, H) hidden states, or (N, V) logits where
         ``are_logits`` says so, and ``tokens`` the (N,) next ones.
         """
+        from dschat_lora.algos.distillation import generalized_jsd, with_one_rest
 
         def of_chunk(own: Tensor, other: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             own, other = (

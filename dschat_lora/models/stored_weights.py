@@ -30,7 +30,6 @@ from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import full_shape, is_quantized, state_of
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of, shard_of
-from dschat_lora.models.dequantize import dequantizer
 
 _SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _INDEX = ".index.json"
@@ -213,6 +212,8 @@ def _rules(model: PreTrainedModel, named: PreTrainedModel, path: str) -> list[An
     if kind in ("fp8", "mxfp4"):
         quantizer = AutoHfQuantizer.from_config({**settings, "dequantize": True})
     elif kind in ("int8", "gptq", "awq"):
+        from dschat_lora.models.dequantize import dequantizer
+
         quantizer = dequantizer(kind, settings, model)
     rules: list[Any] = get_model_conversion_mapping(named, hf_quantizer=quantizer)
     return rules

@@ -305,7 +305,7 @@ def how_to_go_on(run: "OpenRun[Resumable]") -> str:
     """The options, or arguments in Python, that go on with a run whose state is saved."""
     if run.caller.in_python:
         return f'go on with: output_dir={str(run.directory)!r}, resume="latest"'
-    code = command_line(options_with_code(flatten(run.config)))
+    code = command_line(options_with_code(type(run.config), flatten(run.config)))
     resumed = ("--output_dir", str(run.directory), "--resume_from_checkpoint", "latest")
     return f"go on with: {shlex.join([*resumed, *code])}"
 

@@ -30,6 +30,7 @@ from dschat_lora.config.options import (
     flatten,
     option_names,
     options_of,
+    options_that_run,
     typed_options,
     value_text,
 )
@@ -85,7 +86,7 @@ _OF_THE_PROCESS = (
 # somebody else's, decides neither.
 RUNS_CODE = (
     *("trust_remote_code", "reward_function", "reward_gate", "judge_function"),
-    *("environment", "agent", "agent_command", "vllm_command", "parts"),
+    *("environment", "vllm_command", "parts"),
 )
 _MAY_RUN_CODE = ("rollout_engine", "algorithm")  # where they name no part of the package
 _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
@@ -363,9 +364,12 @@ def _check_groups(config: "Resumable", path: Path, now: Mapping[str, Any]) -> No
         ) from error
 
 
-def options_with_code(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that run code of the user's choice."""
-    code = {name: options[name] for name in RUNS_CODE if options.get(name)}
+def options_with_code(
+    config_class: "type[DataclassInstance]", options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those of the options of a class that run code of the user's choice."""
+    names = (*RUNS_CODE, *options_that_run(config_class, "code", "object"))
+    code = {name: options[name] for name in names if options.get(name)}
     found = {name: str(options.get(name)) for name in _MAY_RUN_CODE}
     return code | {n: value for n, value in found.items() if is_in_module(value) or is_held(value)}
 
@@ -379,7 +383,7 @@ def _inherited(
         ValueError: if one runs code, which has to be typed again.
     """
     then: dict[str, Any] = state["options"]
-    again = [name for name in options_with_code(then) if name not in now]
+    again = [name for name in options_with_code(config_class, then) if name not in now]
     if again:
         raise ValueError(
             f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "
@@ -401,7 +405,8 @@ def _inherited(
     replaced = {
         name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
     }
-    known = {*option_names(config_class)} - replaced - {*RUNS_CODE, *elsewhere}
+    refused = {*RUNS_CODE, *options_that_run(config_class, "code", "object"), *elsewhere}
+    known = {*option_names(config_class)} - replaced - refused
     kept = {name: value for name, value in then.items() if name in known and value is not None}
     return options_of(config_class, kept, label=f"{path / STATE_FILE}: options")
 

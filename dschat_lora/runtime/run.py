@@ -288,7 +288,7 @@ def _recovery_message(run: "OpenRun[DataclassInstance]", words: str | None) -> s
     if not saved:
         return "no checkpoint was saved"
     options = {"output_dir": run.directory, "resume_from_checkpoint": "latest"}
-    typed = command_line(options | options_with_code(flatten(run.config)))
+    typed = command_line(options | options_with_code(type(run.config), flatten(run.config)))
     return f"last checkpoint {saved[0].name}; resume with {shlex.join(typed)}"
 
 

@@ -16,7 +16,6 @@ from dschat_lora.config.stages import (
     AuditConfig,
     DpoConfig,
     DpoStageConfig,
-    StageConfig,
     SupervisedConfig,
 )
 from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
@@ -45,6 +44,7 @@ from dschat_lora.runtime.checks import (
     check_compile,
     check_divided,
     check_lora_options,
+    check_streaming,
     check_task,
     continued_lora,
     model_fields,
@@ -310,30 +310,6 @@ def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource)
     check_sources(config.data, "unpaired" if unpaired else rules.kind)
     if config.optim.num_train_epochs > 0:
         check_some_prompt_fits(config.data, source.tokenizer)
-
-
-def check_streaming(config: StageConfig) -> None:
-    """Refuse to stream without a number of steps, and what needs all of the data before.
-
-    Raises:
-        ValueError: naming the option to give.
-    """
-    if config.optim.num_train_epochs and not config.optim.max_steps:
-        raise ValueError(
-            "--streaming reads data whose length is not known before; give --max_steps, the "
-            "optimizer steps of the run"
-        )
-    if isinstance(config, SupervisedConfig) and config.optim.lr_probe:
-        raise ValueError(
-            f"--lr_probe {config.optim.lr_probe} reads the first rows anew for each trial: drop "
-            "--streaming"
-        )
-    dpo = config.dpo if isinstance(config, DpoStageConfig) else None
-    if dpo is not None and dpo.has_reference and dpo.precompute_ref_log_probs:
-        raise ValueError(
-            "--streaming reads rows while training: give --no-precompute_ref_log_probs too, which "
-            "computes the reference's log-probabilities then"
-        )
 
 
 def with_deepspeed_json(config: ConfigT) -> ConfigT:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,6 @@ from dschat_lora.data.loader import (
     told_sources,
 )
 from dschat_lora.data.samples import Samples
-from dschat_lora.data.stream_loader import StreamLoader
-from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     context,
@@ -39,8 +38,10 @@ from dschat_lora.models.causal_lm import LMHeadModel
 from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
-from dschat_lora.runtime.streaming import SharedStream
 from dschat_lora.supervised.setup import SupervisedSetup
+
+if TYPE_CHECKING:
+    from dschat_lora.data.stream_loader import StreamLoader
 
 # Samples from which on their rows are kept in the cache: to pack more takes seconds.
 KEPT_FROM = 100_000
@@ -62,13 +63,13 @@ def make_sample_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel
     packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
     collate = SampleCollator(
         int(tokenizer.pad_token_id),
-        context=_context_group(setup, engine),
+        context=context_group(setup, engine),
         num_sources=len(told_sources(setup.config.data, setup.data)),
     )
-    return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
+    return BatchLayout(collate, packing, row_tokens(setup, engine) if packing else None)
 
 
-def _context_group(
+def context_group(
     setup: SupervisedSetup, engine: TrainEngine[BackboneModel]
 ) -> ContextGroup | None:
     """The ranks that divide rows with this one; None where none do.
@@ -109,23 +110,14 @@ def make_pair_layout(
         vocab_size=len(tokenizer),
         run=setup.run,
     )
-    context = _context_group(setup, engine)
+    context = context_group(setup, engine)
     collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True, context=context)
     # Packing is about what a step counts: pairs share rows without it too.
-    row_tokens = _row_tokens(setup, engine) if layout != "alone" else None
-    return BatchLayout(collate, packing, row_tokens)
+    most = row_tokens(setup, engine) if layout != "alone" else None
+    return BatchLayout(collate, packing, most)
 
 
-def make_unpaired_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> BatchLayout:
-    """Of unpaired answers, after the same look; call on every rank."""
-    tokenizer, wanted = setup.tokenizer, setup.config.data.packing
-    packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
-    context = _context_group(setup, engine)
-    collate = UnpairedCollator(int(tokenizer.pad_token_id), context=context)
-    return BatchLayout(collate, packing, _row_tokens(setup, engine) if packing else None)
-
-
-def _row_tokens(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> int:
+def row_tokens(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> int:
     """Most tokens of a packed row: all of a micro-batch's where attention is by samples.
 
     Under a mask, attention costs as much as the square of the row.
@@ -237,7 +229,7 @@ def _cached_rows(
     return local_rank_first(lambda: keep_rows(cache, [*options, digest], make))
 
 
-def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamLoader:
+def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> "StreamLoader":
     """This rank's micro-batches of every optimizer step, from rows that are read meanwhile."""
     config, data, batch = setup.config, setup.config.data, setup.config.batch
     seed, budget = config.run.seed, _token_budget(setup, batch_layout)
@@ -253,6 +245,9 @@ def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> StreamL
         f"  stream       blocks of {data.shuffle_buffer_size:,} rows, each shuffled and packed as "
         f"a whole; steps of up to {step_rows} rows"
     )
+    from dschat_lora.data.stream_loader import StreamLoader
+    from dschat_lora.runtime.shared_stream import SharedStream
+
     return StreamLoader(
         SharedStream(
             data,
@@ -295,7 +290,7 @@ def _token_budget(setup: SupervisedSetup, batch_layout: BatchLayout) -> TokenBud
 
 def train_loader(
     setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout
-) -> StepLoader | StreamLoader:
+) -> "StepLoader | StreamLoader":
     """This rank's micro-batches of every optimizer step, from samples perhaps with more in them."""
     if setup.config.data.streaming:
         return _stream_loader(setup, batch_layout)

@@ -34,7 +34,8 @@ from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops
 from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.supervised.batching import BatchLayout, row_share, rows_of
 from dschat_lora.supervised.kto import kto_objective
-from dschat_lora.supervised.objectives import Network, Objective, answer_logprobs, dpo_objective
+from dschat_lora.supervised.objectives import Network, Objective
+from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
 from dschat_lora.supervised.setup import SupervisedSetup
 
 _FILE = "logprobs.npy"

@@ -10,22 +10,26 @@ from torch import Tensor
 from dschat_lora.algos.kto import clamped_kl, kto_loss
 from dschat_lora.algos.preference import accuracy
 from dschat_lora.config.stages import DpoConfig
-from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch
+from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch, UnpairedCollator
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import sum_tensor_
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.supervised.objectives import (
-    SAME_NATS,
-    BatchLoss,
-    Means,
-    Network,
-    Objective,
-    answer_logprobs,
-)
+from dschat_lora.supervised.batching import BatchLayout, context_group, resolve_packing, row_tokens
+from dschat_lora.supervised.objectives import BatchLoss, Means, Network, Objective
+from dschat_lora.supervised.pair_objectives import SAME_NATS, answer_logprobs
 from dschat_lora.supervised.setup import SupervisedSetup
 
 # (P,) log-probabilities of a batch's answers.
 Reference = Callable[[AnswerBatch], Tensor]
+
+
+def make_unpaired_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel]) -> BatchLayout:
+    """Of unpaired answers, after the same look; call on every rank."""
+    tokenizer, wanted = setup.tokenizer, setup.config.data.packing
+    packing = resolve_packing(engine, wanted, len(tokenizer), setup.run)
+    context = context_group(setup, engine)
+    collate = UnpairedCollator(int(tokenizer.pad_token_id), context=context)
+    return BatchLayout(collate, packing, row_tokens(setup, engine) if packing else None)
 
 
 def kto_objective(config: DpoConfig, reference: Reference) -> Objective:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,8 +13,7 @@ from dschat_lora.config.groups import is_on
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.loader import StepLoader
 from dschat_lora.data.samples import Samples, TokenSet
-from dschat_lora.data.stream import StreamError
-from dschat_lora.data.stream_loader import StreamLoader, describe_sources
+from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.engine.state import EngineState
@@ -58,6 +57,9 @@ from dschat_lora.supervised.loop import (
 from dschat_lora.supervised.lr_probe import ProbedRates, with_probed_rate
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
+
+if TYPE_CHECKING:
+    from dschat_lora.data.stream_loader import StreamLoader
 
 
 class SampleSplit(Protocol):
@@ -140,7 +142,7 @@ def train(
             extra_flops=extra_flops,
             ends_early=partial(ends_early, run, evaluator.results),
         )
-    if isinstance(loader, StreamLoader):
+    if not isinstance(loader, StepLoader):
         record_stream(run, loader.state(), has_ended=loader.has_ended, step=progress.step)
     if schedule.num_steps and answers is not None:
         answers.show("after")
@@ -179,13 +181,13 @@ def evaluations_since_best(losses: Sequence[float]) -> int:
 
 
 def size_warnings(
-    setup: SupervisedSetup, loader: StepLoader | StreamLoader, schedule: TrainSchedule
+    setup: SupervisedSetup, loader: "StepLoader | StreamLoader", schedule: TrainSchedule
 ) -> list[str]:
     """What is doubtful about the run's length, its batches, and the rank for so much data."""
     optim = setup.config.optim
     own = length_warning(optim, schedule.num_steps)
     found = [] if own is None else [own]
-    if isinstance(loader, StreamLoader):
+    if not isinstance(loader, StepLoader):
         return found
     counts, batch = loader.counts, setup.config.batch
     small, shares = None, row_share(setup)["world_size"]
@@ -213,12 +215,14 @@ def size_warnings(
 def _make_checkpointer(
     setup: SupervisedSetup,
     engine: TrainEngine[BackboneModel],
-    loader: StepLoader | StreamLoader,
+    loader: "StepLoader | StreamLoader",
     parts: dict[str, Stateful],
     on_checkpoint: Callable[[int], None] | None,
 ) -> Checkpointer:
     rows: dict[str, Any]
-    if isinstance(loader, StreamLoader):
+    if not isinstance(loader, StepLoader):
+        from dschat_lora.data.stream_loader import describe_sources
+
         rows, parts = {"stream": describe_sources(setup.config.data)}, {**parts, "stream": loader}
     else:
         rows = {"packing": loader.packs, "rows": loader.num_rows}

@@ -10,22 +10,23 @@ from dschat_lora.config.old_names import OLD_NAMES
 
 # What users could import, by the module that had it.
 FORMER = {
+    "pipeline.judge": (
+        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS make_judge Share Judgement "
+        "evaluate_by_rule judge_model rule_scores perplexity accuracy_by_flaw"
+    ),
+    "pipeline.launch": (
+        "PACKAGE DEFAULT_HOSTFILE SIGNALS LauncherConfig launcher_command launch_command "
+        "typed_command launch_stage run_or_end split_launcher_options receiving Relay "
+        "signal_ranks training_processes"
+    ),
     "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
-    "rl.agent_programs": (
-        "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
-        "reward_and_metrics"
-    ),
-    "rl.agent_server": "HOST AgentServer",
-    "rl.agents": (
-        "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
-    ),
     "rl.algorithms": (
-        "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm "
-        "ALGORITHMS RolloutCorrection PpoConfig PretrainingConfig"
+        "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm ALGORITHMS "
+        "RolloutCorrection PpoConfig PretrainingConfig"
     ),
     "rl.batch": (
-        "TIMED_OUT TokenSequence Response DecodedTurn ResponseBatch response_mask "
-        "step_counts Minibatch collate make_minibatches"
+        "TIMED_OUT TokenSequence Response DecodedTurn ResponseBatch response_mask step_counts "
+        "Minibatch collate make_minibatches"
     ),
     "rl.builtin_rewards": (
         "PREFIX BuiltinReward is_builtin builtin_function is_remote exact_match regex "
@@ -35,10 +36,8 @@ FORMER = {
     "rl.config": (
         "GROUP_SIZE PromptConfig RolloutConfig RewardsConfig ClassicConfig RlhfConfig DistillConfig"
     ),
-    "rl.conversations": "Conversation PromptTokens Conversations",
     "rl.coroutines": "start in_thread run_together run_without_loop",
     "rl.draw.order": "PromptOrder",
-    "rl.draw.prompt_stream": "Pool PromptStream",
     "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
     "rl.draw.turn_decoder": "unanswered",
@@ -72,7 +71,6 @@ FORMER = {
         "ENGINE_LIMIT MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL GUARDED "
         "check_sampler Diagnostics"
     ),
-    "rl.play.agent_server": "HOST AgentServer",
     "rl.play.mcp_tools": "mcp_tool_schema",
     "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
     "rl.play.turn_tokens": "TurnTokens",
@@ -82,11 +80,10 @@ FORMER = {
     "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
         "UserFunctionError TrainerState RewardLog UserFunction same_gradients find_function "
-        "find_object check_takes_responses OWN TRL VERL OPENRLHF named_parameters "
-        "takes_all is_singular one_at_a_time calls_of "
-        "messages_after_prompt prompt_messages as_messages prompt_of RewardError RewardFunction "
-        "shortened RewardFunctions load_function INITIAL_SCORES "
-        "rescale_values"
+        "find_object check_takes_responses OWN TRL VERL OPENRLHF named_parameters takes_all "
+        "is_singular one_at_a_time calls_of messages_after_prompt prompt_messages as_messages "
+        "prompt_of RewardError RewardFunction shortened RewardFunctions load_function "
+        "INITIAL_SCORES rescale_values"
     ),
     "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
     "rl.roles": "Roles build_roles frozen Network",
@@ -101,10 +98,10 @@ FORMER = {
         "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
     ),
     "rl.rollouts_ahead": "Begin RolloutsAhead",
-    "rl.score.shaping": "INITIAL_SCORES shape rescale_values",
     "rl.score.reward_functions": (
         "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
     ),
+    "rl.score.shaping": "INITIAL_SCORES shape rescale_values",
     "rl.served_teacher": (
         "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
     ),
@@ -113,7 +110,7 @@ FORMER = {
     "rl.teacher": "TeacherPrompts answer_of",
     "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter throughput_metrics",
     "rl.train": "NOTE run_rlhf train show_plan finish",
-    "rl.trainer": ("RlhfTrainer make_generator RlhfSchedule RlhfProgress make_rlhf_schedule"),
+    "rl.trainer": "RlhfTrainer make_generator RlhfSchedule RlhfProgress make_rlhf_schedule",
     "rl.update": "StepResult count_deferred Updater",
     "rl.validation": (
         "BUNDLED_LENGTHS BUNDLED_REWARD DEFAULT_RESPONSES check_rlhf with_environment_prompts "
@@ -125,8 +122,11 @@ FORMER = {
         "check_sources_are_kept check_rollouts with_rollout_engine RLHF_CHECKS"
     ),
     "rl.verifiers_environment": "Verifiers",
-    "rl.vllm_server": "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess",
+    "rl.vllm_server": (
+        "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
+    ),
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
+    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "world": "reward rule",
 }
 

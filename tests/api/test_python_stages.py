@@ -524,6 +524,6 @@ def test_editors_see_every_option_with_its_default_and_help():
     assert "packing" in parameters
     assert "options" not in parameters
     assert (
-        "    lora_dim (int | None): rank r of the update; 0 trains every weight" in dl.sft.__doc__
+        "    lora_dim (int | None): rank of the adapters; 0 trains every weight" in dl.sft.__doc__
     )
     assert "reward_weights" in inspect.signature(dl.rlhf).parameters

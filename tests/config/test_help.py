@@ -11,6 +11,8 @@ from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.nlg.config import NlgConfig
 from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
 from dschat_lora.addons.tinker.config import TinkerConfig
+from dschat_lora.commands.stages import STAGES as VERBS_OF_STAGES
+from dschat_lora.config.addons import installed, verbs
 from dschat_lora.config.options import (
     option_aliases,
     option_fields,
@@ -19,7 +21,7 @@ from dschat_lora.config.options import (
     parse_config,
 )
 from dschat_lora.config.other_names import other_names
-from dschat_lora.config.parser import COMPATIBILITY, OTHER, SECTIONS, unknown_option
+from dschat_lora.config.parser import COMPATIBILITY, EVERYDAY, OTHER, SECTIONS, unknown_option
 from dschat_lora.config.stages import (
     AuditConfig,
     DpoStageConfig,
@@ -78,7 +80,7 @@ def titles(text):
     return re.findall(r"^(\S.*):$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("verb", command.VERBS)
+@pytest.mark.parametrize("verb", [*command.VERBS, *verbs()])
 def test_help_fits_80_columns(verb, shown):
     for more in ([], ["all"]):
         assert [line for line in shown(verb, "--help", *more).splitlines() if len(line) > 80] == []
@@ -90,7 +92,7 @@ def test_example_comes_first_then_sections_in_the_order_of_need(shown):
         "logging", "memory and processes", "other options",
     ]  # fmt: skip
     assert titles(shown("rlhf", "-h"))[:4] == [
-        "examples", "actor", "critic and reward model", "model",
+        "examples", "actor", "critic and reward model", "data",
     ]  # fmt: skip
 
 
@@ -102,33 +104,126 @@ def test_first_option_of_a_section_is_what_a_person_looks_for(shown):
     }
     assert first["model"] == "--model_name_or_path"
     assert first["data"] == "--data_path"
-    assert first["training"] == "--num_train_epochs"
+    assert first["training"] == "--learning_rate"
     assert first["LoRA"] == "--lora_dim"
     assert first["output and checkpoints"] == "--output_dir"
 
 
-def test_options_for_compatibility_are_named_and_explained_by_help_all_alone(shown):
-    short, whole = shown("rlhf", "--help"), shown("rlhf", "--help", "all")
-    assert "explained by --help all: --deepspeed, " in short
-    assert "--enable_hybrid_engine" in short
-    assert "rollouts have a decode loop of their own" not in " ".join(short.split())
-    assert "rollouts have a decode loop of their own" in " ".join(whole.split())
-    assert titles(whole)[-1] == COMPATIBILITY
-    for name in option_names(RlhfConfig):
-        assert re.search(rf"--{name}\b", short), name
+EVERYDAY_BY_STAGE = {
+    "sft": """
+        model_name_or_path data_path max_seq_len columns eval_data_path learning_rate
+        num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps lora_dim
+        lora_alpha output_dir resume_from_checkpoint dry_run eval_interval report_to base_bits
+        zero_stage gradient_checkpointing
+    """,
+    "reward": """
+        model_name_or_path data_path max_seq_len columns eval_data_path learning_rate
+        num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps lora_dim
+        lora_alpha reward_loss output_dir resume_from_checkpoint dry_run eval_interval report_to
+        base_bits zero_stage
+    """,
+    "dpo": """
+        model_name_or_path data_path max_seq_len columns learning_rate num_train_epochs max_steps
+        per_device_train_batch_size gradient_accumulation_steps lora_dim lora_alpha loss_type beta
+        output_dir resume_from_checkpoint dry_run eval_interval report_to base_bits zero_stage
+    """,
+    "rlhf": """
+        actor_model_name_or_path actor_lora_dim actor_learning_rate critic_model_name_or_path
+        data_path max_prompt_seq_len max_answer_seq_len per_device_training_batch_size
+        num_train_epochs max_steps num_generations per_device_generation_batch_size
+        generation_batches rollout_engine reward_function algorithm kl_coef output_dir
+        resume_from_checkpoint eval_interval
+    """,
+    "distill": """
+        actor_model_name_or_path actor_lora_dim actor_learning_rate data_path max_prompt_seq_len
+        max_answer_seq_len per_device_training_batch_size num_train_epochs max_steps
+        per_device_generation_batch_size generation_batches temperature rollout_engine
+        teacher_model_name_or_path distill_loss teacher_system_prompt on_policy_share output_dir
+        resume_from_checkpoint eval_interval
+    """,
+}
+
+
+def explained(text):
+    """The options that a help explains, in its order."""
+    return [name for name in re.findall(r"^  --(\w+)", text, re.MULTILINE) if name != "config"]
+
+
+@pytest.mark.parametrize("stage", VERBS_OF_STAGES)
+def test_help_of_a_stage_is_its_everyday_options_and_how_many_more_there_are(stage, shown):
+    text = shown(stage, "--help")
+    found = explained(text)
+    assert found == EVERYDAY_BY_STAGE[stage].split()
+    assert len(re.findall("^  --", text, re.MULTILINE)) <= 25
+    assert len(text.splitlines()) <= 90
+    more = set(option_names(VERBS_OF_STAGES[stage].config)) - set(found)
+    assert f"\n{len(more)} more options: --help all" in text
+    counts = re.search(r"By heading: (.*)\.$", " ".join(text.split()))[1].split(", ")
+    assert sum(int(each.rpartition(" ")[2]) for each in counts) == len(more)
+
+
+@pytest.mark.parametrize("stage", VERBS_OF_STAGES)
+def test_help_all_explains_every_option_with_the_everyday_ones_first_in_each_section(stage, shown):
+    text = shown(stage, "--help", "all")
+    assert set(option_names(VERBS_OF_STAGES[stage].config)) <= set(explained(text))
+    everyday, found = set(EVERYDAY_BY_STAGE[stage].split()), []
+    for part in re.split(r"\n\n(?=\S.*:\n)", text):
+        names = explained(part)
+        first = [name for name in names if name in everyday]
+        assert names[: len(first)] == first
+        found += first
+    assert found == EVERYDAY_BY_STAGE[stage].split()
+
+
+def test_everyday_option_has_its_first_line_in_help_and_its_details_in_help_all(shown):
+    short, whole = (" ".join(shown("sft", "--help", *more).split()) for more in ([], ["all"]))
+    first = "hub name, model directory or output of an earlier stage; the bundled tiny model"
+    assert first in short
+    assert first in whole
+    assert "repository:file.gguf" not in short
+    assert "when absent; or a GGUF file, one of the hub as repository:file.gguf" in whole
+    assert "rows per device and micro-batch (default: 16)" in short
+    assert "rows per device and micro-batch (default: 16); of several samples if packed" in whole
+
+
+def test_help_of_a_word_is_of_options_that_have_it_in_their_name_or_heading(shown):
+    text = shown("sft", "--help", "lora")
+    assert titles(text) == ["training", "LoRA", "compatibility"]
+    assert {"lora_learning_rate", "loraplus_lr_ratio", "use_rslora"} <= set(explained(text))
+    assert "modules_to_save" in explained(text)
+    assert "seed" not in explained(text)
+
+
+def test_help_of_a_word_that_nothing_has_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dschat-lora", "sft", "--help", "banana"])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert capsys.readouterr() == (
+        "",
+        "error: --help banana: no option and no heading has the word; --help all shows all\n",
+    )
+
+
+def test_sections_of_addons_and_of_compatibility_come_last_in_help_all(shown):
+    whole = titles(shown("sft", "--help", "all"))
+    addons = [f"add-on {name}" for name, each in installed().items() if "sft" in each.options]
+    assert whole[-2 - len(addons) :] == ["other options", *addons, COMPATIBILITY]
+    assert whole[-1] == titles(shown("rlhf", "--help", "all"))[-1] == COMPATIBILITY
 
 
 @pytest.mark.parametrize("config_class", STAGES)
 def test_every_option_of_a_stage_has_a_section(config_class):
     sections = {name: field.metadata["section"] for name, (field, _) in option_fields(config_class)}
-    known = {*SECTIONS, COMPATIBILITY}
+    known = {*SECTIONS, COMPATIBILITY, *(f"add-on {name}" for name in installed())}
     assert {name: s for name, s in sections.items() if s not in known} == {}
     assert OTHER not in sections.values()
 
 
-def test_options_that_come_first_in_a_section_exist():
+def test_everyday_options_exist():
     known = {name for each in STAGES for name in option_names(each)}
-    assert {name for first in SECTIONS.values() for name in first} <= known
+    assert {*EVERYDAY} <= known
+    for stage in VERBS_OF_STAGES.values():
+        assert {*stage.config.everyday} <= {*option_names(stage.config)}
 
 
 @pytest.mark.parametrize("name", other_names())

@@ -566,7 +566,7 @@ def test_every_option_has_help_and_a_default(field):
 
 
 def test_help_of_step_1_shows_every_flag(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
+    monkeypatch.setattr(sys, "argv", ["main.py", "--help", "all"])
     with pytest.raises(SystemExit, match="0"):
         run_main(SupervisedConfig, check_supervised, lambda config: None)
     shown = capsys.readouterr().out
@@ -661,7 +661,7 @@ def test_default_of_a_stage_is_used_and_shown_in_its_help(capsys, config_class, 
     with pytest.raises(SystemExit, match="0"):
         parse_config(config_class, ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"and stage, that of adapters too (default: {expected['learning_rate']})" in shown
+    assert f"or of base weights (default: {expected['learning_rate']})" in shown
 
 
 def test_one_option_given_leaves_a_stages_other_defaults():

@@ -2,15 +2,10 @@
 
 import os
 import shutil
-from contextlib import suppress
 from functools import partial
 
 import pytest
 
-from dschat_lora.addons.serving.config import ServeConfig
-from dschat_lora.addons.serving.verbs import votes_path
-from dschat_lora.addons.serving.votes import VoteFile
-from dschat_lora.addons.tinker.store import RunStore
 from dschat_lora.checkpoint.adapter_config import CONFIG_FILE
 from dschat_lora.config.staging import (
     check_within,
@@ -28,13 +23,7 @@ from dschat_lora.report.rollouts import as_member, open_rollouts
 from dschat_lora.runtime.directory import RunDirectory, check_links
 from dschat_lora.runtime.sharing import push_directory
 from dschat_lora.supervised.inference import output_file
-
-TEXT = {"model": "a", "content": "x"}
-VOTE = {
-    "prompt": [{"role": "user", "content": "Hi"}],
-    "chosen": TEXT,
-    "rejected": [{**TEXT, "content": "y"}],
-}
+from helpers.links import KINDS, check_links_within_are_followed, check_no_link_is_followed
 
 
 def rollouts(out):
@@ -60,21 +49,14 @@ def directory(out):
         (staging / "new").write_text("new")
 
 
-def tinker(out):
-    store = RunStore(out, "run")
-    store.append_metrics({})
-
-
 # What writes, and the names at which it might follow a link.
 WRITERS = {
-    "votes": (lambda out: VoteFile(out / "votes.jsonl").append(VOTE), ["votes.jsonl"]),
     "log": (lambda out: RunLog(out, active=True).close(), ["metrics.jsonl"]),
     "record": (record, ["run.json", ".run.json.tmp"]),
     "rollouts": (rollouts, ["rollouts.jsonl.gz"]),
     "report": (lambda out: write_report(out / "r.html", "new"), ["r.html", ".r.html.tmp"]),
     "scores": (scores, ["scores.jsonl", ".scores.jsonl.tmp"]),
     "directory": (directory, ["adapter", ".adapter.tmp", ".adapter.old"]),
-    "tinker": (tinker, ["metrics.jsonl"]),
 }
 CASES = [(writer, name) for writer, (_, names) in WRITERS.items() for name in names]
 
@@ -85,40 +67,15 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize("kind", ["file", "absent file", "directory", "hard link", "pipe"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("writer", "name"), CASES)
 def test_nothing_is_written_through_a_link_out_of_the_directory(out, writer, name, kind):
-    mine = out.parent / "mine"
-    if kind == "directory":
-        mine.mkdir()
-        (mine / "kept").write_text("mine")
-    elif kind != "absent file":
-        mine.write_text("mine")
-    if kind == "hard link":
-        os.link(mine, out / name)
-    elif kind == "pipe":
-        os.mkfifo(out / name)
-    else:
-        (out / name).symlink_to(mine)
-    with suppress(OSError):
-        WRITERS[writer][0](out)
-    if kind == "directory":
-        assert [path.name for path in mine.iterdir()] == ["kept"]
-        assert (mine / "kept").read_text() == "mine"
-    else:
-        assert mine.exists() == (kind != "absent file")
-        assert not mine.exists() or mine.read_text() == "mine"
+    check_no_link_is_followed(out, WRITERS[writer][0], name, kind)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_links_within_the_directory_and_the_directory_itself_may_be_links(out, writer):
-    (out / "logs").mkdir()
-    for name in ("votes.jsonl", "metrics.jsonl", "rollouts.jsonl.gz"):
-        (out / name).symlink_to(f"logs/{name}")
-    link = out.parent / "link"
-    link.symlink_to("out")
-    WRITERS[writer][0](link)
-    assert any(path.is_file() for path in out.rglob("*"))
+    check_links_within_are_followed(out, WRITERS[writer][0])
 
 
 @pytest.mark.parametrize("kind", ["hard link", "pipe"])
@@ -132,17 +89,6 @@ def test_a_file_with_another_name_and_a_pipe_are_refused_by_name(out, kind):
         with pytest.raises(OSError, match=r"2 names \(hard links\)|no regular file") as raised:
             open_in_place(out / "a", mode)
         assert str(out / "a") in str(raised.value)
-
-
-def test_the_line_names_file_and_target(out):
-    (out / "votes.jsonl").symlink_to("/etc/hosts")
-    words = rf"{out}/votes.jsonl is a link to /etc/hosts; what is written to {out} stays there"
-    with pytest.raises(ValueError, match=words):
-        votes_path(ServeConfig(models=(str(out),)))
-    # The user's own word is followed.
-    (out / "own.jsonl").symlink_to("../votes.jsonl")
-    named = ServeConfig(models=(str(out),), votes=str(out / "own.jsonl"))
-    assert votes_path(named) == out.parent / "votes.jsonl"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl.gz", "actor", "checkpoint-5"])

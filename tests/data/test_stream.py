@@ -22,7 +22,8 @@ from dschat_lora.data import readers, stream
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, TokenBudget, make_rows
 from dschat_lora.data.prepare import prepare
-from dschat_lora.data.stream import StreamError, next_pool
+from dschat_lora.data.sources import StreamError
+from dschat_lora.data.stream import next_pool
 from dschat_lora.data.stream_loader import Stream, StreamLoader
 
 EOS, SEED, LENGTH = 2, 5, 48

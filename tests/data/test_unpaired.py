@@ -17,7 +17,8 @@ from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, answers_of, to_records
 from dschat_lora.data.rows import parse_row, require_usable
 from dschat_lora.data.samples import UnpairedSample
-from dschat_lora.data.stream import Block, StreamError
+from dschat_lora.data.sources import StreamError
+from dschat_lora.data.stream import Block
 from dschat_lora.data.stream_loader import Stream
 from dschat_lora.data.token_files import mismatched
 from dschat_lora.data.tokenize import TokenRule, tokenize

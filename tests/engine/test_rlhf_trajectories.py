@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.rlhf_course import save_family, write_prompts, write_texts, write_turns_template
-from helpers.served import running_server
+from helpers.served import served
 from helpers.spread import ALL
 from helpers.step1 import write_jsonl
 
@@ -145,24 +145,20 @@ def family(home):
 
 
 @pytest.fixture(scope="module")
-def served(home, family):
-    """``served()``: the address of a server of the base of OPT's shape."""
+def server(family):
+    """``server()``: the address of a server of the base of OPT's shape."""
     with ExitStack() as stack:
 
         @cache
         def start():
-            pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
-            from dschat_lora.addons.serving.config import ServeConfig
-            from dschat_lora.addons.serving.server import make_service
-
-            config = ServeConfig(models=(family("opt")["base"],), allow_runtime_lora_updating=True)
-            return stack.enter_context(running_server(make_service(config, home / "votes.jsonl")))
+            server = served(family("opt")["base"], allow_runtime_lora_updating=True)
+            return stack.enter_context(server)
 
         yield start
 
 
 @pytest.fixture(scope="module")
-def run_many(home, family, served, ranks):
+def run_many(home, family, server, ranks):
     """``run_many(size, runs)``: rank 0's report of each; runs are (name, stages, layer by layer)"""
 
     def call(size, runs):
@@ -175,7 +171,7 @@ def run_many(home, family, served, ranks):
             if 3 in (actor_stage, critic_stage):
                 argv += ["--deepspeed_config", home / "sharded.json"]
             argv += ["--output_dir", out]
-            argv = [served() if each == "SERVER" else each for each in argv]
+            argv = [server() if each == "SERVER" else each for each in argv]
             arguments.append({"argv": list(map(str, argv)), "layer_by_layer": layer_by_layer})
             outs.append(out)
         results = ranks(size).run(

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from dschat_lora.addons.serving.config import AnswerConfig
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.engine.zero import broken_parameters
 from dschat_lora.generation.generate import Decoder, decode
@@ -64,7 +63,6 @@ def test_every_option_refuses_a_temperature_that_overflows(value):
         lambda t: RolloutConfig(temperature=t),
         lambda t: RolloutConfig(rollout_temperature=t),
         lambda t: GenerateConfig(model_name_or_path="m", prompts=("a",), temperature=t),
-        lambda t: AnswerConfig(models=("base",), temperature=t),
     ):
         with pytest.raises(ValueError, match="temperature must be (at least|>=) 1e-06"):
             make(value)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dschat_lora.addons.serving.models import BaseBatch
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -71,6 +71,8 @@ def peft_greedy(run, prompt, count):
 
 def endless(model):
     """The base, alone in a batch of its own, which no token ends."""
+    from dschat_lora.addons.serving.models import BaseBatch
+
     base = model.batch.base
     rows = SlotRows(share_parameters(base), pad_id=int(model.tokenizer.pad_token_id))
     batch = BaseBatch(base, rows, model.batch.limit)
@@ -97,6 +99,15 @@ def running_server(service):
             server.should_exit = True
             thread.join()
             service.decoder.join()
+
+
+def served(*models, **options):
+    """The same of models that ``dschat-lora serve`` opens; skips the test without the add-on."""
+    server = pytest.importorskip("dschat_lora.addons.serving.server", reason="no add-on serving")
+    from dschat_lora.addons.serving.config import ServeConfig
+
+    config = ServeConfig(models=tuple(map(str, models)), **options)
+    return running_server(server.make_service(config, BUNDLED_MODEL / "unused.jsonl"))
 
 
 def send(address, method, path, body=None, headers=()):

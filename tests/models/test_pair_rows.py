@@ -32,7 +32,7 @@ from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.causal_lm import CausalLMLogprobs, LogprobHead
 from dschat_lora.models.reward_model import RewardModel, init_head_
 from dschat_lora.models.source import find_model
-from dschat_lora.supervised.objectives import (
+from dschat_lora.supervised.pair_objectives import (
     answer_logprobs,
     dpo_objective,
     reward_objective,

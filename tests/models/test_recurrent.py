@@ -10,7 +10,8 @@ from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.backbone import Backbone, recurrent_layers
 from dschat_lora.models.blocks import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy
-from dschat_lora.supervised.objectives import answer_logprobs, causal_lm_loss
+from dschat_lora.supervised.objectives import causal_lm_loss
+from dschat_lora.supervised.pair_objectives import answer_logprobs
 from helpers import plain
 from helpers.pairs import plain_logprobs, ragged_pairs
 from helpers.rounding import assert_same_sums

@@ -16,7 +16,7 @@ from dschat_lora.models.build import build_reward_model
 from dschat_lora.models.loading import load_config
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.models.source import ModelSource
-from dschat_lora.supervised.objectives import score_ends
+from dschat_lora.supervised.pair_objectives import score_ends
 from fakecuda.captured import tiny
 from helpers.pairs import ragged_pairs
 from helpers.runs import NoTokenizer

@@ -26,7 +26,7 @@ from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.supervised.kto import kto_batch_loss, means_by_label
-from dschat_lora.supervised.objectives import answer_logprobs, dpo_objective
+from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
 from helpers.pairs import Answers
 from helpers.spread import ALL
 

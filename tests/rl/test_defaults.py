@@ -151,7 +151,7 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             "--rollout_engine transformers draws in the processes .*`dschat-lora serve",
         ),
         (
-            ["--rollouts_ahead", "1", "--rollout_engine", NOBODY, "--agent_command", "true"],
+            ["--rollouts_ahead", "1", "--rollout_engine", NOBODY, "--environment", "json:loads"],
             "--rollouts_ahead 1 .*an --environment or agent waits for each turn",
         ),
         (

@@ -8,7 +8,7 @@ from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import make_rows
-from dschat_lora.data.stream import StreamError
+from dschat_lora.data.sources import StreamError
 from dschat_lora.data.stream_loader import Stream, StreamLoader
 from dschat_lora.rl.learn.pretraining import Pretraining
 

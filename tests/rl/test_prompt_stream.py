@@ -13,9 +13,10 @@ import pytest
 from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.options import build_config
 from dschat_lora.data.prepare import prepare
-from dschat_lora.data.stream import StreamError
+from dschat_lora.data.sources import StreamError
 from dschat_lora.data.stream_loader import Stream
-from dschat_lora.rl.draw.source import PromptOrder, PromptStream, check_others
+from dschat_lora.rl.draw.prompt_stream import PromptStream
+from dschat_lora.rl.draw.source import PromptOrder, check_others
 from dschat_lora.rl.loop.schedule import RlhfSchedule
 from dschat_lora.rl.options.config import PromptConfig, RlhfConfig
 

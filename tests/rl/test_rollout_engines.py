@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.samples import PromptSample
@@ -29,10 +28,9 @@ from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import unanswered
 from helpers.fake_vllm import command_of
-from helpers.served import QUESTIONS, running_server
+from helpers.served import QUESTIONS, served
 from helpers.spread import ALL
 
-pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 ENGINES = ("own", "servers", *["transformers", "vllm"] * ALL)
@@ -69,16 +67,8 @@ def actor():
     )
 
 
-@contextmanager
-def server():
-    from dschat_lora.addons.serving.config import ServeConfig
-    from dschat_lora.addons.serving.server import make_service
-
-    config = ServeConfig(
-        models=("base",), allow_runtime_lora_updating=True, logprobs_mode="processed_logprobs"
-    )
-    with running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl")) as address:
-        yield address
+def server(mode="processed_logprobs"):
+    return served("base", allow_runtime_lora_updating=True, logprobs_mode=mode)
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +115,16 @@ def engine_of(addresses, actor, **options):
 
 
 @pytest.fixture(params=ENGINES)
-def decoding(request, actor, addresses, vllm):
+def decoding(request, actor):
     """A function that gives a context with the engine's decoder."""
     if request.param == "own":
         engine = OwnEngine(site_of(actor))
     elif request.param == "transformers":
         engine = transformers_engine(site_of(actor))
+    elif request.param == "servers":
+        engine = engine_of(request.getfixturevalue("addresses"), actor)
     else:
-        engine = engine_of(addresses if request.param == "servers" else [vllm], actor)
+        engine = engine_of([request.getfixturevalue("vllm")], actor)
     yield lambda: decoder_of(engine)
     closed(engine)
 
@@ -231,11 +223,7 @@ def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
 
 
 def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_others(actor):
-    from dschat_lora.addons.serving.config import ServeConfig
-    from dschat_lora.addons.serving.server import make_service
-
-    config = ServeConfig(models=("base",), allow_runtime_lora_updating=True)
-    with running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl")) as address:
+    with server("raw_logprobs") as address:
         engine = engine_of([address], actor)
         with decoder_of(engine) as decode:
             call = {"seeds": [[1]], "keep_logprobs": True}

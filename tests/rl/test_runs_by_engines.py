@@ -16,10 +16,9 @@ from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.rl.draw import completions
 from dschat_lora.rl.loop import setup
 from helpers.fake_vllm import command_of
-from helpers.served import running_server
+from helpers.served import served
 from helpers.spread import ALL
 
-pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 pytestmark = pytest.mark.stage
 
 ROWS = [{"prompt": f"\n\nHuman: What is {a} plus 3?\n\nAssistant:"} for a in range(40)]
@@ -41,11 +40,7 @@ def brevity(responses):
 
 
 def server():
-    from dschat_lora.addons.serving.config import ServeConfig
-    from dschat_lora.addons.serving.server import make_service
-
-    config = ServeConfig(models=("base",), allow_runtime_lora_updating=True)
-    return running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl"))
+    return served("base", allow_runtime_lora_updating=True)
 
 
 def of_kind(run, kind):

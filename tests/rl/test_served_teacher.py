@@ -25,10 +25,8 @@ from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import DistillConfig
 from dschat_lora.rl.response.response import Response
-from helpers.served import running_server, send, write_run
+from helpers.served import send, served, write_run
 from helpers.spread import ALL
-
-pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 
 SHORT = {
     "distill_loss": "sampled_reverse_kl",
@@ -43,14 +41,6 @@ SHORT = {
     "quiet": True,
 }
 NAMES = ("loss", "kl", "reward", "grad_norm")
-
-
-def serving(*models):
-    from dschat_lora.addons.serving.config import ServeConfig
-    from dschat_lora.addons.serving.server import make_service
-
-    config = ServeConfig(models=tuple(map(str, models)))
-    return running_server(make_service(config, BUNDLED_MODEL / "unused.jsonl"))
 
 
 @contextmanager
@@ -124,7 +114,7 @@ def test_serve_gives_log_probabilities_of_prompts(tmp_path, monkeypatch, size):
     run = write_run(tmp_path / "run", seed=3)
     prompts = [tokenizer()(text).input_ids for text in ("What is the opposite of hot?", "Hi")]
     prompts += [prompts[0] * 3]
-    with serving("base", run) as address:
+    with served("base", run) as address:
         for model, own in (("base", None), ("run", run)):
             body = {"model": model, "prompt": prompts, "max_tokens": 3, "prompt_logprobs": 0}
             status, found = send(address, "POST", "/v1/completions", body)
@@ -244,7 +234,7 @@ def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, monkeyp
     monkeypatch.setattr(
         "dschat_lora.rl.loop.train.build_engines", lambda setup: built.append(setup) or build(setup)
     )
-    with serving("base", teacher) as address:
+    with served("base", teacher) as address:
         run = dl.distill(
             data=ROWS, teacher=f"{address}/v1#teacher", output_dir=tmp_path / "run", **more, **SHORT
         )
@@ -260,7 +250,7 @@ def test_a_run_goes_on_with_the_teacher_at_another_address_after_its_loss(tmp_pa
     monkeypatch.setattr(completions, "PATIENCE", 0.0)
     teacher, common = write_run(tmp_path / "teacher", seed=3), {"data": ROWS, **SHORT}
     home = tmp_path / "run"
-    service = serving(teacher)
+    service = served(teacher)
     address = service.__enter__()
 
     def stop_server(event, step, metrics):
@@ -272,7 +262,7 @@ def test_a_run_goes_on_with_the_teacher_at_another_address_after_its_loss(tmp_pa
             teacher=f"{address}/v1#teacher", output_dir=home, callbacks=[stop_server], **common
         )
     assert len(checkpoints_of(home)) == 1
-    with serving(teacher) as other:
+    with served(teacher) as other:
         rest = dl.distill(teacher=f"{other}#teacher", output_dir=home, resume="latest", **common)
     assert rest.status == "finished"
     steps = [line["step"] for line in rest.metrics if line["kind"] == "train"]

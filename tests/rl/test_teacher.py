@@ -204,10 +204,6 @@ def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student()
             "--reward_function dschat_lora.world:reward",
             "--on_policy_share 0.5 learns from answers of the data too, which reward functions",
         ),
-        (
-            "--teacher_system_prompt x --agent_command cat",
-            "--teacher_system_prompt is read before a row's prompt, and an agent",
-        ),
         ("--teacher_model_name_or_path OTHER", "has another tokenizer than --actor_model_name_or"),
     ],
 )

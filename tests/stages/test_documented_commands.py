@@ -18,6 +18,7 @@ from helpers.step1 import write_jsonl
 
 pytestmark = pytest.mark.stage
 
+DOCS = ROOT / "docs"
 MAIN = ROOT / "dschat_lora" / "__main__.py"
 SHORT = "--max_steps 2 --eval_iters 1 --sample_generations 1"
 SHORTENED = {
@@ -179,7 +180,7 @@ TUTORIALS = ("grpo_with_a_python_reward.md", "rl_with_tools.md", "quick_start.md
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "document",
-    sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in TUTORIALS),
+    sorted({str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}.difference(TUTORIALS)),
 )
 def test_commands_of_a_document_run(document, readme, launcher, tmp_path):
     """Stages as far as ``--dry_run`` goes; what needs other files than those here is left out."""

@@ -1,8 +1,11 @@
 """The page of extensions runs as it stands: five files of a user's, named and handed over."""
 
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -14,6 +17,7 @@ from helpers.step1 import write_jsonl
 pytestmark = pytest.mark.stage
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+ADDON = dict(re.findall(r"^```python\n# (brevity/\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 NAMED = re.findall(r"^dschat-lora rlhf .*(--\w+) (my_\w+:\w+)", PAGE, re.M)
 SHORT = {
@@ -80,6 +84,30 @@ def test_five_named_on_the_command_line_are_five_objects_of_a_run_that_resumes(h
     for name in ("loss", "reward/right", "reward/brief", "kl", "grad_norm", "best_reward"):
         assert [line[name] for line in handed] == [line[name] for line in named]
     assert all(line["turns"] == 2 for line in named)
+
+
+def test_the_add_on_of_the_page_adds_a_verb_an_option_and_a_reward(tmp_path):
+    about = tmp_path / "brevity-1.0.dist-info"
+    for folder in (tmp_path / "brevity", about):
+        folder.mkdir()
+    for name, text in ADDON.items():
+        (tmp_path / name).write_text(text)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: brevity\nVersion: 1.0\n")
+    group = re.search(r'"dschat_lora.addons"\]\n(.*)', PAGE)[1].replace('"', "")
+    (about / "entry_points.txt").write_text(f"[dschat_lora.addons]\n{group}\n")
+    (tmp_path / "notes.txt").write_text("one two\nthree\n")
+    code = (
+        "import dschat_lora.__main__ as program, sys\n"
+        "sys.argv = ['dschat-lora', 'lengths', 'notes.txt']\nprogram.main()\n"
+        "from dschat_lora.config.addons import provided\n"
+        "from dschat_lora.config.stages import SupervisedConfig\n"
+        "print(SupervisedConfig().addons.brevity.words, *provided('reward_function'))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (ended.stdout, ended.stderr) == ("2 1\n10 brief\n", "")
 
 
 def test_the_script_runs(home, monkeypatch, capsys):

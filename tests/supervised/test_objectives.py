@@ -10,12 +10,12 @@ import torch
 
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
-from dschat_lora.supervised.objectives import (
+from dschat_lora.supervised.objectives import mean_of
+from dschat_lora.supervised.pair_objectives import (
     answer_logprobs,
     describe_scores,
     dpo_batch_loss,
     dpo_objective,
-    mean_of,
     reward_objective,
     score_ends,
 )

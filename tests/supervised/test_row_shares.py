@@ -7,7 +7,7 @@ import pytest
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.config.stages import PairConfig
-from dschat_lora.supervised import batching
+from dschat_lora.supervised import batching, kto
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,14 @@ def layout_of(monkeypatch, kind, *, divisible):
     """The layout that the seventh of eight processes makes, of which four divide rows."""
     monkeypatch.setattr(batching, "rank", lambda: 6)
     monkeypatch.setattr(batching, "context", lambda: "both")
-    monkeypatch.setattr(batching, "resolve_packing", lambda *_: False)
+    for module in (batching, kto):
+        monkeypatch.setattr(module, "resolve_packing", lambda *_: False)
     monkeypatch.setattr(batching, "resolve_pair_layout", lambda *_, **__: ("alone", False))
     config = SimpleNamespace(parallel=ParallelConfig(context_parallel_size=4), data=DataConfig())
     setup = SimpleNamespace(config=config, tokenizer=Tokenizer(), data=None, run=None)
     backbone = SimpleNamespace(is_divisible=divisible, model=None)
     engine = SimpleNamespace(module=SimpleNamespace(backbone=backbone))
-    make = getattr(batching, f"make_{kind}_layout")
+    make = getattr(kto if kind == "unpaired" else batching, f"make_{kind}_layout")
     return make(setup, engine, *([PairConfig()] if kind == "pair" else []))
 
 

@@ -2,4 +2,9 @@
 
 from dschat_lora.config.addons import Addon
 
-ADDON = Addon("agents")
+_OPTIONS = "dschat_lora.addons.agents.options:AgentOptions"
+ADDON = Addon(
+    "agents",
+    options={"rlhf": _OPTIONS, "distill": _OPTIONS},
+    needs=("serving",),
+)

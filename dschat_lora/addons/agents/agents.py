@@ -31,6 +31,7 @@ from dschat_lora.addons.agents.conversations import (
     Episode,
     PromptTokens,
 )
+from dschat_lora.addons.agents.options import AgentOptions
 from dschat_lora.addons.serving.endpoint.answers import (
     AnswerResponse,
     BusyError,
@@ -396,7 +397,11 @@ HOST = "127.0.0.1"
 
 
 def load_agents(
-    config: RlhfConfig, tokenizer: Tokenizer, turn_tokens: TurnTokens, closing: ExitStack
+    options: AgentOptions,
+    config: RlhfConfig,
+    tokenizer: Tokenizer,
+    turn_tokens: TurnTokens,
+    closing: ExitStack,
 ) -> Agents:
     """The agents of ``--agent`` or ``--agent_command``; ``closing`` ends their server.
 
@@ -405,12 +410,12 @@ def load_agents(
     """
     batch, data = config.batch, config.data
     program: Program
-    if batch.agent is None:
-        program = AgentCommand(str(batch.agent_command), bool(config.rewards.reward_function))
+    if options.agent is None:
+        program = AgentCommand(str(options.agent_command), bool(config.rewards.reward_function))
     else:
-        program = AgentFunction(batch.agent, find_object("agent", batch.agent))
+        program = AgentFunction(options.agent, find_object("agent", options.agent))
     to = PromptTokens(make_encoder(tokenizer), turn_tokens, data.max_seq_len)
-    seconds, retries, calls = batch.agent_timeout, batch.agent_retries, batch.agent_max_calls
+    seconds, retries, calls = options.agent_timeout, options.agent_retries, options.agent_max_calls
     agents = Agents(
         program,
         to,

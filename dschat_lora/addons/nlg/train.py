@@ -24,9 +24,9 @@ from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.supervised.batching import make_sample_layout, resolve_head
+from dschat_lora.supervised.dry_run import show_plan
 from dschat_lora.supervised.objectives import SUPERVISED
 from dschat_lora.supervised.setup import SupervisedSetup, build_engine, set_up
-from dschat_lora.supervised.stages import show_plan
 from dschat_lora.supervised.train import make_answers, train
 
 

@@ -188,6 +188,8 @@ def _stage_options(
     role = "actor_" if stage in ("rlhf", "distill") else ""
     named = {f"{role}model_name_or_path": model, "data_path": data}
     given = {name: value for name, value in named.items() if value is not None}
-    typed = options_in_python(STAGES[stage].config, option_values({**options, **given}, stack))
-    config: Any = build_config(STAGES[stage].config, typed)
+    config_class = STAGES[stage].config
+    values = option_values(config_class, {**options, **given}, stack)
+    typed = options_in_python(config_class, values)
+    config: Any = build_config(config_class, typed)
     return typed | typed_options(with_verb_defaults(config))

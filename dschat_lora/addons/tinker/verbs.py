@@ -59,8 +59,8 @@ def checked(argv: Sequence[str]) -> tuple[TinkerConfig, Mapping[str, ModelSource
     return config, sources
 
 
-def tinker(argv: Sequence[str]) -> None:
-    """Serve; each process of a launch calls this."""
+def serve(argv: Sequence[str]) -> None:
+    """Serve; call in each process of a launch."""
     failure_detection.join()
     config, sources = checked(argv)
     serves = os.environ.get("RANK", "0") == "0"
@@ -70,6 +70,6 @@ def tinker(argv: Sequence[str]) -> None:
         late("addons.tinker.server:run_server")(config, sources, listening)
 
 
-def main(argv: list[str]) -> None:
-    """Run ``dschat-lora tinker``, or have the launcher run it."""
-    launched("tinker", checked, tinker, argv)
+def tinker(argv: list[str]) -> None:
+    """Run ``dschat-lora tinker`` in this process, or in those that its options ask for."""
+    launched("tinker", checked, serve, argv)

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from dschat_lora.rl.options.engines import EngineError, are_logprobs
+
 Body = Mapping[str, Any]
 CONNECT_SECONDS = 5.0
 # Most that an adapter may take, or --rollout_timeout where that is less.
@@ -30,10 +31,6 @@ LOAD_SECONDS, UNLOAD_SECONDS = 120.0, 30.0
 PATIENCE, MOST_FAILURES = 10.0, 3
 _PAUSE = 0.25  # seconds before a request that failed is made again
 _LARGEST_REPLY = 2**26
-
-
-class EngineError(Exception):
-    """No server is left that draws responses, or they cannot."""
 
 
 class ServerError(Exception):
@@ -307,13 +304,6 @@ def read_answer(reply: Any, body: Body, ends: frozenset[int], vocabulary_size: i
             f"it ended a response for {finish!r} after {len(tokens)} tokens, at {tokens[-1]}"
         )
     return ServerAnswer(tokens, [float(value) for value in logprobs], stopped)
-
-
-def are_logprobs(values: object) -> bool:
-    """Whether a reply has a list of finite log-probabilities here."""
-    return isinstance(values, list) and all(
-        isinstance(value, int | float) and -sys.float_info.max <= value <= 1e-3 for value in values
-    )
 
 
 @dataclass

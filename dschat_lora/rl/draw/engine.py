@@ -15,9 +15,8 @@ from dschat_lora.engine.distributed import gather_texts
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.loading import PreTrainedModel
-from dschat_lora.rl.draw.completions import EngineError, are_logprobs
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import engine_object
+from dschat_lora.rl.options.engines import EngineError, are_logprobs, engine_object
 from dschat_lora.rl.options.names import called
 from dschat_lora.rl.response.errors import FullWhileDecodingError, UserFunctionError
 from dschat_lora.rl.response.response import DecodedTurn

@@ -3,11 +3,10 @@
 from dschat_lora.rl.draw.completions import (
     CONNECT_SECONDS,
     CompletionServer,
-    EngineError,
     ServerError,
 )
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import server_addresses
+from dschat_lora.rl.options.engines import EngineError, server_addresses
 from dschat_lora.rl.options.inputs import RlhfInputs
 from dschat_lora.runtime.checks import check_command
 from dschat_lora.runtime.resume import is_first_rank

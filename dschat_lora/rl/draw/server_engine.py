@@ -21,7 +21,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import weights_fingerprint
-from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer, EngineError
+from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
 from dschat_lora.rl.draw.engine import (
     Asked,
     Drawn,
@@ -31,7 +31,7 @@ from dschat_lora.rl.draw.engine import (
     Pending,
     RolloutError,
 )
-from dschat_lora.rl.options.engines import server_addresses
+from dschat_lora.rl.options.engines import EngineError, server_addresses
 
 RolloutServer, RolloutServers = CompletionServer, CompletionPool  # their former names
 

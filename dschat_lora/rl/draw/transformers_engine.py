@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.parallel import whole_sequences
-from dschat_lora.rl.draw.completions import EngineError
 from dschat_lora.rl.draw.engine import Asked, Drawn, EngineDecoder, EngineSite, Pending
+from dschat_lora.rl.options.engines import EngineError
 
 _BLOCK = 256  # tokens of a block of keys and values, by transformers' default
 _PART = 512  # tokens of prompts that are read at a time

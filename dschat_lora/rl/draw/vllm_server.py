@@ -22,13 +22,13 @@ from dschat_lora.engine.rendezvous import is_one_host, usable_port
 from dschat_lora.rl.draw.completions import (
     LOAD_SECONDS,
     CompletionServer,
-    EngineError,
     ServerError,
 )
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite
 from dschat_lora.rl.draw.engine_checks import vllm_rank
 from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.engines import EngineError
 from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.runtime.run import OpenRun
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from dschat_lora.models.causal_lm import DivergenceHead, Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.learn.experience import Experience, padded
-from dschat_lora.rl.learn.served_teacher import ServedTeacher
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.batch import ResponseBatch, gather_rows, response_mask
 from dschat_lora.rl.response.response import Response
@@ -25,6 +24,9 @@ from dschat_lora.rl.score.scores import REWARD_MODEL, RewardSum, Scorer, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.learn.served_teacher import ServedTeacher
 
 ResultT = TypeVar("ResultT")
 
@@ -130,7 +132,7 @@ class Engines:
     temperature: float  # of all log-probabilities
     shares_prompts: bool = False  # whether responses to one prompt may be branches of one row
     retry: Retry = field(default_factory=Retry)  # of passes that run out of memory
-    teacher: ServedTeacher | None = None  # in the place of a reference
+    teacher: "ServedTeacher | None" = None  # in the place of a reference
 
     @cached_property
     def trained(self) -> Mapping[str, TrainEngine[Network]]:

@@ -273,7 +273,7 @@ def advantages_and_returns(
         logprobs=experience.logprobs,
         ref_logprobs=experience.ref_logprobs,
     )
-    where, is_users = f"--algorithm {config.algorithm}", is_own(config.algorithm)
+    where, is_users = f"--algorithm {config.algorithm}", is_own("algorithm", config.algorithm)
     try:
         found = config.rules.estimate(outcome)
     except Exception as error:

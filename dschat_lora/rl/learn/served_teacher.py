@@ -12,11 +12,11 @@ from dschat_lora.rl.draw.completions import (
     Body,
     CompletionPool,
     CompletionServer,
-    EngineError,
     ServerAnswer,
     ServerError,
     are_logprobs,
 )
+from dschat_lora.rl.options.engines import EngineError
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response
 

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions, parse_row, row_op
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.engine.distributed import world_size
 from dschat_lora.models.loading import Tokenizer, load_config
-from dschat_lora.rl.learn.served_teacher import ServedTeacher, open_teacher
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.response.response import Origin, Response
 from dschat_lora.runtime.run import OpenRun
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.learn.served_teacher import ServedTeacher
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class TeacherPrompts:
 class Teacher:
     """A teacher that is not among the roles, and what it reads."""
 
-    server: ServedTeacher | None  # in the place of a reference among the roles
+    server: "ServedTeacher | None"  # in the place of a reference among the roles
     prompts: TeacherPrompts | None  # None: the reference reads what the actor reads
 
 
@@ -96,6 +99,8 @@ def load_teacher(
     """
     served, prompts = None, None
     if config.teacher.server is not None:
+        from dschat_lora.rl.learn.served_teacher import open_teacher
+
         served = open_teacher(
             *config.teacher.server,
             tokenizer,

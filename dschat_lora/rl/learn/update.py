@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +21,12 @@ from dschat_lora.rl.learn.experience import (
     Steps,
     add_old_outputs,
 )
-from dschat_lora.rl.learn.pretraining import Pretraining, TextWindow
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.runtime.loop import broken_unless_finite
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.learn.pretraining import Pretraining, TextWindow
 
 # Sums over tokens, of this rank and later of all, in fp64.
 _SUMS = ("loss", "policy", "clipped", "approx_kl", "entropy", "value", "value_clipped", "text")
@@ -47,7 +50,7 @@ class Updater:
         estimate_advantages: Callable[[Experience], AdvantagesAndReturns],
         kl_coef: float,
         entropy_coef: float = 0.0,
-        pretraining: Pretraining | None = None,
+        pretraining: "Pretraining | None" = None,
         rescale_values: Callable[[Tensor], Tensor] = lambda values: values,
         max_length: int = 1,
         learning: Collection[str] = ("actor", "critic"),
@@ -126,7 +129,7 @@ class Updater:
         self,
         batches: Sequence[ResponseBatch],
         divisors: Mapping[str, int],
-        texts: TextWindow | None,
+        texts: "TextWindow | None",
     ) -> tuple[Sums, Tensor]:
         """Backward passes of a step; this rank's largest |ratio - 1|, and its loss of texts.
 
@@ -249,7 +252,7 @@ class Updater:
         _add(sums, value=parts.total, value_clipped=parts.clipped)
         return parts.total
 
-    def _backward_texts(self, texts: TextWindow) -> Tensor:
+    def _backward_texts(self, texts: "TextWindow") -> Tensor:
         """Backward passes of pretraining text; its summed loss on this rank."""
         assert self._pretraining is not None
         engine, total = self._engines.actor, torch.zeros((), device=self._engines.actor.device)

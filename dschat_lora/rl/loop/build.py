@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, make_rows
-from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.stops import end_of_text, stop_ids
@@ -26,7 +25,6 @@ from dschat_lora.rl.learn.engines import (
     policies_of,
     resolve_architecture,
 )
-from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.loop.parts import (
     EntropyTarget,
     KlControl,
@@ -43,6 +41,9 @@ from dschat_lora.rl.response.batch import Batching
 from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.learn.pretraining import Pretraining
 
 
 def build_engines(setup: RlhfSetup) -> Engines:
@@ -112,7 +113,7 @@ def make_diagnostics(setup: RlhfSetup) -> Diagnostics:
 
 
 def make_throughput(
-    setup: RlhfSetup, engines: Engines, pretraining: Pretraining | None
+    setup: RlhfSetup, engines: Engines, pretraining: "Pretraining | None"
 ) -> Throughput:
     """What measures each iteration."""
     return Throughput(
@@ -123,7 +124,9 @@ def make_throughput(
     )
 
 
-def make_parts(setup: RlhfSetup, progress: RlhfProgress, pretraining: Pretraining | None) -> Parts:
+def make_parts(
+    setup: RlhfSetup, progress: RlhfProgress, pretraining: "Pretraining | None"
+) -> Parts:
     """The parts of a run by its options.
 
     Raises:
@@ -149,11 +152,13 @@ def make_parts(setup: RlhfSetup, progress: RlhfProgress, pretraining: Pretrainin
     return Parts([part for part in parts if part is not None])
 
 
-def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
+def make_pretraining(setup: RlhfSetup) -> "Pretraining | None":
     """Unpacked rows of the pretraining text, as many a step as responses; None without any."""
     config, data, texts = setup.config, text_data(setup.config), setup.data.text
     if texts is None or data is None:
         return None
+    from dschat_lora.rl.learn.pretraining import Pretraining
+
     seed, rows = config.run.seed, config.batch.per_device_training_batch_size
     times = config.batch.gradient_accumulation_steps
     options: dict[str, Any] = {
@@ -168,6 +173,8 @@ def make_pretraining(setup: RlhfSetup) -> Pretraining | None:
     if not data.streaming:
         loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
         return Pretraining(loader.steps, None, coefficient=config.pretraining.unsup_coef)
+    from dschat_lora.data.stream_loader import StreamLoader
+
     stream = StreamLoader(
         setup.stream(data, texts, "samples"),
         pack=lambda counts, seed: unpacked(counts.positions, seed=seed),

@@ -17,15 +17,12 @@ from dschat_lora.data.samples import PromptSample, SourcedSamples
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.draw.source import (
     Draws,
     PromptOrder,
-    PromptStream,
     Source,
     prompts_per_iteration,
 )
-from dschat_lora.rl.learn.dynamic_sampling import resample
 from dschat_lora.rl.learn.teacher import answer_of
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup
@@ -73,8 +70,10 @@ class RolloutSampler:
         self._how: dict[str, Any] = {"sampling": sampling, "num_generations": batch.num_generations}
         # That of the present iteration and those of later ones that are begun.
         self._draws = lru_cache(batch.rollouts_ahead + 1)(self._make_draws)
-        self._ahead = None
+        self._ahead: Any = None
         if batch.rollouts_ahead:
+            from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
+
             self._ahead = RolloutsAhead(
                 batch.rollouts_ahead,
                 lambda: self.schedule.num_iterations,
@@ -117,6 +116,8 @@ class RolloutSampler:
                 responses = setup.teacher.prompts(responses)
         scores, metrics = None, dict[str, float]()
         if tries := config.ppo.dynamic_sampling:
+            from dschat_lora.rl.learn.dynamic_sampling import resample
+
             found = resample(
                 responses,
                 algorithm=config.ppo.rules,
@@ -188,6 +189,8 @@ def _source(
     """
     config = setup.config
     if data.streaming:
+        from dschat_lora.rl.draw.prompt_stream import PromptStream
+
         return PromptStream(
             setup.stream(data, prepared, kind),
             per_iteration=per_iteration,

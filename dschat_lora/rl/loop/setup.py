@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
@@ -18,7 +18,7 @@ from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
-from dschat_lora.rl.draw.player import AsksForColumns, Player
+from dschat_lora.rl.draw.player import AsksForColumns, OneTurn, Player
 from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.learn.roles import Models, Roles, build_roles, check_layers, role_settings
 from dschat_lora.rl.learn.teacher import Teacher, load_teacher
@@ -40,7 +40,6 @@ from dschat_lora.rl.options.inputs import (
     text_data,
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.play.players import load_player
 from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.memory import MemoryPlan, free_memory
 from dschat_lora.runtime.run import OpenRun
@@ -60,7 +59,9 @@ from dschat_lora.runtime.setup import (
     tensor_group,
     trained_elements,
 )
-from dschat_lora.runtime.streaming import SharedStream
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.shared_stream import SharedStream
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,10 @@ class RlhfSetup:
         """The run's options, as models and data made them."""
         return self.run.config
 
-    def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> SharedStream:
+    def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> "SharedStream":
         """The rows of these data, of which the ``head`` was prepared, to be read meanwhile."""
+        from dschat_lora.runtime.shared_stream import SharedStream
+
         return SharedStream(
             data,
             self.tokenizer,
@@ -122,7 +125,11 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
     teacher = load_teacher(config, tokenizer, sources, run)
-    player = load_player(config, tokenizer, run.closing)
+    player: Player = OneTurn()
+    if config.has_turns:
+        from dschat_lora.rl.play.players import load_player
+
+        player = load_player(config, tokenizer, run.closing)
     scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
     data = _read_data(config, tokenizer, run, [*player.asks, *scoring.asks])
     started = config.batch.engine.prepare(config, sources, run)

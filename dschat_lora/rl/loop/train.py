@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from dschat_lora.data.stream import StreamError
-from dschat_lora.data.stream_loader import describe_sources
+from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
@@ -34,7 +33,6 @@ from dschat_lora.rl.response.errors import (
 from dschat_lora.rl.watch.throughput import PHASES
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.checkpointer import Checkpointer
-from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_warning
 from dschat_lora.runtime.run import open_run
@@ -111,6 +109,8 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
 
 def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
     """Say what the run would do, for a dry run."""
+    from dschat_lora.runtime.dry_run import say_options, say_sample
+
     config, run = setup.config, setup.run
     _announce(config, schedule, run.log.say)
     run.log.say("  time         as long as responses get: the first iteration tells")
@@ -190,6 +190,8 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
     }
     if schedule.source.state():
         streamed = filter(None, [config.data.data, text_data(config)])
+        from dschat_lora.data.stream_loader import describe_sources
+
         identity["stream"] = " ".join(map(describe_sources, streamed))
     engines: dict[str, Any] = {
         name: EngineState(engine, setup.models.roles.models[name].model)

@@ -14,7 +14,7 @@ from dschat_lora.models.option_checks import check_processes, check_training, po
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.algorithms import Correction
-from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig, check_weights
+from dschat_lora.rl.options.config import RlhfConfig, check_weights
 from dschat_lora.rl.options.inputs import (
     RlhfInputs,
     announce,
@@ -24,24 +24,22 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import episode_prompt, gives_one_reward
+from dschat_lora.rl.options.names import episode_prompt, gives_one_reward, object_path
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
 from dschat_lora.rl.score.builtin_rewards import check_scorer
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
     cache_directory,
     check_bundled_data_fits,
-    check_command,
     check_compile,
     check_divided,
     check_function,
     check_lora_options,
+    check_streaming,
     continued_lora,
     model_fields,
     recomputing,
-    require_packages,
     resolve_stage,
     settled_base_bits,
     with_bundled,
@@ -49,7 +47,6 @@ from dschat_lora.runtime.checks import (
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import launched_processes
-from dschat_lora.runtime.validation import check_streaming
 
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
 BUNDLED_REWARD = "dschat_lora.world:reward"
@@ -84,7 +81,7 @@ def with_environment_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConf
         return config
     if config.data.data_path:
         raise ValueError(f"--num_prompts {count} stands in the place of --data_path; drop one")
-    if not config.batch.has_turns:
+    if not config.has_turns:
         raise ValueError(
             f"--num_prompts {count} needs --environment, a class whose reset makes the prompts, or "
             "--agent"
@@ -118,9 +115,11 @@ def _scores(config: RlhfConfig) -> bool:
 
 def _check_environment(name: str) -> None:
     """Refuse an environment whose library or module is not there."""
+    from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
+
     if find_adapter(name) is None:
         try:
-            check_function("environment", name)
+            check_function("environment", object_path("environment", name))
         except ValueError as error:
             raise ValueError(f"{error}; by name there are {', '.join(ADAPTERS)}") from error
 
@@ -128,7 +127,7 @@ def _check_environment(name: str) -> None:
 def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
     # An environment's class scores if it has get_reward, which shows when it is imported.
-    if not (_scores(config) or config.batch.has_turns or config.ppo.rules.distills):
+    if not (_scores(config) or config.has_turns or config.ppo.rules.distills):
         raise ValueError(
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
             "--reward_function a function that scores: nothing tells what a response is worth"
@@ -143,7 +142,8 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         check_function("parts", name)
     if config.batch.environment is not None:
         _check_environment(config.batch.environment)
-    _check_agent(config.batch)
+    for own in config.players:
+        own.check_player(config)
     if all(map(gives_one_reward, rewards.reward_function)):
         has_model = config.critic.model_name_or_path is not None
         check_weights(rewards.reward_weights, len(rewards.reward_function), has_model=has_model)
@@ -164,7 +164,7 @@ def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a system "
             "message with which the actor as it was is one"
         )
-    if teacher.on_policy_share < 1 and (_scores(config) or config.batch.has_turns):
+    if teacher.on_policy_share < 1 and (_scores(config) or config.has_turns):
         raise ValueError(
             f"--on_policy_share {teacher.on_policy_share:g} learns from answers of the data too, "
             "which reward functions, reward models and environments do not score: drop one of them"
@@ -174,36 +174,17 @@ def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
             f"--teacher_bits {teacher.teacher_bits} needs --teacher_model_name_or_path: the actor "
             "as it was has the actor's bits"
         )
-    if teacher.teacher_system_prompt is not None and config.batch.has_agent:
-        raise ValueError(
-            "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts of "
-            "its own: give the teacher by --teacher_model_name_or_path"
-        )
-
-
-def _check_agent(batch: RolloutConfig) -> None:
-    if batch.agent is not None:
-        require_packages("--agent", "starlette", "uvicorn", "openai>=2", extra="agents")
-        check_function("agent", batch.agent)
-    elif batch.agent_command is not None:
-        require_packages("--agent_command", "starlette", "uvicorn", extra="agents")
-        check_command("agent_command", batch.agent_command)
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With DAPO's share of the longest answer where that is not typed; one too long is refused.
 
-    An agent's episode may have several sequences, each longer than an answer: none is punished.
+    What an add-on plays may have several sequences, each longer than an answer: none is punished.
     """
     longest, rewards = config.data.max_answer_seq_len, config.rewards
     if "soft_overlong_tokens" not in config.given:
-        share = 0.0 if config.batch.has_agent else config.ppo.rules.soft_overlong_share
+        share = 0.0 if config.players else config.ppo.rules.soft_overlong_share
         rewards = replace(rewards, soft_overlong_tokens=int(share * longest))
-    if rewards.soft_overlong_tokens and config.batch.has_agent:
-        raise ValueError(
-            f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is of single answers, and an "
-            "agent's episode has several: let the agent return a lower reward instead"
-        )
     if rewards.soft_overlong_tokens > longest:
         raise ValueError(
             f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is more than an answer may "
@@ -464,7 +445,7 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse rollouts ahead and over-sampling where the engine or other options rule them out."""
     batch, name, ahead = config.batch, config.batch.rollout_engine, config.batch.rollouts_ahead
-    if ahead and (batch.has_turns or not batch.engine.can_run_ahead):
+    if ahead and (config.has_turns or not batch.engine.can_run_ahead):
         with_turns = "an --environment or agent waits for each turn"
         in_process = (
             f"--rollout_engine {name} draws in the processes that train: give the address of a "
@@ -472,7 +453,7 @@ def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
         raise ValueError(
             f"--rollouts_ahead {ahead} has servers draw whole responses while this process trains, "
-            f"and {with_turns if batch.has_turns else in_process}"
+            f"and {with_turns if config.has_turns else in_process}"
         )
     if ahead and not (batch.do_sample and config.ppo.rollout_correction != "none"):
         off = "--rollout_correction none" if batch.do_sample else "--no-do_sample"
@@ -480,7 +461,7 @@ def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
             f"--rollouts_ahead {ahead} learns from responses of older adapters, for which "
             f"--rollout_correction weighs, and {off} leaves no weights: leave one out"
         )
-    if batch.oversample > 1 and (batch.has_turns or not batch.engine.gives_up):
+    if batch.oversample > 1 and (config.has_turns or not batch.engine.gives_up):
         own = "" if batch.engine.gives_up else f" and --rollout_engine {name}"
         raise ValueError(
             f"--oversample {batch.oversample:g} gives up responses on the way, which environments, "

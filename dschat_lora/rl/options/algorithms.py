@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import option
 from dschat_lora.config.when import no_effect
-from dschat_lora.rl.options.names import Function, called, is_own, load_object
+from dschat_lora.rl.options.names import Function, called, is_own, load_object, of_addons
 
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
@@ -23,7 +23,7 @@ NEEDS = ("groups", "old_logprobs", "values", "teacher")
 
 def by_algorithm(help: str, *, when: Any = "") -> Any:
     """An option whose default is that of ``--algorithm``."""
-    return option(None, help=f"{help}; default: by --algorithm", when=when)
+    return option(None, help=help, settled="by --algorithm", when=when)
 
 
 def of_divergence(help: str) -> Any:
@@ -35,7 +35,7 @@ def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
     """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
 
     def message(value: Callable[[str], Any]) -> str:
-        if (read or name) in value("rules").reads or is_own(value("algorithm")):
+        if (read or name) in value("rules").reads or is_own("algorithm", value("algorithm")):
             return ""  # a function of the user's may read any
         return no_effect(name, f" with --algorithm {value('algorithm')}")
 
@@ -194,10 +194,11 @@ def find_algorithm(name: str) -> Algorithm:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    if not is_own(name):
-        close = " or ".join(difflib.get_close_matches(name, ALGORITHMS, 2))
+    if not is_own("algorithm", name):
+        known = [*ALGORITHMS, *of_addons("algorithm")]
+        close = " or ".join(difflib.get_close_matches(name, known, 2))
         raise ValueError(
-            f"--algorithm must be one of {', '.join(ALGORITHMS)}, or module:object of your own "
+            f"--algorithm must be one of {', '.join(known)}, or module:object of your own "
             f"such as my_algorithms:mine, got {name!r}" + (close and f"; did you mean {close}?")
         )
     found = load_object("algorithm", name, "algorithm")
@@ -229,8 +230,8 @@ class PpoConfig:
 
     algorithm: str = option(
         "ppo",
-        help="ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a "
-        "reward; the others compare the responses to a prompt",
+        help="how the actor learns\nppo has a critic; reinforce_pp has none; distill follows a "
+        "teacher in the place of a reward; the others compare the responses to a prompt",
         names=tuple(ALGORITHMS),
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
-from dschat_lora.config.addons import addon_options
+from dschat_lora.config.addons import addon_options, groups_of
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
     PROMPT_LOOKUP,
@@ -21,7 +21,7 @@ from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
 from dschat_lora.rl.options.engines import ENGINES_HELP, EngineFacts, check_engine, engine_facts
 from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
-from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig
+from dschat_lora.rl.options.role_config import CriticConfig, RoleConfig, TeacherConfig
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 
@@ -37,7 +37,9 @@ class PromptConfig(SourceConfig):
         help="episodes whose prompts an --environment of a class makes itself, in the place of "
         "--data_path; reset gets the number of the episode, 0 and on, as `episode`",
     )
-    max_prompt_seq_len: int = option(256, help="longer prompts follow --overlong")
+    max_prompt_seq_len: int = option(
+        256, help="most tokens of a prompt; longer ones follow --overlong"
+    )
     max_answer_seq_len: int = option(256, help="most tokens of a response")
 
     def __post_init__(self) -> None:
@@ -60,7 +62,6 @@ class PromptConfig(SourceConfig):
 of_vllm = partial(option, when="rollout_engine=vllm")
 of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
-of_agents = partial(option, when="agent or agent_command")
 of_sum = partial(option, when="has_shaped_sum")
 of_calls = partial(option, when="reward_function or reward_gate or environment")
 
@@ -76,7 +77,7 @@ class RolloutConfig:
     )
     generation_batches: int = option(
         1,
-        help="generation batches of one iteration; where no size of a batch is typed, as many as "
+        help="generation batches of one iteration\nwhere no size of a batch is typed, as many as "
         "make 64 responses over all processes",
     )
     per_device_training_batch_size: int = option(
@@ -92,8 +93,9 @@ class RolloutConfig:
         section="training",
     )
     num_generations: int = by_algorithm(
-        "responses to each prompt; 2 or more but for ppo and reinforce_pp, which do not compare "
-        "them (8, or fewer that divide --per_device_generation_batch_size; or 1)"
+        "responses to each prompt (8, or 1 where they are not compared)\n2 or more but for ppo "
+        "and reinforce_pp, which do not compare them; 8, or fewer that divide "
+        "--per_device_generation_batch_size"
     )
     rollout_engine: str = option("own", help=ENGINES_HELP)
     vllm_command: str | None = of_vllm(
@@ -153,27 +155,13 @@ class RolloutConfig:
     )
     environment: str | None = option(
         None,
-        help="module:function that answers the actor's turns with messages of a user or tool, or "
-        "ends the episode; or module:Class of objects with reset, and step or tools, and rewards; "
-        "or module:Player with play(tasks, draw, *, key), which makes the responses; "
-        "or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND "
-        "and mcp:URL, whose tools are offered",
+        help="what answers the actor's turns: module:function or module:Class, or one of a "
+        "library, such as gymnasium:ENV_ID\nthe function answers with messages of a user or tool, "
+        "or ends the episode; objects of the class have reset, and step or tools, and rewards; or "
+        "module:Player with play(tasks, draw, *, key), which makes the responses; or "
+        "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
+        "mcp:URL, whose tools are offered",
     )
-    agent: str | None = option(
-        None,
-        help="module:function that plays an episode: it gets the row and a client of the openai "
-        "package for the actor, asks as often as it likes, and returns the reward",
-    )
-    agent_command: str | None = option(
-        None,
-        help="command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is "
-        "the actor's, and the last line that it prints is the reward",
-    )
-    agent_timeout: float = of_agents(
-        600.0, help="seconds of an agent's episode, but for those in which the actor answers"
-    )
-    agent_retries: int = of_agents(0, help="further attempts at an agent's episode that failed")
-    agent_max_calls: int = of_agents(100, help="most answers in an episode of an agent")
     max_turns: int = option(
         8,
         help="most turns of the actor in an episode with --environment, of one response's length",
@@ -183,26 +171,22 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update, "max_turns", "agent_max_calls")
+        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
         decoding = ("top_k", "prompt_lookup_num_tokens")
-        require_numbers(self, ">= 0", "tokens_per_device", *decoding, "agent_retries")
+        require_numbers(self, ">= 0", "tokens_per_device", *decoding)
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
-        for name in ("environment", "agent"):
-            if getattr(self, name) is not None:
-                check_name(name, getattr(self, name))
-        require_numbers(self, "> 0", "agent_timeout", "rollout_timeout")
+        if self.environment is not None:
+            check_name("environment", self.environment)
+        require_numbers(self, "> 0", "rollout_timeout")
         require_numbers(self, "in [0, 16]", "rollouts_ahead")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         share = self.vllm_gpu_memory_utilization
         require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
         check_engine(self.rollout_engine)
-        players = [n for n in ("environment", "agent", "agent_command") if getattr(self, n)]
-        if len(players) > 1:
-            raise ValueError(f"--{players[0]} and --{players[1]} both play episodes: give one")
         if self.num_generations is None:
             return
         at_a_time = self.per_device_generation_batch_size
@@ -232,16 +216,6 @@ class RolloutConfig:
     def engine(self) -> EngineFacts:
         """What the engine that draws responses says of itself."""
         return engine_facts(self.rollout_engine)
-
-    @property
-    def has_agent(self) -> bool:
-        """Whether a program plays the episodes."""
-        return self.agent is not None or self.agent_command is not None
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether the actor may speak several times in an episode."""
-        return self.environment is not None or self.has_agent
 
     @property
     def draws_from_policy(self) -> bool:
@@ -279,10 +253,10 @@ class RewardsConfig:
 
     reward_function: tuple[str, ...] = option(
         (),
-        help="module:function that scores responses, one or several, instead of the reward model "
-        "or added to it, with the arguments of TRL, verl or OpenRLHF; module:Class of one that "
-        "gives several rewards by its names; builtin:NAME for one that comes along; the http:// "
-        "address of a server that is asked as OpenRLHF asks one",
+        help="module:function or builtin:NAME that scores responses, beside or without a reward "
+        "model\none or several, instead of it or added to it, with the arguments of TRL, verl or "
+        "OpenRLHF; module:Class of one that gives several rewards by its names; builtin:NAME for "
+        "one that comes along; the http:// address of a server that is asked as OpenRLHF asks one",
     )
     reward_weights: tuple[float, ...] = option(
         (),
@@ -442,6 +416,12 @@ class ClassicConfig:
 class RlhfConfig(StageConfig):
     """Options of step 3, which trains the actor on its own responses."""
 
+    everyday: ClassVar[Sequence[str]] = (
+        *("actor_model_name_or_path", "critic_model_name_or_path", "reward_function", "algorithm"),
+        *("data_path", "actor_lora_dim", "actor_learning_rate", "num_generations", "kl_coef"),
+        *("max_prompt_seq_len", "max_answer_seq_len", "per_device_generation_batch_size"),
+        *("generation_batches", "per_device_training_batch_size", "rollout_engine"),
+    )
     when: ClassVar[Mapping[str, str]] = {
         "critic_model_name_or_path": "",  # the reward model, too
         "loraplus_lr_ratio": "actor_lora_dim or critic_lora_dim",
@@ -451,7 +431,7 @@ class RlhfConfig(StageConfig):
     }
     actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
     critic: RoleConfig = group(
-        RoleConfig,
+        CriticConfig,
         flat=False,
         section="critic and reward model",
         when="has_critic",
@@ -473,10 +453,14 @@ class RlhfConfig(StageConfig):
         "and none is held out unless --eval_ratio is given",
         section="evaluation",
     )
-    addons: Any = group(addon_options("rlhf"))
+    addons: Any = group(addon_options("rlhf", vars(), StageConfig))
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
+        playing = [] if self.batch.environment is None else ["environment"]
+        playing += [name for own in self.players for name in own.plays]
+        if len(playing) > 1:
+            raise ValueError(f"--{playing[0]} and --{playing[1]} both play episodes: give one")
         if self.eval_prompts == 0 and "eval_ratio" not in self.given:
             object.__setattr__(self, "data", replace(self.data, eval_ratio=0.0))
         if self.batch.num_generations is None:
@@ -533,6 +517,16 @@ class RlhfConfig(StageConfig):
         """Options of the roles that train, by name."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.has_critic else {})
 
+    @cached_property
+    def players(self) -> list[Any]:
+        """The options of add-ons by which one of theirs plays the episodes."""
+        return [own for own in groups_of(self, "player") if own.plays]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the actor may speak several times in an episode."""
+        return self.batch.environment is not None or bool(self.players)
+
     @property
     def has_critic(self) -> bool:
         """Whether a critic estimates values."""
@@ -553,6 +547,12 @@ class RlhfConfig(StageConfig):
 class DistillConfig(RlhfConfig):
     """Options of step 3 for on-policy distillation; the actor is the student."""
 
+    everyday: ClassVar[Sequence[str]] = (
+        *("actor_model_name_or_path", "teacher_model_name_or_path", "data_path", "actor_lora_dim"),
+        *("actor_learning_rate", "distill_loss", "teacher_system_prompt", "on_policy_share"),
+        *("max_prompt_seq_len", "max_answer_seq_len", "per_device_generation_batch_size"),
+        *("generation_batches", "per_device_training_batch_size", "temperature", "rollout_engine"),
+    )
     spellings: ClassVar[Mapping[str, str]] = {
         name: f"actor_{name}"
         for name in (
@@ -562,7 +562,7 @@ class DistillConfig(RlhfConfig):
     }
 
     ppo: PpoConfig = group(PpoConfig, algorithm="distill")
-    addons: Any = group(addon_options("distill"))
+    addons: Any = group(addon_options("distill", vars(), RlhfConfig))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,11 +1,23 @@
 """Rollout engines by name, what each says of itself, and those of users."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from dschat_lora.config.groups import require
-from dschat_lora.rl.options.names import called, is_address, is_own, load_object, made
+from dschat_lora.rl.options.names import called, is_address, is_own, load_object, made, of_addons
+
+
+class EngineError(Exception):
+    """No server is left that draws responses, or they cannot."""
+
+
+def are_logprobs(values: object) -> bool:
+    """Whether a reply has a list of finite log-probabilities here."""
+    return isinstance(values, list) and all(
+        isinstance(value, int | float) and -sys.float_info.max <= value <= 1e-3 for value in values
+    )
 
 
 @dataclass(frozen=True)
@@ -100,8 +112,8 @@ ADDRESSES = EngineFacts(
     gives_up=True,
 )
 ENGINES_HELP = (
-    "what draws responses: "
-    + "; ".join(", ".join(filter(None, (name, each.help))) for name, each in ENGINES.items())
+    f"what draws responses: {', '.join(ENGINES)}, servers or module:Class\n"
+    + "; ".join(f"{name}, {each.help}" for name, each in ENGINES.items() if each.help)
     + f"; servers ({ADDRESSES.help}) that take adapters at run time, by their addresses with "
     "commas between them, such as http://127.0.0.1:8000; or module:Class of your own"
 )
@@ -113,7 +125,7 @@ def engine_facts(name: str) -> EngineFacts:
     Raises:
         ValueError: if there is none of that name, or it has no method ``draw``.
     """
-    if not is_own(name):
+    if not is_own("rollout_engine", name):
         return ENGINES.get(name, ADDRESSES)
     own: Any = load_object("rollout_engine", name)
     if not callable(getattr(own, "draw", None)):
@@ -128,10 +140,12 @@ def engine_facts(name: str) -> EngineFacts:
 
 
 def check_engine(name: str) -> None:
-    """Refuse what is neither an engine of the package nor a user's, nor addresses of servers."""
-    is_known = name in ENGINES or is_own(name) or all(map(is_address, server_addresses(name)))
+    """Refuse what is no engine of the package, an add-on or a user, nor addresses of servers."""
+    own = name in ENGINES or is_own("rollout_engine", name)
+    is_known = own or all(map(is_address, server_addresses(name)))
     allowed = (
-        f"{', '.join(ENGINES)}, or addresses of servers such as http://127.0.0.1:8000, with "
+        f"{', '.join([*ENGINES, *of_addons('rollout_engine')])}, "
+        "or addresses of servers such as http://127.0.0.1:8000, with "
         f"commas between them ({ADDRESSES.help}), or module:Class of your own"
     )
     require(is_known, "rollout_engine", name, allowed)

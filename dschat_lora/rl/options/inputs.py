@@ -144,10 +144,8 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     actor, critic, teacher = (getattr(inputs.sources, r) for r in ("actor", "critic", "teacher"))
     by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}" for function in config.rewards.reward_function]
-    agent = config.batch.agent or config.batch.agent_command
-    by = by or [
-        f"the environment {config.batch.environment}" if agent is None else f"the agent {agent}"
-    ]
+    by = by or [own.described() for own in config.players]
+    by = by or [f"the environment {config.batch.environment}"]
     source = "reward"
     if config.ppo.rules.distills:
         known = "the actor as it was" if teacher is None else model_name(teacher)

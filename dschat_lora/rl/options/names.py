@@ -2,10 +2,11 @@
 
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from dschat_lora.config.addons import SEAMS, provided
 from dschat_lora.config.groups import require
 from dschat_lora.config.held import held_object, is_held, is_in_module
 from dschat_lora.runtime.checks import imported
@@ -17,9 +18,20 @@ BUILTIN = "builtin:"  # before the name of a built-in reward
 ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
 
 
-def is_own(name: str) -> bool:
-    """Whether ``name`` is of an object of the user's, for :func:`load_object`."""
-    return is_held(name) or is_in_module(name)
+def of_addons(option: str) -> Mapping[str, str]:
+    """``module:object`` by the names that add-ons provide for an option; gates and judges score."""
+    scores = option in ("reward_gate", "judge_function")
+    return provided("reward_function" if scores else option) if option in SEAMS or scores else {}
+
+
+def object_path(option: str, name: str) -> str:
+    """``module:object`` of what an option names, an object of the user's or an add-on's."""
+    return of_addons(option).get(name, name)
+
+
+def is_own(option: str, name: str) -> bool:
+    """Whether ``name`` is of an object of the user's or an add-on's, for :func:`load_object`."""
+    return is_held(name) or is_in_module(name) or name in of_addons(option)
 
 
 def is_builtin(name: str) -> bool:
@@ -52,8 +64,8 @@ def check_name(option: str, name: str) -> None:
     scores = option not in ("environment", "agent", "parts")
     if scores and is_builtin(name):
         return
-    allowed = "module:function such as my_rewards:is_right"
-    usable = is_in_module(name)
+    allowed = ", ".join([*of_addons(option), "module:function such as my_rewards:is_right"])
+    usable = is_in_module(name) or name in of_addons(option)
     if option == "environment":
         library, _, rest = name.partition(":")
         usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable
@@ -71,12 +83,14 @@ def called(function: Function) -> Callable[..., Any]:
 
 
 def load_object(option: str, name: str, kind: str = "") -> object:
-    """What ``module:object`` or an object of Python stands for; the module is imported.
+    """What ``module:object``, a name of an add-on or an object of Python stands for.
 
     Raises:
         ValueError: if there is none.
     """
-    return held_object(name, option) if is_held(name) else imported(option, name, kind)
+    if is_held(name):
+        return held_object(name, option)
+    return imported(option, object_path(option, name), kind)
 
 
 def made(option: str, name: str, found: Any) -> Any:

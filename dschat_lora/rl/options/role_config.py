@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dschat_lora.config.groups import (
+    DEFAULT_RANK,
     LoadConfig,
     LoraConfig,
     ModelConfig,
@@ -47,14 +48,12 @@ class RoleConfig:
     role: str = hidden("actor")
     model_name_or_path: str | None = option(
         None,
-        help="the actor: output of SFT, a model directory or hub name; the critic: output of the "
-        "reward model's training, which scores answers and is where the critic starts",
+        help="the model that answers: output of SFT, model directory or hub name",
     )
     lora_dim: int = option(
         0,
         help="rank of a new adapter; 0 trains all weights",
-        settled="that of the adapter that is continued, else 16, in the script of training/ and "
-        "with --config 0",
+        settled=DEFAULT_RANK,
     )
     lora_alpha: float = as_in(LoraConfig, "lora_alpha")
     use_rslora: bool = of_adapters(False, help="scale by lora_alpha / sqrt(lora_dim)")
@@ -64,9 +63,9 @@ class RoleConfig:
     lora_module_name: str | None = as_in(LoraConfig, "lora_module_name", when="lora_dim")
     learning_rate: Rate = option(
         9.65e-6,
-        help="peak rate of base weights or, where the adapter alone trains, its own (but in the "
-        "script of training/); auto: by published rules for width and stage, that of the adapter "
-        "too",
+        help="peak rate of the adapter (unless given 5e-4) or of base weights\nof the adapter "
+        "where it alone trains, but in the script of training/; auto: by published rules for "
+        "width and stage, that of the adapter too",
         when=_base_rate_note,
     )
     lora_learning_rate: float = of_adapters(5e-4, help="peak rate of the adapter")
@@ -124,6 +123,17 @@ class RoleConfig:
         )
 
 
+@dataclass(frozen=True)
+class CriticConfig(RoleConfig):
+    """The critic, and the reward model."""
+
+    model_name_or_path: str | None = option(
+        None,
+        help="reward model (output of its training), which scores answers; the critic starts from "
+        "it",
+    )
+
+
 DistillLoss = Literal["reverse_kl", "forward_kl", "jsd", "sampled_reverse_kl"]
 
 
@@ -135,10 +145,11 @@ class TeacherConfig:
 
     teacher_model_name_or_path: str | None = option(
         None,
-        help="the teacher of --algorithm distill: a run, an adapter, a model directory or a hub "
-        "name, of the actor's tokenizer; an adapter on the actor's base shares its weights; or a "
-        "server of vLLM or `dschat-lora serve`, http://HOST:PORT/v1, with #NAME where it has "
-        "several models; by default the actor as it was, with --teacher_system_prompt",
+        help="the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: "
+        "the actor as it was, with --teacher_system_prompt\nof --algorithm distill; a run, an "
+        "adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the "
+        "actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME "
+        "where it has several models",
     )
     teacher_bits: Literal[16, 4] | None = option(
         None, help="bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits"
@@ -149,7 +160,7 @@ class TeacherConfig:
     )
     distill_loss: DistillLoss = option(
         "reverse_kl",
-        help="divergence from the teacher at each token, over the whole vocabulary: reverse_kl, "
+        help="divergence from the teacher\nat each token, over the whole vocabulary: reverse_kl, "
         "forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as "
         "their advantage",
     )
@@ -165,7 +176,7 @@ class TeacherConfig:
     )
     on_policy_share: float = option(
         1.0,
-        help="share of the responses that the actor draws, in [0, 1]; the others are answers of "
+        help="share of the responses that the actor draws, in [0, 1]\nthe others are answers of "
         "the data (GKD's lambda)",
     )
 

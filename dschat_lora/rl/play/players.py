@@ -13,9 +13,9 @@ from dschat_lora.data.messages import Message
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import max_over_ranks, raise_together, tensor_rank
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
+from dschat_lora.rl.draw.player import Draw, Key, Player
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.names import called, made
+from dschat_lora.rl.options.names import made
 from dschat_lora.rl.play.environment import (
     Environment,
     StatefulEnvironment,
@@ -32,17 +32,15 @@ def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) ->
     """What plays the rollouts of the options; ``closing`` ends what it starts.
 
     Raises:
-        ValueError: if ``--environment`` or ``--agent`` names nothing that can be used.
+        ValueError: if the options name nothing that can be used.
     """
     batch, data, rewards = config.batch, config.data, config.rewards
     chat = make_chat(tokenizer, data.data.chat_template_kwargs)
     turn_tokens = TurnTokens(chat, tokenizer)
-    if batch.has_agent:  # which needs a server's libraries
-        load_agents = called("dschat_lora.addons.agents.agents:load_agents")
-        agents: Player = load_agents(config, tokenizer, turn_tokens, closing)
-        return agents
-    if (name := batch.environment) is None:
-        return OneTurn()
+    for own in config.players:
+        player: Player = own.player(config, tokenizer, turn_tokens, closing)
+        return player
+    name = str(batch.environment)
     if find_adapter(name) is None and hasattr(own := find_object("environment", name), "play"):
         with same_gradients():
             return UserPlayer(name, made("environment", name, own), tokenizer)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_lora.config.files import read_json
 from dschat_lora.rl.options.names import BUILTIN as PREFIX
-from dschat_lora.rl.options.names import is_builtin, is_remote
+from dschat_lora.rl.options.names import is_builtin, is_remote, object_path
 from dschat_lora.runtime.checks import check_function, require_packages
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
@@ -55,7 +55,7 @@ def check_scorer(option: str, name: str) -> None:
     if is_builtin(name):
         builtin_function(name)
     elif not is_remote(name):
-        check_function(option, name)
+        check_function(option, object_path(option, name))
 
 
 def exact_match(argument: str) -> BuiltinReward:

@@ -109,7 +109,7 @@ class RewardFunction(UserFunction):
             return self.own_names
         if is_remote(self.name):
             return (self.name.rstrip("/").rpartition("/")[2],)
-        return (self.name.partition(":")[2].partition("=")[0],)
+        return (self.name.partition("=")[0].rpartition(":")[2],)
 
     def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
         """The scores; of a dict, as from verl's and OpenRLHF's functions, the rest is logged."""

@@ -21,7 +21,6 @@ from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response, as_messages, messages_after_prompt, prompt_of
 from dschat_lora.rl.score.builtin_rewards import builtin_function
-from dschat_lora.rl.score.external_rewards import RemoteReward
 
 
 @dataclass(frozen=True)
@@ -324,6 +323,8 @@ def find_object(option: str, name: str) -> Callable[..., Any]:
     if is_builtin(name):
         return builtin_function(name)
     if is_remote(name):
+        from dschat_lora.rl.score.external_rewards import RemoteReward
+
         return RemoteReward(name)
     with same_gradients():
         found: Any = load_object(option, name, "function")

@@ -36,7 +36,7 @@ def test_recipe_is_what_its_stages_take(path):
 
 
 def test_recipes_and_documents_name_recipes_that_exist():
-    texts = [*RECIPES, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    texts = [*RECIPES, ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = set()
     for path in texts:
         for words in re.findall(r"dschat-lora pipeline ([^\n`]+)", path.read_text("utf-8")):

@@ -50,7 +50,7 @@ def test_llama_has_one_frozen_base_for_every_role():
 
 
 def test_document_has_the_memory_that_recipes_state():
-    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "addons" / "pipeline.md").read_text(encoding="utf-8")
     for path in RECIPES:
         (row,) = (line for line in text.splitlines() if f"{path.name}` |" in line)
         assert [float(cell) for cell in row.split("|")[4:7]] == list(stated(path).values())

@@ -51,6 +51,7 @@ def models(address):
     return [each["id"] for each in send(address, "GET", "/v1/models")[1]["data"]]
 
 
+@pytest.mark.smoke
 def test_adapters_come_and_go_and_each_answers_as_in_peft(address, runs):
     for name, run in zip("xy", runs, strict=True):
         assert load(address, name, run / "adapter")[0] == 200

@@ -121,6 +121,7 @@ def text_of(tokenizer, response):
 # ---------------------------------------------------------------------------- tokens
 
 
+@pytest.mark.smoke
 def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer):
     parts = [*"The"]  # letter by letter, as no tokenizer would write it
     drawn = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in parts]
@@ -662,6 +663,7 @@ def test_the_last_line_of_a_command_is_its_reward_however_much_it_prints_before(
     assert run_command("echo null") is run_command("true", is_scored=True) is None
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("shell", "message"),
     [

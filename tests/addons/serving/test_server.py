@@ -28,7 +28,7 @@ from helpers.served import QUESTIONS, endless, peft_greedy, running_server, send
 pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 openai = pytest.importorskip("openai", reason="openai's client is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,7 @@ def test_models_are_listed_by_the_names_of_their_runs(client):
     assert client.models.retrieve("a").id == "a"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["base", "a", "b"])
 def test_chat_says_what_peft_and_transformers_generate(client, service, runs, name):
     messages = asked(QUESTIONS[2])
@@ -317,6 +318,7 @@ def test_scores_are_those_of_the_row_by_the_reward_model(address, service):
     assert send(address, "POST", "/score", {"messages": []})[0] == 400
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(find_chromium() is None, reason="there is no chromium")
 def test_the_page_streams_columns_takes_a_vote_and_comes_back(address, service, tmp_path):
     page = Page(tmp_path / "chromium")

@@ -40,6 +40,7 @@ def prompt_of(*turns):
     return f"{text}\n\nAssistant:"
 
 
+@pytest.mark.smoke
 def test_each_answer_goes_on_from_what_was_said_before(say, runs):
     out, err = say(QUESTIONS[:2], runs["a"])
     first = peft_greedy(runs["a"], prompt_of(QUESTIONS[0]), 24).lstrip()
@@ -179,6 +180,7 @@ def refused(capsys):
     return call
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("verb", [chat, serve])
 def test_wrong_command_lines_are_told_in_one_line(refused, runs, tmp_path, verb):
     reward = runs["a"].parent / "reward"

@@ -59,6 +59,7 @@ def letters(text):
     return [ord(letter) for letter in text]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [

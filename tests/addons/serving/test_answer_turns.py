@@ -37,6 +37,7 @@ def turn_of(tokenizer, text, *, at_once, **options):
     return "".join(delta.text for delta in deltas), calls, deltas[-1].finish
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
     ("text", "content"),

@@ -6,10 +6,13 @@ import threading
 
 import pytest
 
+from dschat_lora.addons.serving.config import ServeConfig
 from dschat_lora.addons.serving.endpoint.guard import ApiError
+from dschat_lora.addons.serving.verbs import votes_path
 from dschat_lora.addons.serving.votes import VoteFile
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.rows import parse_row, require_usable
+from helpers.links import KINDS, check_links_within_are_followed, check_no_link_is_followed
 
 PROMPT = [{"role": "user", "content": "Name a fruit."}]
 
@@ -22,6 +25,7 @@ def vote(chosen="A pear.", *others):
     }
 
 
+@pytest.mark.smoke
 def test_a_vote_is_a_preference_over_each_other_answer_that_step_2_reads(tmp_path):
     file = VoteFile(tmp_path / "new" / "votes.jsonl")
     assert file.append(vote("A pear.", "A car.", "A pear. ", "", "Caf\u00e9.")) == 2
@@ -91,3 +95,33 @@ def test_what_is_no_vote_is_refused_and_writes_nothing(tmp_path, change, message
         file.append({**vote("A pear.", "A car."), **change})
     assert message in raised.value.message
     assert not file.path.exists()
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def append(out):
+    VoteFile(out / "votes.jsonl").append(vote("x", "y"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_vote_is_written_through_a_link_out_of_the_directory(out, kind):
+    check_no_link_is_followed(out, append, "votes.jsonl", kind)
+
+
+def test_links_within_the_directory_are_followed(out):
+    check_links_within_are_followed(out, append)
+
+
+def test_the_line_names_file_and_target(out):
+    (out / "votes.jsonl").symlink_to("/etc/hosts")
+    words = rf"{out}/votes.jsonl is a link to /etc/hosts; what is written to {out} stays there"
+    with pytest.raises(ValueError, match=words):
+        votes_path(ServeConfig(models=(str(out),)))
+    # The user's own word is followed.
+    (out / "own.jsonl").symlink_to("../votes.jsonl")
+    named = ServeConfig(models=(str(out),), votes=str(out / "own.jsonl"))
+    assert votes_path(named) == out.parent / "votes.jsonl"

@@ -37,7 +37,7 @@ from dschat_lora.addons.tinker.server import make_app  # noqa: E402
 from dschat_lora.addons.tinker.service import TinkerService  # noqa: E402
 from dschat_lora.addons.tinker.store import Store  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KEY = "tml-local"
 TOKENS = [120, 41, 7, 300, 52, 9, 77]
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -159,6 +159,7 @@ def trained(trainer, step, between=lambda: None):
 # What works
 
 
+@pytest.mark.smoke
 def test_a_loss_falls_and_equal_seeds_give_equal_numbers(client):
     trainers = [new_trainer(client, seed=seed) for seed in (1, 1, 2)]
     losses = []
@@ -174,6 +175,7 @@ def test_a_loss_falls_and_equal_seeds_give_equal_numbers(client):
     assert all(last < first / 2 for first, last in zip(losses[0], losses[-1], strict=True))
 
 
+@pytest.mark.smoke
 def test_info_says_what_the_model_is(client, base):
     info = new_trainer(client, rank=2).get_info()
     assert (info.model_data.model_name, info.lora_rank, info.is_lora) == ("base", 2, True)

@@ -28,7 +28,7 @@ from helpers.spread import ALL
 
 pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.stage,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
-SCRIPT = Path(__file__).resolve().parents[2] / "dschat_lora" / "__main__.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "dschat_lora" / "__main__.py"
 
 
 def differences(found, expected):

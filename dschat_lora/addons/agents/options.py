@@ -1,0 +1,96 @@
+"""Options of agents, and what step 3 asks of them: checks without torch, and a player."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dschat_lora.addons.agents.addon import ADDON
+from dschat_lora.config.addons import check_needs
+from dschat_lora.config.groups import require_numbers
+from dschat_lora.config.options import option
+from dschat_lora.rl.options.names import check_name
+from dschat_lora.runtime.checks import check_command, check_function, require_packages
+
+if TYPE_CHECKING:
+    from dschat_lora.models.loading import Tokenizer
+    from dschat_lora.rl.draw.player import Player
+    from dschat_lora.rl.options.config import RlhfConfig
+    from dschat_lora.rl.response.turn_tokens import TurnTokens
+
+of_agents = partial(option, when="agent or agent_command")
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """A program that plays the episodes of step 3."""
+
+    agent: str | None = option(
+        None,
+        help="module:function that plays an episode: it gets the row and a client of the openai "
+        "package for the actor, asks as often as it likes, and returns the reward",
+        runs="object",
+    )
+    agent_command: str | None = option(
+        None,
+        help="command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is "
+        "the actor's, and the last line that it prints is the reward",
+        runs="code",
+    )
+    agent_timeout: float = of_agents(
+        600.0, help="seconds of an agent's episode, but for those in which the actor answers"
+    )
+    agent_retries: int = of_agents(0, help="further attempts at an agent's episode that failed")
+    agent_max_calls: int = of_agents(100, help="most answers in an episode of an agent")
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 1", "agent_max_calls")
+        require_numbers(self, ">= 0", "agent_retries")
+        if self.agent is not None:
+            check_name("agent", self.agent)
+        require_numbers(self, "> 0", "agent_timeout")
+
+    @property
+    def plays(self) -> list[str]:
+        """The options by which a program plays the episodes; empty where none does."""
+        return [n for n in ("agent", "agent_command") if getattr(self, n) is not None]
+
+    def described(self) -> str:
+        """The program, as a run says what its rewards come from."""
+        return f"the agent {self.agent or self.agent_command}"
+
+    def check_player(self, config: "RlhfConfig") -> None:
+        """Refuse a program that is not there, and options that no agent goes with.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        check_needs(ADDON, f"--{self.plays[0]}")
+        if self.agent is not None:
+            require_packages("--agent", "starlette", "uvicorn", "openai>=2", extra="agents")
+            check_function("agent", self.agent)
+        elif self.agent_command is not None:
+            require_packages("--agent_command", "starlette", "uvicorn", extra="agents")
+            check_command("agent_command", self.agent_command)
+        if config.teacher.teacher_system_prompt is not None:
+            raise ValueError(
+                "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts "
+                "of its own: give the teacher by --teacher_model_name_or_path"
+            )
+        if tokens := config.rewards.soft_overlong_tokens:
+            raise ValueError(
+                f"--soft_overlong_tokens {tokens} is of single answers, and an agent's episode has "
+                "several: let the agent return a lower reward instead"
+            )
+
+    def player(
+        self,
+        config: "RlhfConfig",
+        tokenizer: "Tokenizer",
+        turn_tokens: "TurnTokens",
+        closing: ExitStack,
+    ) -> "Player":
+        """What plays the episodes; ``closing`` ends its server."""
+        from dschat_lora.addons.agents.agents import load_agents  # has a server's libraries
+
+        return load_agents(self, config, tokenizer, turn_tokens, closing)

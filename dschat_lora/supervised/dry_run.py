@@ -1,0 +1,79 @@
+"""What a supervised run would do, in the lines of ``--dry_run``."""
+
+from dschat_lora.config.groups import is_on
+from dschat_lora.config.stages import (
+    PairConfig,
+)
+from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
+from dschat_lora.data.loader import Collator, SampleCounts, StepLoader
+from dschat_lora.data.rows import DataKind
+from dschat_lora.data.unpaired_batch import UnpairedCollator
+from dschat_lora.engine.distributed import data_world_size, device
+from dschat_lora.perf.shape import describe as describe_shape
+from dschat_lora.perf.throughput import step_flops
+from dschat_lora.runtime.dry_run import say_options, say_sample, say_time
+from dschat_lora.runtime.loop import check_repeats
+from dschat_lora.supervised.batching import (
+    BatchLayout,
+    train_loader,
+)
+from dschat_lora.supervised.loop import make_train_schedule
+from dschat_lora.supervised.setup import SupervisedSetup
+from dschat_lora.supervised.train import size_warnings
+
+
+def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None = None) -> None:
+    """Say what the run would do; call on every rank.
+
+    The model is taken to keep the sequences of a row apart: a run looks at its weights.
+    """
+    config, run = setup.config, setup.run
+    if config.data.streaming:
+        run.log.say(f"  steps        {config.optim.max_steps:,}, of rows that are streamed")
+        say_sample(run, config.data, setup.tokenizer, kind)
+        say_options(run)
+        return
+    loader = train_loader(setup, setup.data.train, _planned_layout(setup, kind, pairs))
+    assert isinstance(loader, StepLoader), "it was said what is streamed"
+    schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
+    check_repeats(config.data, setup.data.times, schedule)
+    for warning in size_warnings(setup, loader, schedule):
+        run.log.say(f"  warning      {warning}")
+    passes = schedule.num_steps / max(1, loader.steps_per_epoch)
+    flops = passes * _epoch_flops(setup, loader.counts) / data_world_size()
+    if flops:
+        dtype = setup.settings.torch_dtype
+        say_time(run, steps=schedule.num_steps, flops=flops, device=device(), dtype=dtype)
+    else:
+        run.log.say("  time         unknown, or nothing is trained")
+    say_sample(run, config.data, setup.tokenizer, kind)
+    say_options(run)
+
+
+def _planned_layout(
+    setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None
+) -> BatchLayout:
+    pad_id, packing = int(setup.tokenizer.pad_token_id), setup.config.data.packing
+    collate: Collator = SampleCollator(pad_id)
+    if pairs is not None:
+        layout: PairLayout = "shared" if pairs.share_prompt else "separate"
+        collate = PairCollator(pad_id, layout, tight=True)
+    elif kind == "unpaired":
+        collate = UnpairedCollator(pad_id)
+    fills_rows = packing or pairs is not None
+    return BatchLayout(collate, packing, setup.config.max_row_tokens if fills_rows else None)
+
+
+def _epoch_flops(setup: SupervisedSetup, counts: SampleCounts) -> float:
+    """Operations of all devices in an epoch; 0 where the architecture is not understood."""
+    try:
+        shape = describe_shape(setup.adapted.model)
+    except ValueError:
+        return 0.0
+    return step_flops(
+        shape,
+        num_tokens=float(counts.tokens.sum()),
+        num_attended=float(counts.attended.sum()),
+        num_targets=float(counts.targets.sum()),
+        gradient_checkpointing=is_on(setup.config.model.gradient_checkpointing),
+    ).hardware

@@ -1,0 +1,87 @@
+"""Options of agents: which are refused or have no effect, and what a run makes of them."""
+
+import re
+
+import pytest
+
+from dschat_lora.addons.agents.options import AgentOptions
+from dschat_lora.config import addons
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.when import without_effect
+from dschat_lora.rl.loop.validation import check_rlhf
+from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.runtime.resume import options_with_code
+
+pytest.importorskip("uvicorn", reason="the extra [agents] is not installed")
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("first_rows")]
+
+AGENT = "--agent helpers.rlhf_course:asks_on"
+
+
+def parsed(line, config_class=RlhfConfig):
+    return parse_config(config_class, line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f"{AGENT} --environment a:b", "--environment and --agent both play episodes: give one"),
+        ("--agent a:b --agent_command x", "--agent and --agent_command both play episodes"),
+        ("--agent a", "--agent must be module:function such as my_rewards:is_right, got 'a'"),
+        ("--agent builtin:length", "--agent builtin:length: "),
+        ("--agent no_such_module:f", "--agent no_such_module:f"),
+        ("--agent_command no-such-program", "--agent_command begins with no-such-program, which"),
+        (f"{AGENT} --agent_max_calls 0", "--agent_max_calls must be >= 1, got 0"),
+        (f"{AGENT} --agent_retries -1", "--agent_retries must be >= 0, got -1"),
+        (f"{AGENT} --agent_timeout 0", "--agent_timeout must be > 0, got 0.0"),
+        (
+            f"{AGENT} --soft_overlong_tokens 3",
+            "--soft_overlong_tokens 3 is of single answers, and an agent's episode has several",
+        ),
+        (
+            "--algorithm distill --teacher_system_prompt x --agent_command cat",
+            "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts of "
+            "its own: give the teacher by --teacher_model_name_or_path",
+        ),
+        (
+            "--rollouts_ahead 1 --rollout_engine http://127.0.0.1:9 --agent_command true",
+            "and an --environment or agent waits for each turn",
+        ),
+        ("--oversample 1.5 --agent_command true", "which environments, agents do not: leave it"),
+    ],
+)
+def test_what_no_agent_can_play_is_refused_in_a_line(line, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        check_rlhf(parsed(line))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_add_on_that_serves_the_actor_is_named_where_it_is_not_there(monkeypatch):
+    there = {name: each for name, each in addons.installed().items() if name != "serving"}
+    monkeypatch.setattr(addons, "installed", lambda: there)
+    for line in (AGENT, "--agent_command true"):
+        name = line.split()[0]
+        with pytest.raises(ValueError, match=f"^{name} needs the add-on serving, which is not in"):
+            check_rlhf(parsed(line))
+
+
+def test_options_of_agents_have_no_effect_without_one():
+    config = parsed("--agent_retries 1 --agent_max_calls 5")
+    why = "has no effect without --agent or --agent_command"
+    assert without_effect(config) == [f"--agent_retries {why}", f"--agent_max_calls {why}"]
+    assert not without_effect(parsed(f"{AGENT} --agent_retries 1"))
+
+
+@pytest.mark.parametrize("config_class", [RlhfConfig, DistillConfig])
+def test_a_checkpoint_chooses_no_program(config_class):
+    options = {"agent": "a:b", "agent_command": "c", "agent_retries": 1}
+    assert options_with_code(config_class, options) == {"agent": "a:b", "agent_command": "c"}
+
+
+def test_an_agent_needs_no_reward_and_punishes_no_long_answers(capsys):
+    config = check_rlhf(parsed(f"{AGENT} --algorithm dapo --num_prompts 8"))
+    assert config.addons.agents == AgentOptions(agent="helpers.rlhf_course:asks_on")
+    assert config.rewards.soft_overlong_tokens == 0
+    assert config.has_turns
+    said = capsys.readouterr().out
+    assert "reward: the agent helpers.rlhf_course:asks_on; data: 8 episodes without data" in said

@@ -1,0 +1,258 @@
+"""Add-ons of other packages: what an installed one adds, and what a broken one costs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from helpers.launcher import ROOT
+from helpers.step1 import write_jsonl
+
+pytestmark = pytest.mark.stage
+
+ADDON = """
+from dschat_lora import Addon
+
+ADDON = Addon(
+    "counting",
+    verbs={"count": "counting.parts:count"},
+    summaries={"count": "count the rows of a file"},
+    options={"sft": "counting.parts:Options", "rlhf": "counting.parts:Options"},
+    provides={
+        "rollout_engine": {"likeliest": "counting.parts:Engine"},
+        "environment": {"asks_back": "counting.parts:answer"},
+        "reward_function": {"brevity": "counting.parts:brevity"},
+        "algorithm": {"centred": "counting.parts:centred"},
+        "row_format": {"pipes": "counting.parts:Pipes"},
+    },
+)
+"""
+PARTS = """
+from dataclasses import dataclass
+
+from dschat_lora.config.options import option
+
+
+@dataclass(frozen=True)
+class Options:
+    every: int = option(10, help="count so often")
+
+    def __post_init__(self):
+        if self.every < 1:
+            raise ValueError(f"--counting_every must be >= 1, got {self.every}")
+
+
+def count(argv):
+    print(sum(1 for _ in open(argv[0])), "rows")
+
+
+class Engine:
+    def draw(self, asked, sampling):
+        return [([7] * min(4, each.limit), None) for each in asked]
+
+
+def answer(responses):
+    return [None for _ in responses]
+
+
+def brevity(responses, **columns):
+    return [float(-len(each)) for each in responses]
+
+
+def centred(outcome):
+    total = outcome.total
+    return total - total.mean()
+
+
+class Pipes:
+    @staticmethod
+    def claims(value, path):
+        return isinstance(value, str) and value.count("|") == 1
+
+    @staticmethod
+    def rows(value):
+        prompt, completion = value.split("|")
+        return [{"prompt": prompt, "completion": completion}]
+"""
+BROKEN = {
+    "raises": "raise RuntimeError('no such luck')",
+    "exits": "raise SystemExit",
+    "is none": "ADDON = 3",
+    "a verb of the package": "ADDON = Addon('mine', verbs={'sft': 'a:b'})",
+    "a verb of an add-on": "ADDON = Addon('mine', verbs={'serve': 'a:b'})",
+    "an add-on of the package": "ADDON = Addon('tinker')",
+    "a seam": "ADDON = Addon('mine', provides={'sampler': {'a': 'b:c'}})",
+    "what it needs": "ADDON = Addon('mine', needs=['yours'])",
+}
+WORDS = {
+    "raises": "no such luck",
+    "exits": "SystemExit",
+    "is none": "its entry point is a int, and no Addon",
+    "a verb of the package": "the package has the verb sft, too",
+    "a verb of an add-on": "the package has the verb serve, too",
+    "an add-on of the package": "the package has the name tinker, too",
+    "a seam": "it provides 'sampler', which is none of rollout_engine, environment, "
+    "reward_function, algorithm, options_file, row_format",
+    "what it needs": "it needs the add-on yours, which is not installed",
+}
+SHORT = (
+    "--max_steps 1 --max_answer_seq_len 16 --num_generations 2 --eval_prompts 0 --eval_ratio 0 "
+    "--per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
+).split()
+
+
+def install(site, package, files, name="counting", value=None):
+    """A package with an entry point, as an installer leaves it."""
+    for file, text in files.items():
+        (site / package).mkdir(parents=True, exist_ok=True)
+        (site / package / file).write_text(text)
+    about = site / f"{package}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        f"[dschat_lora.addons]\n{name} = {value or f'{package}.addon:ADDON'}\n"
+    )
+
+
+def run(site, *command, cwd, **env):
+    where = os.pathsep.join([str(site), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": where, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder of packages with an add-on, and one whose module raises."""
+    path = tmp_path_factory.mktemp("site")
+    install(path, "counting", {"__init__.py": "", "addon.py": ADDON, "parts.py": PARTS})
+    install(path, "spoilt", {"__init__.py": "", "addon.py": BROKEN["raises"]}, name="spoilt")
+    return path
+
+
+LINE = "the add-on spoilt of the package spoilt cannot be used and is left out: no such luck"
+
+
+def test_its_row_format_and_its_options_serve_a_stage_script_beside_a_broken_one(site, tmp_path):
+    (tmp_path / "rows.txt").write_text("".join(f"{n} and 1?|{n + 1}\n" for n in range(8)))
+    main = str(ROOT / "training" / "step1_sft" / "main.py")
+    options = (
+        "--data_path rows.txt --counting_every 3 --max_steps 1 --eval_ratio 0 --output_dir out"
+    )
+    ended = run(site, main, *options.split(), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [each for each in ended.stderr.splitlines() if "add-on" in each]
+    assert line.endswith(LINE)
+    assert "8 prompt" in ended.stdout
+    options = json.loads((tmp_path / "out" / "run.json").read_text())["config"]
+    assert options["counting_every"] == 3
+
+
+def test_what_it_provides_is_chosen_by_name_and_recorded(site, tmp_path):
+    write_jsonl(tmp_path / "sums.jsonl", [{"prompt": f"{n} and 1?"} for n in range(8)])
+    names = {
+        "rollout_engine": "likeliest",
+        "environment": "asks_back",
+        "reward_function": "brevity",
+        "algorithm": "centred",
+    }
+    argv = [word for option, name in names.items() for word in (f"--{option}", name)]
+    argv += ["--data_path", "sums.jsonl", "--output_dir", "out", *SHORT]
+    ended = run(site, "-m", "dschat_lora", "rlhf", *argv, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    home = tmp_path / "out"
+    options = json.loads((home / "run.json").read_text())["config"]
+    assert {name: options[name] for name in names} == {**names, "reward_function": ["brevity"]}
+    lines = map(json.loads, (home / "metrics.jsonl").read_text().splitlines())
+    (line,) = [each for each in lines if each["kind"] == "train"]
+    assert line["reward/brevity"] < 0
+
+
+def test_verbs_help_and_errors_name_what_it_adds(site, tmp_path):
+    code = (
+        "import sys, dschat_lora.__main__ as program\n"
+        "for argv in (['--help'], ['count', 'rows.txt'], ['sft', '--counting_every', '0'],\n"
+        "    ['rlhf', '--rollout_engine', 'nobody'], ['rlhf', '--environment', 'nobody'],\n"
+        "    ['rlhf', '--algorithm', 'centered', '--reward_function', 'brevity'],\n"
+        "    ['rlhf', '--reward_function', 'nobody'], ['sft', '--help', 'all']):\n"
+        "    sys.argv = ['dschat-lora', *argv]\n"
+        "    try: program.main()\n"
+        "    except SystemExit as end: print('exit', end.code, flush=True)\n"
+    )
+    (tmp_path / "rows.txt").write_text("1|2\n")
+    ended = run(site, "-c", code, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "  count     count the rows of a file" in ended.stdout
+    assert "\n1 rows\n" in ended.stdout
+    assert "\nadd-on counting:\n  --counting_every" in ended.stdout
+    note, *errors = ended.stderr.splitlines()
+    assert note == f"note: {LINE}"
+    assert errors[0] == "error: --counting_every must be >= 1, got 0"
+    for error, name in zip(
+        errors[1:], ("likeliest", "asks_back", "centred", "brevity"), strict=True
+    ):
+        assert name in error
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_one_is_one_line_that_names_it(tmp_path, fault):
+    install(
+        tmp_path,
+        "spoilt",
+        {"__init__.py": "", "addon.py": f"from dschat_lora import Addon\n{BROKEN[fault]}\n"},
+        name="spoilt",
+    )
+    code = (
+        "from dschat_lora.config.addons import addon_options, installed\n"
+        "from dschat_lora.config.addon_names import ADDONS\n"
+        "import dschat_lora.commands.stages as stages, os, subprocess, sys\n"
+        "[each.config for each in stages.STAGES.values()]\n"
+        "print(*installed())\n"
+        "assert {*installed()} <= {*ADDONS}\n"
+        "if '0' == os.environ.get('RANK', '0'):\n"
+        "    subprocess.run([sys.executable, '-m', 'dschat_lora', '--version'], check=True)\n"
+    )
+    ended = run(tmp_path, "-c", code, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    said = f"the add-on spoilt of the package spoilt cannot be used and is left out: {WORDS[fault]}"
+    (line,) = ended.stderr.splitlines()
+    assert line.endswith(said)
+    assert run(tmp_path, "-c", code, cwd=tmp_path, RANK="1").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("Options = 3", "its options are a int, and no dataclass"),
+        ("raise ImportError('no')", "no"),
+        (
+            "from dataclasses import dataclass\nfrom dschat_lora.config.options import option\n"
+            "@dataclass(frozen=True)\nclass Options:\n    dim: int = option(3, help='size')\n",
+            "the package has the option lora_dim, too",
+        ),
+        (
+            "from dataclasses import dataclass\nfrom dschat_lora.config.options import option\n"
+            "@dataclass(frozen=True)\nclass Options:\n    size: int = option(help='size')\n",
+            "--size is required",
+        ),
+    ],
+    ids=["no class", "no module", "a name of the package", "required"],
+)
+def test_options_that_no_command_can_have_are_left_out_in_one_line(tmp_path, options, words):
+    addon = (
+        "from dschat_lora import Addon\nstages = ('sft', 'reward', 'dpo')\n"
+        "ADDON = Addon('lora', options=dict.fromkeys(stages, 'spoilt.parts:Options'))\n"
+    )
+    files = {"__init__.py": "", "addon.py": addon, "parts.py": options}
+    install(tmp_path, "spoilt", files, name="lora")
+    ended = run(tmp_path, "-m", "dschat_lora", "sft", "--lora_dmi", "3", cwd=tmp_path)
+    note, error = ended.stderr.splitlines()
+    assert note == f"note: the add-on lora cannot be used and is left out: {words}"
+    assert error == "error: unknown option --lora_dmi; did you mean --lora_dim?"
