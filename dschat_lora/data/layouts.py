@@ -36,7 +36,6 @@ OF_LAYOUTS = frozenset(
         *("conversations", "instruction", "question", "message_id"),
     )
 )
-_OF_TEXTS = frozenset(("prompt", "completion", "text"))
 # Columns of messages, to which tools belong.
 _OF_MESSAGES = ("messages", "conversations", "prompt", "chosen", "chosen_messages")
 # What a question is about: without it, its answer would be another task's.
@@ -94,8 +93,9 @@ def to_canonical(values: Columns) -> tuple[Columns, str]:
         ValueError: if the row is of a layout but for something else.
     """
     texts = (values.get("prompt", ""), values.get("completion", ""))
-    plain = OF_LAYOUTS.isdisjoint(values) and not _OF_TEXTS.isdisjoint(values)
-    if plain and isinstance(texts[0], str) and isinstance(texts[1], str):
+    is_known = texts[0] or texts[1] or "text" in values
+    is_plain = is_known and OF_LAYOUTS.isdisjoint(values)
+    if is_plain and isinstance(texts[0], str) and isinstance(texts[1], str):
         return values, ""  # as most rows are, so that they cost little
     if (name := format_of(values)) is not None:
         values = row_of(name, values)

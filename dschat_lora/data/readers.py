@@ -395,8 +395,7 @@ def _json_rows(path: Path, line: int, value: object, name: str | None) -> Iterat
     """The row that ``value`` is, or those of the format of this name or that claims it."""
     location = f"{path}:{line}"
     try:
-        if name is None and isinstance(value, dict):
-            name = format_of(value, path)
+        name = name or (format_of(value, path) if isinstance(value, dict) else None)
         if name is None:
             yield _object_row(location, value)
         else:

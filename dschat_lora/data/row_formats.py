@@ -67,10 +67,15 @@ def row_formats() -> Mapping[str, RowFormat]:
     return found
 
 
+@cache
+def _claims() -> list[tuple[str, Callable[[Any, Path | None], bool]]]:
+    return [(n, each.claims) for n, each in row_formats().items() if each.claims is not _never]
+
+
 def format_of(value: Any, path: Path | None = None) -> str | None:
     """The name of the first format that claims a value."""
-    for name, each in row_formats().items():
-        if each.claims(value, path):
+    for name, claims in _claims():
+        if claims(value, path):
             return name
     return None
 

@@ -214,8 +214,7 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     except RecursionError:
         raise RowError(raw.location, TOO_DEEP) from None
     kind = classify(values, raw.location)
-    row = ParsedRow(raw.location, kind, values, layout)
-    if row.is_encoded:
+    if layout and (row := ParsedRow(raw.location, kind, values, layout)).is_encoded:
         return row
     fields = {
         "text": ("text",),

@@ -24,6 +24,7 @@ FORMER = {
         "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm ALGORITHMS "
         "RolloutCorrection PpoConfig PretrainingConfig"
     ),
+    "generation.search": "greedy_decode",
     "rl.batch": (
         "TIMED_OUT TokenSequence Response DecodedTurn ResponseBatch response_mask step_counts "
         "Minibatch collate make_minibatches"

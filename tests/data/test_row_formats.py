@@ -7,7 +7,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dschat_lora.config import addons
 from dschat_lora.config.addons import Addon
 from dschat_lora.data import row_formats
 from dschat_lora.data.readers import iter_file, iter_rows
@@ -47,14 +46,17 @@ def provide(monkeypatch):
 
     def install(**formats):
         paths = {name: f"{__name__}:{path}" for name, path in formats.items()}
-        monkeypatch.setattr(
-            addons, "installed", lambda: {"mine": Addon("mine", provides={"row_format": paths})}
-        )
-        monkeypatch.setattr(row_formats, "installed", addons.installed)
+        mine = Addon("mine", provides={"row_format": paths})
+        monkeypatch.setattr(row_formats, "installed", lambda: {"mine": mine})
+        monkeypatch.setattr(row_formats, "provided", mine.provides.__getitem__)
+        forget()
+
+    def forget():
         row_formats.row_formats.cache_clear()
+        row_formats._claims.cache_clear()
 
     yield install
-    row_formats.row_formats.cache_clear()
+    forget()
 
 
 def read(rows):

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dschat_lora import __main__ as command
-from dschat_lora.addons.nlg.beam_search import BeamSearch, TextRules
 from dschat_lora.algos.tensors import is_finite
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
@@ -742,16 +741,6 @@ def test_score_that_is_not_finite_is_named_with_its_row(refused, line, row):
     assert row in words
     assert "the score is " in words
     assert not Path("scores.jsonl").exists()
-
-
-@pytest.mark.parametrize("bad", [[NAN, 0.0, 0.0], [INF, 0.0, 0.0], [-INF, -INF, -INF]])
-def test_beam_search_does_not_go_on_where_no_token_has_a_probability(bad):
-    rules = TextRules(BeamSearch(2, 8, (2,), 0), start=1)
-    fine = [0.0, 1.0, -INF]
-    rows = torch.tensor([[1, 0], [1, 2]])
-    assert rules(rows, torch.tensor([fine, fine])).exp().sum(-1).tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="token 2 of a text has no probability, as the model"):
-        rules(rows, torch.tensor([fine, bad]))
 
 
 # ---------------------------------------------------------------------------- data

@@ -211,3 +211,15 @@ def test_the_logits_of_beams_are_unrounded(fp32_products):
         random_model("opt"),
         lambda model: beam_search(model, PROMPTS, BeamSearch(2, 2, (2,), 0), device=CPU),
     )
+
+
+@pytest.mark.parametrize(
+    "bad", [[torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0], [-torch.inf, -torch.inf, -torch.inf]]
+)
+def test_beam_search_does_not_go_on_where_no_token_has_a_probability(bad):
+    rules = TextRules(BeamSearch(2, 8, (2,), 0), start=1)
+    fine = [0.0, 1.0, -torch.inf]
+    rows = torch.tensor([[1, 0], [1, 2]])
+    assert rules(rows, torch.tensor([fine, fine])).exp().sum(-1).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="token 2 of a text has no probability, as the model"):
+        rules(rows, torch.tensor([fine, bad]))
