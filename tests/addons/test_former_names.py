@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import dschat_lora  # noqa: F401 - whose finder has to be there
+
 # What users could import, by the module that had it.
 FORMER = {
     "api.command_lines": (
