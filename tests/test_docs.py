@@ -124,6 +124,8 @@ OWN = {
     "doctor": {"json", "no_training", "first_hour"},
     "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
 }
+# Of the add-on that docs/extending.md writes, which has a test of its own.
+WRITTEN = ("dschat-lora lengths notes.txt", "dschat-lora sft --brevity_words 20")
 LAUNCHER = {"num_gpus", "include", "hostfile", "master_port", "config", "help"}
 
 
@@ -135,7 +137,7 @@ def verb_commands():
         for line in text.splitlines():
             for quoted in [line.strip(), *re.findall(r"`([^`]+)`", line)]:
                 match = re.match(r"(?:\$ )?dschat-lora ([a-z]+)( .*)?$", quoted)
-                if match:
+                if match and quoted not in WRITTEN:
                     found.setdefault(quoted, pytest.param(*match.groups(""), id=quoted[:70]))
     return found.values()
 

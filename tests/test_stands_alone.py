@@ -10,26 +10,35 @@ import pytest
 
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed
+from dschat_lora.config.bundled import BUNDLED_DATA
 from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage
 
 VERBS = [verb for names in ADDONS.values() for verb in names.verbs.split()]
 FUNCTIONS = [name for names in ADDONS.values() for name in names.functions.split()]
-# Runs commands of one list after another in a process each, and prints how each ended.
+# Runs commands of one list after another, in a process each that has the modules of the other list,
+# and prints how each ended.
 PROGRAM = """
-import io, json, os, sys
+import importlib, io, json, os, runpy, sys
 from contextlib import redirect_stderr, redirect_stdout
 import dschat_lora.__main__ as program
-for argv in json.load(sys.stdin):
+lists, modules = json.load(sys.stdin)
+for name in modules:
+    importlib.import_module(f"dschat_lora.{name}")
+for argv in lists:
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reader)
         said, code = io.StringIO(), 0
         with redirect_stdout(said), redirect_stderr(said):
             try:
-                sys.argv = ["dschat-lora", *argv]
-                program.main()
+                if argv[0].endswith(".py"):
+                    sys.argv = argv
+                    runpy.run_path(argv[0], run_name="__main__")
+                else:
+                    sys.argv = ["dschat-lora", *argv]
+                    program.main()
             except SystemExit as end:
                 code = end.code or 0
         with os.fdopen(writer, "w") as file:
@@ -72,10 +81,10 @@ def run(home, *command, **more):
     )
 
 
-def commands(home, *lists):
+def commands(home, *lists, modules=()):
     """How commands ended: the exit code and what was said."""
     (home / "program.py").write_text(PROGRAM)
-    ended = run(home, "program.py", input=json.dumps(lists))
+    ended = run(home, "program.py", input=json.dumps([lists, modules]))
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
@@ -117,7 +126,9 @@ def test_a_verb_that_is_gone_and_a_function_say_so_in_a_line(alone):
 
 
 def test_the_stages_generate_and_merge_run(alone):
-    short = "--max_steps 2 --eval_ratio 0 --num_warmup_steps 0".split()
+    rows = BUNDLED_DATA["train"].read_text(encoding="utf-8").splitlines(keepends=True)
+    (alone / "rows.jsonl").write_text("".join(rows[:64]), encoding="utf-8")
+    short = "--data_path rows.jsonl --max_steps 2 --eval_ratio 0 --num_warmup_steps 0".split()
     sft, pairs, dpo, rlhf = (
         ["training/step1_sft/main.py", "--lora_dim", "4", "--output_dir", "sft"],
         ["training/step2_reward/main.py", "--lora_dim", "4", "--output_dir", "reward"],
@@ -128,13 +139,11 @@ def test_the_stages_generate_and_merge_run(alone):
             *"--per_device_generation_batch_size 8 --per_device_training_batch_size 4".split(),
         ],
     )
-    for command in (sft, pairs, dpo, rlhf):
-        ended = run(alone, *command, *short)
-        assert ended.returncode == 0, ended.stderr
     asked = ["generate", "sft", "--chat", "What is 2 plus 3?", "--max_new_tokens", "4"]
-    for command in (asked, ["merge", "sft"]):
-        ended = run(alone, "dschat_lora", *command)
-        assert ended.returncode == 0, ended.stderr
+    lists = [*([*each, *short] for each in (sft, pairs, dpo, rlhf)), asked, ["merge", "sft"]]
+    heavy = ("supervised.pair_stages", "supervised.generate", "rl.loop.train", "runtime.merge")
+    for code, said in commands(alone, *lists, modules=heavy):
+        assert code == 0, said
     assert (alone / "sft" / "model" / "config.json").is_file()
 
 

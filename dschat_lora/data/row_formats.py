@@ -1,8 +1,8 @@
 """Formats of rows that add-ons know, beside the columns of :mod:`dschat_lora.data.layouts`."""
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -94,6 +94,8 @@ def row_of(name: str, value: Any) -> dict[str, Any]:
 
 def format_files() -> dict[str, Path]:
     """The file of each format's module, by name."""
-    paths = provided("row_format")
-    modules = {name: import_module(paths[name].partition(":")[0]) for name in row_formats()}
-    return {name: Path(str(module.__file__)) for name, module in modules.items()}
+    paths, found = provided("row_format"), dict[str, Path]()
+    for name in row_formats():  # which have been imported
+        module = sys.modules[paths[name].partition(":")[0]]
+        found[name] = Path(str(module.__file__))
+    return found

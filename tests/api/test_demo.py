@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dschat_lora.api import demo
+from dschat_lora.api import demo, demo_judge
 from dschat_lora.api.demo_judge import Judgement, Share
 
 
@@ -48,8 +48,8 @@ def ran(monkeypatch, tmp_path):
     for name in demo.NAMES:
         monkeypatch.setattr(demo.stages, name, runs(name))
     models = {"base": judged(0.1), "SFT": judged(0.5), "PPO": judged(0.9)}
-    monkeypatch.setattr(demo, "evaluate_by_rule", lambda sft, policy: models)
-    monkeypatch.setattr(demo, "accuracy_by_flaw", lambda directory: {"curt": 0.75})
+    monkeypatch.setattr(demo_judge, "evaluate_by_rule", lambda sft, policy: models)
+    monkeypatch.setattr(demo_judge, "accuracy_by_flaw", lambda directory: {"curt": 0.75})
     demo.run_demo(str(tmp_path / "demo"), seed=7)
     return asked, tmp_path / "demo"
 

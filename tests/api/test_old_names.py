@@ -11,7 +11,7 @@ from dschat_lora.config.old_names import OLD_NAMES
 # What users could import, by the module that had it.
 FORMER = {
     "pipeline.judge": (
-        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS make_judge Share Judgement "
+        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement "
         "evaluate_by_rule judge_model rule_scores perplexity accuracy_by_flaw"
     ),
     "pipeline.launch": (

@@ -15,6 +15,7 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 from dschat_lora.supervised import objectives as objective
+from dschat_lora.supervised.pair_objectives import dpo_objective, score_ends
 from helpers.pairs import ragged_pairs
 from helpers.tiny import KINDS, ragged_samples, tiny_model
 
@@ -71,11 +72,11 @@ def test_spans_are_made_with_the_batch_and_used_by_every_loss(monkeypatch):
     found = batches()
     for name in ("packed", "full"):
         assert objective.causal_lm_loss(CausalLMLoss(model), found[name]).total.isfinite()
-    loss = objective.dpo_objective(DpoConfig(), lambda batch: batch.reference).loss
+    loss = dpo_objective(DpoConfig(), lambda batch: batch.reference).loss
     for name in ("trees", "separate"):
         assert loss(CausalLMLogprobs(model), found[name]).total.isfinite()
         model.score = torch.nn.Linear(32, 1)
-        assert objective.score_ends(RewardModel(model), found[name]).isfinite().all()
+        assert score_ends(RewardModel(model), found[name]).isfinite().all()
     responses = collate(
         [Response((5, 6), (7, 8), True, 0), Response((5,), (7,), True, 0)], [0, 1], 0
     )
