@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
-from dschat_lora.config.other_names import dotted_name
 from dschat_lora.config.parser import (
     COMPATIBILITY,
     EVERYDAY,
@@ -292,6 +291,8 @@ def options_of(
     for given, value in content.items():
         name = spellings.get(given, given)
         if name not in fields:
+            from dschat_lora.config.other_names import dotted_name
+
             typed = f"--{dotted_name(name, value)}"
             raise ValueError(f"{label}: {unknown_option(typed, [*fields, *more])}")
         if name in values:
