@@ -108,6 +108,10 @@ COMMANDS = (
     Command(("extract",), None, ("adapter", "--base", MODEL)),
     Command(("accept",), None, ("copy",)),
 )
+# Modules of which verbs run functions and classes before they reach what they are for.
+CHECKING = {
+    path.partition(":")[0] for stage in STAGES.values() for path in (stage.options, stage.checks)
+} | {"addons.pipeline.run"}
 # Exit code 1 is their answer, beside what they print.
 ANSWERING = ("export", "inspect", "plan", "doctor", "audit")
 
@@ -297,7 +301,7 @@ def _run(argv, outcome):
 
     def load(late):
         module, _, _ = late.path.partition(":")
-        return real(late) if module == "addons.pipeline.run" else reach
+        return real(late) if module in CHECKING else reach
 
     def listen(where, **_):
         where[0].encode("idna")
