@@ -380,9 +380,15 @@ def _inherited(
     """Options of the checkpoint that no typed one stands in for, checked as if they were typed.
 
     Raises:
-        ValueError: if one runs code, which has to be typed again.
+        ValueError: if one runs code, which has to be typed again, or is of an add-on that is not
+            installed.
     """
     then: dict[str, Any] = state["options"]
+    if unknown := sorted(then.keys() - {*option_names(config_class)}):
+        raise ValueError(
+            f"--resume_from_checkpoint {path} was made with {_typed(unknown, then)}, and there is "
+            "no such option here: install the add-on or the version that has it"
+        )
     again = [name for name in options_with_code(config_class, then) if name not in now]
     if again:
         raise ValueError(
