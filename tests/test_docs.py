@@ -62,6 +62,7 @@ def commands():
                     yield pytest.param(match[1], arguments, files, id=f"{path.name}:{quoted[:60]}")
 
 
+@of_the_whole
 @pytest.mark.parametrize(("stage", "arguments", "files"), commands())
 def test_quoted_command_parses(stage, arguments, files, tmp_path, monkeypatch):
     for name, body in files.items():  # that the page writes before
@@ -145,6 +146,7 @@ def verb_commands():
     return found.values()
 
 
+@of_the_whole
 @pytest.mark.parametrize(("verb", "arguments"), verb_commands())
 def test_options_of_a_quoted_verb_exist(verb, arguments):
     assert verb in (*VERBS, *verbs())

@@ -508,6 +508,7 @@ def called(node):
     return ast.unparse(node.value.func) if is_call else ""
 
 
+@of_the_whole
 def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
     # Of these the first is the registry, and old names are read where there are add-ons.
     may = {"config.addons", "config.addon_names", "config.old_names"}
