@@ -486,7 +486,6 @@ def test_a_launched_script_has_the_losses_of_one_process(launcher, tmp_path):
         assert together[stage] == pytest.approx(losses, rel=1e-4, abs=1e-5), stage
 
 
-@of_the_whole
 @pytest.mark.skipif(os.environ.get("DSCHAT_LORA_TESTS") != "all", reason="make test-all")
 @pytest.mark.parametrize(
     "command", [["deepspeed", "--num_gpus", "2"], ["torchrun", "--nproc_per_node", "2"]]
@@ -506,6 +505,7 @@ def test_launchers_start_the_same_script(command, tmp_path):
     assert '"rlhf": [' in ended.stdout
 
 
+@of_the_whole
 def test_the_stub_is_that_of_the_functions():
     """A public signature does not change unnoticed: python scripts/api_stub.py writes it anew."""
     written = runpy.run_path(str(ROOT / "scripts" / "api_stub.py"))

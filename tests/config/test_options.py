@@ -561,13 +561,13 @@ def test_help_shows_a_default_of_zero_though_it_equals_false(capsys):
     assert shown.count("default") == 2
 
 
-@of_the_whole
 @pytest.mark.parametrize("field", leaves(SupervisedConfig), ids=lambda field: field.name)
 def test_every_option_has_help_and_a_default(field):
     assert len(field.metadata["help"]) > 8
     assert field.default is not dataclasses.MISSING
 
 
+@of_the_whole
 def test_help_of_step_1_shows_every_flag(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["main.py", "--help", "all"])
     with pytest.raises(SystemExit, match="0"):
