@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -84,11 +85,18 @@ BROKEN = {
     "a verb of an add-on": "ADDON = Addon('mine', verbs={'serve': 'a:b'})",
     "an add-on of the package": "ADDON = Addon('tinker')",
     "a seam": "ADDON = Addon('mine', provides={'sampler': {'a': 'b:c'}})",
+    "a command": "ADDON = Addon('mine', options={'sfft': 'a:b'})",
+    "a list of verbs": "ADDON = Addon('mine', verbs=['count'])",
+    "a function itself": "ADDON = Addon('mine', verbs={'count': print})",
     "what it needs": "ADDON = Addon('mine', needs=['yours'])",
 }
 WORDS = {
     "raises": "no such luck",
     "exits": "SystemExit",
+    "a command": "it has options of 'sfft', none of sft, reward, dpo, rlhf, distill, audit, "
+    "generate, nlg",
+    "a list of verbs": "its verbs is ['count'], and no Mapping",
+    "a function itself": "<built-in function print> is not of the form module:object",
     "is none": "its entry point is a int, and no Addon",
     "a verb of the package": "the package has the verb sft, too",
     "a verb of an add-on": "the package has the verb serve, too",
@@ -144,7 +152,8 @@ def test_its_row_format_and_its_options_serve_a_stage_script_beside_a_broken_one
     (tmp_path / "rows.txt").write_text("".join(f"{n} and 1?|{n + 1}\n" for n in range(8)))
     main = str(ROOT / "training" / "step1_sft" / "main.py")
     options = (
-        "--data_path rows.txt --counting_every 3 --max_steps 1 --eval_ratio 0 --output_dir out"
+        "--data_path rows.txt --counting_every 3 --max_steps 1 --eval_ratio 0 --output_dir out "
+        "--save_interval 1"
     )
     ended = run(site, main, *options.split(), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -153,6 +162,18 @@ def test_its_row_format_and_its_options_serve_a_stage_script_beside_a_broken_one
     assert "8 prompt" in ended.stdout
     options = json.loads((tmp_path / "out" / "run.json").read_text())["config"]
     assert options["counting_every"] == 3
+    again = ("sft", "--output_dir", "out", "--resume_from_checkpoint", "latest")
+    shutil.rmtree(site / "counting-1.0.dist-info")
+    try:
+        ended = run(site, "-m", "dschat_lora", *again, cwd=tmp_path)
+    finally:
+        install(site, "counting", {})
+    assert ended.returncode == 2
+    (line,) = [each for each in ended.stderr.splitlines() if "error: " in each]
+    assert line.endswith(
+        "was made with --counting_every 3 of the add-on counting, which is not installed or has no "
+        "such option"
+    )
 
 
 def test_what_it_provides_is_chosen_by_name_and_recorded(site, tmp_path):
@@ -233,6 +254,11 @@ def test_a_broken_one_is_one_line_that_names_it(tmp_path, fault):
         ("Options = 3", "its options are a int, and no dataclass"),
         ("raise ImportError('no')", "no"),
         (
+            "from dataclasses import dataclass\n"
+            "@dataclass(frozen=True)\nclass Options:\n    size: int = 3\n",
+            "its Options.size is no option(...)",
+        ),
+        (
             "from dataclasses import dataclass\nfrom dschat_lora.config.options import option\n"
             "@dataclass(frozen=True)\nclass Options:\n    dim: int = option(3, help='size')\n",
             "the package has the option lora_dim, too",
@@ -243,7 +269,7 @@ def test_a_broken_one_is_one_line_that_names_it(tmp_path, fault):
             "--size is required",
         ),
     ],
-    ids=["no class", "no module", "a name of the package", "required"],
+    ids=["no class", "no module", "no option", "a name of the package", "required"],
 )
 def test_options_that_no_command_can_have_are_left_out_in_one_line(tmp_path, options, words):
     addon = (
