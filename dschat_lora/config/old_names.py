@@ -67,6 +67,7 @@ OLD_NAMES = {
     "rl.vllm_server": "rl.draw.vllm_server",
     "rl.watch.rows": "rl.loop.parts",
     "runtime.seeds": "commands.seeds",
+    "runtime.streaming": "runtime.run runtime.shared_stream",
     "world": "assets.toy_world",
 }
 

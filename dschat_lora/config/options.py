@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
-from dschat_lora.config.other_names import dotted_name
 from dschat_lora.config.parser import (
     COMPATIBILITY,
     EVERYDAY,
@@ -275,25 +274,22 @@ def read_mapping(path: str, *, label: str) -> dict[str, Any]:
 
 
 def options_of(
-    config_class: "type[DataclassInstance]",
-    content: Mapping[Any, Any],
-    *,
-    label: str,
-    more: Sequence[str] = (),
+    config_class: "type[DataclassInstance]", content: Mapping[Any, Any], *, label: str
 ) -> dict[str, Any]:
     """Values of a YAML file, checked one by one and converted as if typed on the command line.
 
     Raises:
-        ValueError: at the first that is unknown or of another kind. ``label`` begins the message;
-            ``more`` are names besides the class's that may have been meant.
+        ValueError: at the first that is unknown or of another kind. ``label`` begins the message.
     """
     fields, spellings = dict(option_fields(config_class)), option_aliases(config_class)
     values = {}
     for given, value in content.items():
         name = spellings.get(given, given)
         if name not in fields:
+            from dschat_lora.config.other_names import dotted_name
+
             typed = f"--{dotted_name(name, value)}"
-            raise ValueError(f"{label}: {unknown_option(typed, [*fields, *more])}")
+            raise ValueError(f"{label}: {unknown_option(typed, [*fields])}")
         if name in values:
             raise ValueError(f"{label}: {given} and another name of --{name}; give one")
         field, annotation = fields[name]

@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dschat_lora.config.other_names import other_names, plain_name, same_here
 from dschat_lora.config.values import (
     converter,
     is_switch,
@@ -252,6 +251,8 @@ class Parser(argparse.ArgumentParser):
 
 def unknown_option(text: str, names: Collection[str]) -> str:
     """The message about ``text``, which is none of ``names``."""
+    from dschat_lora.config.other_names import other_names, plain_name, same_here
+
     given = text.split("=")[0]
     name = plain_name(given)
     same = same_here(name, names)
@@ -259,13 +260,16 @@ def unknown_option(text: str, names: Collection[str]) -> str:
         return f"unexpected argument {text!r}; options start with --" + (
             f"; {same}" if same else ""
         )
-    close = [] if same else _nearest(name, names)
+    close = [] if same else _nearest(name, names, others=other_names())
     meant = f"did you mean {' or '.join(f'--{each}' for each in close)}?" if close else "see --help"
     return f"unknown option {given}; {same or meant}"
 
 
-def _nearest(given: str, names: Collection[str]) -> Sequence[str]:
-    """Names that ``given`` may stand for: one or two that have its words, or one spelt like it."""
+def _nearest(given: str, names: Collection[str], *, others: Collection[str]) -> Sequence[str]:
+    """Names that ``given`` may stand for: one or two that have its words, or one spelt like it.
+
+    What another trainer calls by a name, one of ``others``, is no part of one of ours.
+    """
     if given in names:
         return [given]
     words = {name: set(name.split("_")) for name in names}
@@ -275,8 +279,7 @@ def _nearest(given: str, names: Collection[str]) -> Sequence[str]:
     if len(longer) > 2 or not shorter:
         fewest = min((len(words[name]) for name in shorter), default=0)
         longer = [name for name in shorter if len(words[name]) == fewest]
-    # What another trainer calls by a name is no part of one of ours.
-    if 0 < len(longer) <= 2 and given not in other_names():
+    if 0 < len(longer) <= 2 and given not in others:
         return longer
     # One letter of a short name may be wrong, and a sixth of a long one.
     cutoff = max(0.6, min(0.84, 1 - 1.1 / max(len(given), 1)))

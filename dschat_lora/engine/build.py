@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from dschat_lora.engine.adamw import SteppedAdamW, Update
 from dschat_lora.engine.distributed import data_world_size, destroy_at_shutdown, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling, zero_options
-from dschat_lora.engine.linear import free_between_passes
 from dschat_lora.engine.zero import gather_with_parents
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
@@ -78,6 +77,8 @@ class TrainEngine(Generic[NetworkT]):
         self._peak_rates = [float(group["lr"]) for group in self.adam.param_groups]
         self.group_names = [group.get("name", "") for group in self.adam.param_groups]
         if self.zero_stage == 3:
+            from dschat_lora.engine.linear import free_between_passes
+
             free_between_passes(model)
             gather_with_parents(model)
         self._engine, *_ = deepspeed.initialize(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,10 +31,12 @@ from dschat_lora.generation.prefix_cache import (
 )
 from dschat_lora.generation.prompt_lookup import PromptLookup, proposed, usable_drafts
 from dschat_lora.generation.sampling import Responses, Sampling, sample_tokens
-from dschat_lora.lora.mixed import AdapterRows
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
 from dschat_lora.models.causal_lm import fp32_logits
+
+if TYPE_CHECKING:
+    from dschat_lora.lora.mixed import AdapterRows
 
 SCORED_TOKENS = 512  # of a prompt, whose logits are held at a time
 
@@ -172,7 +174,7 @@ class SlotRows:
     def __init__(
         self,
         model: PreTrainedModel,
-        adapters: AdapterRows | None = None,
+        adapters: "AdapterRows | None" = None,
         *,
         pad_id: int,
         prefix_cache: bool = True,

@@ -17,7 +17,6 @@ from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.experts import expert_holders, fused_experts
 from dschat_lora.lora.layers import LoraLinear, is_transposed, values_of
-from dschat_lora.lora.merge import merge_deviation
 from dschat_lora.lora.names import is_inside
 from dschat_lora.lora.nf4 import NF4Linear, quantize
 from dschat_lora.lora.parallel import group_of
@@ -87,6 +86,8 @@ def _distance(
             there = probe_logits(model, ids)
     finally:
         model.train(training)
+    from dschat_lora.lora.merge import merge_deviation
+
     mask = torch.ones(here.shape[:-1], dtype=torch.bool)
     return merge_deviation(there, here, mask).kl_nats_per_token
 

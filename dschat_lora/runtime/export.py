@@ -4,7 +4,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.samples import TokenSet
 from dschat_lora.engine.distributed import world_size
-from dschat_lora.lora.merge import MergeReport
 from dschat_lora.lora.rates import adapter_learning_rate
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import weights_fingerprint
@@ -24,6 +23,9 @@ from dschat_lora.models.source import ModelSource
 from dschat_lora.report.html import FILE
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.run import OpenRun
+
+if TYPE_CHECKING:
+    from dschat_lora.lora.merge import MergeReport
 
 
 def export_trained(
@@ -39,7 +41,7 @@ def export_trained(
     probe_ids: Tensor,
     label: str = "",
     tensors: Mapping[str, Tensor] | None = None,
-) -> MergeReport | None:
+) -> "MergeReport | None":
     """Write ``adapter``, and ``model`` if it is asked for or more was trained; on every rank.
 
     The model is in evaluation mode. ``data_path`` and ``metrics`` are for the adapter's card, and

@@ -28,7 +28,6 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.cards import USABLE
-from dschat_lora.perf.launches import micro_batch_advice
 from dschat_lora.perf.memory import (
     MemoryEstimate,
     estimate_memory,
@@ -127,6 +126,8 @@ class TrainedModel:
         peak = device_peak(device(), self.settings.torch_dtype)
         if peak is None:
             return None
+        from dschat_lora.perf.launches import micro_batch_advice
+
         rows, length = self._grid(self.rows, self.length)
         return micro_batch_advice(
             self.model,

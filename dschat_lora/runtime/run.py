@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import build_config, command_line, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.staging import occupied
+from dschat_lora.data.readers import known_rows
+from dschat_lora.data.rows import config_sources
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.distributed import (
     broadcast_string,
@@ -31,13 +33,13 @@ from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.report.html import LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
-from dschat_lora.report.terminal import error_message
+from dschat_lora.report.terminal import error_message, say_once
 from dschat_lora.report.trackers import Tracker, make_trackers
 from dschat_lora.runtime.caller import NOBODY, Caller
+from dschat_lora.runtime.checks import check_streaming
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import goes_on_in_place, options_with_code
+from dschat_lora.runtime.resume import goes_on_in_place, options_with_code, with_options
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
-from dschat_lora.runtime.streaming import with_large_hub_data_streamed
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,6 +50,8 @@ ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 StageT = TypeVar("StageT", bound=StageConfig)
 ResumableT = TypeVar("ResumableT", bound="Resumable")
+
+MOST_HUB_ROWS = 1_000_000  # that are prepared, unless --no-streaming asks for more
 
 # Endings of options that hosts may differ in: where they read and write.
 _PLACES = (
@@ -299,3 +303,30 @@ def _status(error: BaseException, signal: int) -> str:
     if isinstance(error, KeyboardInterrupt):  # before the first step
         return "interrupted by SIGINT"
     return f"failed: {type(error).__name__}: {error}"
+
+
+def with_large_hub_data_streamed(config: StageT) -> StageT:
+    """With ``--streaming`` where data sets of the hub are large; call on every rank.
+
+    Not where it was typed, nor where a run goes on, or needs to know all rows before.
+    """
+    data: Any = getattr(config, "data", None)
+    sources = config_sources(getattr(data, "data", data))  # prompts are data to prepare
+    hub = [s for s in sources if s.hub_name is not None and s.option != "eval_data_path"]
+    if config.checkpoint or "streaming" in config.given or not hub:
+        return config
+    try:
+        streamed = with_options(config, {"streaming": True})
+        check_streaming(streamed)
+    except ValueError:
+        return config
+    found = on_rank_zero(lambda: sum(map(known_rows, hub)))
+    rows = int(broadcast_string(str(found)))
+    if rows <= MOST_HUB_ROWS:
+        return config
+    say_once(
+        f"  note         {', '.join(each.entry for each in hub)}: {rows:,} rows are more than "
+        f"{MOST_HUB_ROWS:,}, so they are read while training, as by --streaming; --no-streaming "
+        "prepares them before"
+    )
+    return streamed

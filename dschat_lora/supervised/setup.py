@@ -9,7 +9,6 @@ from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
-from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import (
     adapter_learning_rate,
     parameter_groups,
@@ -191,6 +190,8 @@ def _describe(
         f"{len(adapted.targets)} adapted layers; {engine_words(settings, adapted.model)}"
     )
     if config.run.merge_adapter:
+        from dschat_lora.lora.merge import check_mergeable
+
         check_mergeable(adapted.model)
     say_coverage(run, {"model": adapted.model}, ("model",))
     for fact in adapted.facts():

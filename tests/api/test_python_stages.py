@@ -31,7 +31,6 @@ from api.programs import (
     rightness,
     write_rows,
 )
-from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.commands import verbs
 from dschat_lora.commands.train import run_stage
@@ -249,8 +248,9 @@ def test_an_audit_of_rows_is_that_of_the_command(tmp_path, capsys):
 
 def test_measures_are_those_of_the_command(sft, tmp_path, capsys):
     path = str(write_rows(tmp_path / "rows.jsonl", ROWS))
+    command = pytest.importorskip("dschat_lora.addons.evaluation.verbs")
     found = dl.evaluate(sft, ROWS, judge_function=brevity, max_new_tokens=4)
-    command_lines.evaluate([str(sft.path), path, "--json"])
+    command.evaluate([str(sft.path), path, "--json"])
     alone = json.loads(capsys.readouterr().out)
     assert {name: found[name] for name in alone} == alone
     assert found["judge"] < 0

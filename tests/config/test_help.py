@@ -6,11 +6,6 @@ import sys
 import pytest
 
 import dschat_lora.__main__ as command
-from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
-from dschat_lora.addons.glue.config import GlueConfig
-from dschat_lora.addons.nlg.config import NlgConfig
-from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
-from dschat_lora.addons.tinker.config import TinkerConfig
 from dschat_lora.commands.stages import STAGES as VERBS_OF_STAGES
 from dschat_lora.config.addons import installed, verbs
 from dschat_lora.config.options import (
@@ -31,12 +26,19 @@ from dschat_lora.config.stages import (
 from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.config.verbs import ExportConfig, GenerateConfig, MergeConfig
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from helpers.addons import of_addon
 
-STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, NlgConfig)
+NLG, TINKER = of_addon("nlg.config:NlgConfig"), of_addon("tinker.config:TinkerConfig")
+STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, *NLG)
+OF_ADDONS = (
+    *("evaluation.config:EvalConfig", "evaluation.config:ScoreConfig", "glue.config:GlueConfig"),
+    *("serving.config:ChatConfig", "serving.config:ServeConfig"),
+)
 COMMANDS = (
     *STAGES,
-    *(DistillConfig, GlueConfig, AuditConfig, ScoreConfig, EvalConfig, GenerateConfig),
-    *(MergeConfig, ExportConfig, ChatConfig, ServeConfig, TinkerConfig),
+    *(DistillConfig, AuditConfig, GenerateConfig, MergeConfig, ExportConfig),
+    *(each for path in OF_ADDONS for each in of_addon(path)),
+    *TINKER,
 )
 KNOWN = {each: {*option_names(each), *option_aliases(each)} for each in COMMANDS}
 TRAINERS = {
@@ -245,7 +247,7 @@ def test_another_trainers_option_is_answered_with_options_that_the_command_has(n
         assert {*row.sources} <= TRAINERS
 
 
-@pytest.mark.parametrize("command_class", [*STAGES, GenerateConfig, TinkerConfig])
+@pytest.mark.parametrize("command_class", [*STAGES, GenerateConfig, *TINKER])
 def test_values_that_are_named_for_another_trainers_option_are_allowed(command_class):
     kinds = dict(annotations(command_class))
     tried = 0

@@ -5,8 +5,6 @@ from typing import ClassVar
 
 import pytest
 
-from dschat_lora.addons.glue.config import GlueConfig
-from dschat_lora.addons.nlg.config import NlgConfig
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import (
     ELSEWHERE,
@@ -20,11 +18,13 @@ from dschat_lora.config.options import (
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.config.when import messages, no_effect, without_effect
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from helpers.addons import of_addon
 
-TASK = {GlueConfig: ["--model_name_or_path", "m", "--task_name", "cola"]}
+GLUE, NLG = of_addon("glue.config:GlueConfig"), of_addon("nlg.config:NlgConfig")
+TASK = {each: ["--model_name_or_path", "m", "--task_name", "cola"] for each in GLUE}
 STAGES = [
     *(SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, DistillConfig),
-    *(NlgConfig, GlueConfig),
+    *(*NLG, *GLUE),
 ]
 
 
@@ -151,7 +151,7 @@ CONSTANT = "--lr_scheduler_type constant --num_warmup_steps 3"
     ("config_class", "line", "expected"),
     [
         (SupervisedConfig, CONSTANT, ["num_warmup_steps:with --lr_scheduler_type constant"]),
-        (NlgConfig, CONSTANT, []),
+        *((each, CONSTANT, []) for each in NLG),
         (SupervisedConfig, "--merge_max_kl 1 --lora_dim 4", [
             "merge_max_kl:without --merge_adapter or --no-only_optimize_lora"
         ]),
@@ -190,8 +190,8 @@ CONSTANT = "--lr_scheduler_type constant --num_warmup_steps 3"
         ]),
         (DistillConfig, "--jsd_beta 0.3", ["jsd_beta:without --distill_loss jsd"]),
         (DistillConfig, "--jsd_beta 0.3 --distill_loss jsd", []),
-        (GlueConfig, "--lora_init uniform", ["lora_init:without --apply_lora"]),
-        (GlueConfig, "--lora_init uniform --apply_lora", []),
+        *((each, "--lora_init uniform", ["lora_init:without --apply_lora"]) for each in GLUE),
+        *((each, "--lora_init uniform --apply_lora", []) for each in GLUE),
     ],
 )  # fmt: skip
 def test_options_of_stages_that_change_nothing_are_found(config_class, line, expected):

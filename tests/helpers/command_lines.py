@@ -15,22 +15,11 @@ from functools import cache
 from pathlib import Path
 
 from dschat_lora import __main__ as program
-from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
-from dschat_lora.addons.glue.config import GlueConfig
-from dschat_lora.addons.nlg.config import (
-    DecodeConfig,
-    EvaluateConfig,
-    FormatConfig,
-    NlgConfig,
-)
-from dschat_lora.addons.pipeline import run as pipeline
-from dschat_lora.addons.planning.config import ModelsConfig
-from dschat_lora.addons.serving.config import ChatConfig, ServeConfig
-from dschat_lora.addons.tinker.config import TinkerConfig
-from dschat_lora.api import command_lines
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.commands import seeds, train
 from dschat_lora.commands.launch import LauncherConfig
 from dschat_lora.commands.stages import STAGES
+from dschat_lora.config.addons import installed, load, verb_path
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.stages import AuditConfig
@@ -43,6 +32,7 @@ from dschat_lora.config.verbs import (
     PushConfig,
 )
 from dschat_lora.runtime import stage_main
+from helpers.addons import of_addon
 from helpers.step1 import write_adapter_config, write_jsonl
 
 HANGS_AFTER = 60  # seconds
@@ -68,45 +58,60 @@ class Command:
         return self.verb in (*STAGES, "glue") or self.words == ("nlg", "train")
 
 
+def _of_addon(addon, words, needed=""):
+    """The verb ``words`` of an add-on, or of the class of options; none if it is not installed."""
+    name, _, is_class = addon.partition(".")
+    configs = of_addon(addon) if is_class else [None] * (name in installed())
+    return [Command(tuple(words.split()), each, tuple(needed.split())) for each in configs]
+
+
 COMMANDS = (
     *(Command((name,), stage.config) for name, stage in STAGES.items()),
-    Command(("nlg", "train"), NlgConfig, ("--data_path", "e2e.txt")),
-    Command(("nlg", "decode"), DecodeConfig, ("--data_path", "e2e.txt")),
-    Command(
-        ("nlg", "format"),
-        FormatConfig,
-        ("--predictions", "p.jsonl", "--output_ref_file", "r", "--output_pred_file", "h"),
+    *_of_addon("nlg.config:NlgConfig", "nlg train", "--data_path e2e.txt"),
+    *_of_addon("nlg.config:DecodeConfig", "nlg decode", "--data_path e2e.txt"),
+    *_of_addon(
+        "nlg.config:FormatConfig",
+        "nlg format",
+        "--predictions p.jsonl --output_ref_file r --output_pred_file h",
     ),
-    Command(("nlg", "evaluate"), EvaluateConfig, ("--predictions", "p.jsonl")),
-    Command(
-        ("glue",),
-        GlueConfig,
-        ("--model_name_or_path", MODEL, "--task_name", "cola", "--data_dir", "cola"),
+    *_of_addon("nlg.config:EvaluateConfig", "nlg evaluate", "--predictions p.jsonl"),
+    *_of_addon(
+        "glue.config:GlueConfig",
+        "glue",
+        f"--model_name_or_path {MODEL} --task_name cola --data_dir cola",
     ),
-    Command(("pipeline",), None, ("recipe.yaml",)),
+    *_of_addon("pipeline", "pipeline", "recipe.yaml"),
     Command(("demo",)),
     Command(("recipes",)),
-    Command(("models",), ModelsConfig, (MODEL,)),
+    *_of_addon("planning.config:ModelsConfig", "models", MODEL),
     Command(("audit",), AuditConfig),
-    *(Command(("plan", name), stage.config) for name, stage in STAGES.items()),
-    Command(("plan",), None, ("recipe.yaml",)),
-    Command(("tune", "sft"), None, ("--rates", "1e-3")),
-    Command(("doctor",)),
+    *(
+        Command(("plan", name), stage.config)
+        for name, stage in STAGES.items()
+        if "planning" in installed()
+    ),
+    *_of_addon("planning", "plan", "recipe.yaml"),
+    *_of_addon("planning", "tune sft", "--rates 1e-3"),
+    *_of_addon("planning", "doctor"),
     Command(("report",), None, ("run",)),
     Command(("rollouts",), None, ("run",)),
     Command(("inspect",), InspectConfig, ("adapter",)),
-    Command(("chat",), ChatConfig, (MODEL,)),
-    Command(("serve",), ServeConfig, (MODEL, "--port", "0")),
-    Command(("tinker",), TinkerConfig, (MODEL, "--port", "0")),
+    *_of_addon("serving.config:ChatConfig", "chat", MODEL),
+    *_of_addon("serving.config:ServeConfig", "serve", f"{MODEL} --port 0"),
+    *_of_addon("tinker.config:TinkerConfig", "tinker", f"{MODEL} --port 0"),
     Command(("merge",), MergeConfig, ("adapter",)),
     Command(("generate",), GenerateConfig, (MODEL, "Hello.")),
-    Command(("eval",), EvalConfig, (MODEL, DATA)),
-    Command(("score",), ScoreConfig, ("reward", "pairs.jsonl")),
+    *_of_addon("evaluation.config:EvalConfig", "eval", f"{MODEL} {DATA}"),
+    *_of_addon("evaluation.config:ScoreConfig", "score", "reward pairs.jsonl"),
     Command(("push",), PushConfig, ("adapter", "me/mine", "--dry_run")),
     Command(("export",), ExportConfig, ("adapter",)),
     Command(("extract",), None, ("adapter", "--base", MODEL)),
     Command(("accept",), None, ("copy",)),
 )
+# Modules of which verbs run functions and classes before they reach what they are for.
+CHECKING = {
+    path.partition(":")[0] for stage in STAGES.values() for path in (stage.options, stage.checks)
+} | {"addons.pipeline.run"}
 # Exit code 1 is their answer, beside what they print.
 ANSWERING = ("export", "inspect", "plan", "doctor", "audit")
 
@@ -195,7 +200,9 @@ def _of_parser(command):
         raise _FoundError
 
     with replaced((Parser, "parse_known_args", catch)), contextlib.suppress(_FoundError):
-        program.VERBS[command.verb].run([*command.words[1:], *command.needed])
+        verb = command.verb
+        path = program.VERBS[verb].run if verb in program.VERBS else verb_path(verb)
+        load(path)([*command.words[1:], *command.needed])
     for action in found[0]._actions:
         name = action.option_strings[0].removeprefix("--") if action.option_strings else "-h"
         if name != "-h":
@@ -296,7 +303,7 @@ def _run(argv, outcome):
 
     def load(late):
         module, _, _ = late.path.partition(":")
-        return real(late) if f"dschat_lora.{module}" == pipeline.__name__ else reach
+        return real(late) if module in CHECKING else reach
 
     def listen(where, **_):
         where[0].encode("idna")
@@ -309,9 +316,10 @@ def _run(argv, outcome):
             replaced(
                 (sys, "argv", ["dschat-lora", *argv]),
                 (stage_main.LateFunction, "load", load),
-                (command_lines, "launch_stage", reach),
-                (command_lines, "run_seeds", reach),
-                (pipeline, "alone", reach),
+                (train, "launch_stage", reach),
+                (seeds, "launch_stage", reach),
+                (seeds, "run_seeds", reach),
+                *((each, "alone", reach) for each in of_addon("pipeline.run")),
                 (socket, "create_server", listen),
             ),
             contextlib.redirect_stdout(out),

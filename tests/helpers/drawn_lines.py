@@ -6,7 +6,6 @@ import json
 import yaml
 from hypothesis import strategies as st
 
-from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.commands.stages import STAGES
 from helpers.command_lines import COMMANDS, DATA, MODEL, REFUSED, Command, Line, Typed, option_table
 
@@ -154,7 +153,7 @@ def lines(draw, commands=COMMANDS):
     if turn == 0 and command.config is None:
         files = (("drawn", draw(yaml_texts(command))),)
     elif turn == 0:
-        name = "deepspeed" if command.config is GlueConfig else "deepspeed_config"
+        name = "deepspeed" if command.verb == "glue" else "deepspeed_config"
         typed = [each for each in typed if each.option.name != name]
         has_deepspeed = any(each.name == name for each in table) and draw(st.booleans())
         content = draw(deepspeed_texts() if has_deepspeed else yaml_texts(command))

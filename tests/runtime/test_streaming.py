@@ -8,8 +8,8 @@ from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
 from dschat_lora.report import terminal
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.runtime.run import with_large_hub_data_streamed
 from dschat_lora.runtime.setup import record_stream
-from dschat_lora.runtime.streaming import with_large_hub_data_streamed
 
 
 @pytest.fixture

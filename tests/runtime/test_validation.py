@@ -6,14 +6,13 @@ import json
 
 import pytest
 
-from dschat_lora.addons.glue import validation as glue
-from dschat_lora.addons.nlg import validation as nlg
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
 from dschat_lora.rl.loop import validation as rlhf
 from dschat_lora.rl.options import inputs as rlhf_inputs
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.checks import apply_checks
+from helpers.addons import of_addon
 from helpers.step1 import ROOT, checked, write_adapter_config, write_jsonl
 
 CONFIGS = ROOT / "configs" / "ds"
@@ -357,8 +356,8 @@ def test_checks_resolve_in_turn_and_the_first_mistake_is_told():
     ("modules", "checks"),
     [
         ([rlhf, rlhf_inputs], rlhf.RLHF_CHECKS),
-        ([glue], glue.GLUE_CHECKS),
-        ([nlg], nlg.NLG_CHECKS),
+        *(([each], each.GLUE_CHECKS) for each in of_addon("glue.validation")),
+        *(([each], each.NLG_CHECKS) for each in of_addon("nlg.validation")),
     ],
 )
 def test_every_check_of_a_stage_is_in_its_list_once(modules, checks):

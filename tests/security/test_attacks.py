@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import pickle
 import time
 from contextlib import suppress
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dschat_lora.addons.glue.callback import check_pickles
-from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.history import step_directory
@@ -28,29 +25,13 @@ from dschat_lora.models.loading import load_causal_lm, load_config, load_tokeniz
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import RUNS_CODE, options_to_keep, settle
+from helpers.attacks import Payload, elsewhere, message
 from helpers.step1 import checked, parsed, refused, write_adapter_config, write_jsonl
 
-__all__ = ["refused"]
+__all__ = ["elsewhere", "refused"]
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dschat_lora"
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """The user's own directory, where the attacker's payloads would leave a file ``ran``."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    assert not (tmp_path / "ran").exists()
-
-
-class Payload:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self):
-        return os.system, ("touch ran",)
 
 
 @pytest.fixture
@@ -81,13 +62,6 @@ def resume(config_class=None, stage="sft"):
     argv = ["--output_dir", "out", "--resume_from_checkpoint", "latest"]
     config = parsed(*argv) if config_class is None else parse_config(config_class, argv)
     return settle(config, stage=stage)
-
-
-def message(function, *arguments):
-    """The one line of a refusal."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        function(*arguments)
-    return " ".join(str(error.value).split())  # as it is printed
 
 
 # ---------------------------------------------------------------------------- checkpoints
@@ -159,47 +133,6 @@ def test_a_run_does_not_write_through_links(tmp_path, name):
     (tmp_path / "out" / name).symlink_to(target)
     assert "is a link to" in message(RunDirectory.reopen, "out")
     assert target.read_text() == "mine"
-
-
-# ---------------------------------------------------------------------------- GLUE's checkpoints
-
-
-def glue_checkpoint(tmp_path, **options):
-    directory = tmp_path / "out" / "checkpoint-1"
-    (directory / "global_step1").mkdir(parents=True)
-    config = parse_config(GlueConfig, ["--task_name", "mrpc", "--model_name_or_path", "m"])
-    identity = {"stage": config.stage, "rows_per_step": 8}
-    state = {"step": 1, "identity": identity, "options": options, "config": flatten(config)}
-    (directory / "state.json").write_text(json.dumps(state))
-    write_manifest(directory, kind="checkpoint")
-    return directory
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"trust_remote_code": True}, "--trust_remote_code, which runs code"),
-        ({"deepspeed": "zero.json"}, "DeepSpeed writes files (csv_monitor)"),
-    ],
-)
-def test_a_glue_checkpoint_runs_no_code_and_writes_nowhere_else(tmp_path, options, words):
-    Path("zero.json").write_text('{"csv_monitor": {"enabled": true, "output_path": "x"}}')
-    path = glue_checkpoint(tmp_path, **options)
-    resumed = ["--resume_from_checkpoint", str(path), "--model_name_or_path", "m"]
-    config = parse_config(GlueConfig, [*resumed, "--task_name", "mrpc"])
-    assert words in message(lambda: settle(config, stage=config.stage))
-
-
-def test_pickles_of_deepspeed_are_searched_before_they_are_read(tmp_path):
-    path = glue_checkpoint(tmp_path)
-    torch.save({"module": Payload()}, path / "global_step1" / "mp_rank_00_model_states.pt")
-    assert "would call posix.system" in message(check_pickles, path)
-
-
-def test_old_pickles_of_deepspeed_are_refused(tmp_path):
-    path = glue_checkpoint(tmp_path)
-    (path / "global_step1" / "a.pt").write_bytes(pickle.dumps(Payload()))
-    assert "no file of torch's" in message(check_pickles, path)
 
 
 # ---------------------------------------------------------------------------- adapters and models

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from dschat_lora import __main__ as program
+from dschat_lora.config.addons import installed
 from helpers.command_lines import COMMANDS, MODEL, Command, Line, faults_of, make_home, run_line
 from helpers.drawing import drawing
 from helpers.drawn_lines import lines
@@ -31,7 +32,8 @@ def test_a_drawn_line_is_taken_as_typed_or_refused_in_one_line_that_names_it(hom
 
 
 def test_lines_of_every_verb_are_drawn():
-    assert {command.verb for command in COMMANDS} == program.VERBS.keys()
+    of_addons = {verb for addon in installed().values() for verb in addon.verbs}
+    assert {command.verb for command in COMMANDS} == program.VERBS.keys() | of_addons
 
 
 def refusal(*argv, files=()):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from data.chat_tokenizers import build_chat_tokenizer
 from data.hand_tokenizers import build_byte_tokenizer
-from dschat_lora.addons.nlg.predictions import read_predictions
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.prepare import prepare
@@ -197,21 +196,3 @@ def test_a_number_of_more_digits_than_python_reads_is_named_by_its_line(refusal,
 )
 def test_what_no_template_renders_for_its_depth_is_a_bad_row(refusal, row, kind):
     assert refusal(row, kind=kind, template="qwen3").startswith(":1: ")
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (r'"\ud83d"', r"'\ud83d' is half a character (a lone surrogate)"),
-        ("[" * 5000, "not valid JSON (it is nested too deeply)"),
-        ("9" * 5000, "not valid JSON (Exceeds the limit"),
-        ('{"a": 1, "a": 2}', "not valid JSON (an object has 'a' twice)"),
-    ],
-    ids=["half a character", "depth", "digits", "a key twice"],
-)
-def test_a_prediction_that_cannot_be_scored_is_named_by_its_line(tmp_path, value, reason):
-    path = tmp_path / "p.jsonl"
-    good = '{"prediction": "a", "references": ["b"]}\n'
-    path.write_text(f'{good}{{"prediction": {value}, "references": ["b"]}}\n')
-    with pytest.raises(ValueError, match=re.escape(f"{path}:2: {reason}")):
-        read_predictions(str(path), "all")

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums, to_tokens
 from dschat_lora.algos.credit import Outcome
-from dschat_lora.algos.importance import Mismatch, importance_weights, sampler_mismatch
 from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
@@ -23,6 +22,9 @@ from dschat_lora.rl.response.batch import (
     gather_numbered,
 )
 from dschat_lora.rl.response.response import Response
+
+if TYPE_CHECKING:
+    from dschat_lora.algos.importance import Mismatch
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,15 @@ class Experience:
 
     def importance(self, correction: RolloutCorrection) -> Tensor:
         """(N, R) :func:`importance_weights` of the old policy to what tokens were drawn from."""
+        from dschat_lora.algos.importance import importance_weights
+
         assert self.logprobs is not None
         return importance_weights(self.logprobs, self._drawn(), self.mask, **vars(correction))
 
-    def mismatch(self, correction: RolloutCorrection | None) -> Mismatch:
+    def mismatch(self, correction: RolloutCorrection | None) -> "Mismatch":
         """:func:`sampler_mismatch` of the old policy and what tokens were drawn from."""
+        from dschat_lora.algos.importance import sampler_mismatch
+
         assert self.logprobs is not None
         level = "token" if correction is None else correction.level
         return sampler_mismatch(self.logprobs, self._drawn(), self.mask, level=level)

@@ -18,7 +18,6 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.report.rollouts import open_rollouts
 from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.engines import (
     Engines,
     Network,
@@ -144,7 +143,11 @@ def make_parts(
         iteration=lambda: progress.iteration,
     )
     actor = setup.models.roles.actor.model
-    average = MovingAverage(actor, classic.ema_decay) if classic.enable_ema else None
+    average = None
+    if classic.enable_ema:
+        from dschat_lora.rl.learn.ema import MovingAverage
+
+        average = MovingAverage(actor, classic.ema_decay)
     of_parts = RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier)
     own = [UserPart(name, replace(of_parts, files={})) for name in classic.parts]
     entropy = EntropyTarget(config.ppo.target_entropy, progress)

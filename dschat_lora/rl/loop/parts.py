@@ -8,26 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
-from dschat_lora.algos.entropy import adapted_entropy_coef
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.engine.distributed import raise_together, rank
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.appended_file import AppendedFile
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.rollouts import FILE, as_member
-from dschat_lora.rl.learn.ema import MovingAverage
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, StepResult
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.options.names import load_object, made
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import messages_after_prompt
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.learn.ema import MovingAverage
 
 # Responses of an iteration whose advantages, KL and values are kept token by token.
 ROWS_BY_TOKEN = 4
@@ -115,9 +116,9 @@ class Parts:
         """Those with a state that is JSON, by name."""
         return {part.name: part for part in self._parts if hasattr(part, "restore")}
 
-    def averages(self) -> dict[str, MovingAverage]:
+    def averages(self) -> dict[str, "MovingAverage"]:
         """Those that keep tensors of the actor, by name."""
-        return {part.name: part for part in self._parts if isinstance(part, MovingAverage)}
+        return {part.name: part for part in self._parts if hasattr(part, "tensors")}
 
 
 @dataclass
@@ -168,6 +169,8 @@ class EntropyTarget:
         if not self.target:
             return {}
         if steps := self._entropies:
+            from dschat_lora.algos.entropy import adapted_entropy_coef
+
             progress = self.progress
             progress.entropy = sum(e * n for e, n in steps) / sum(n for _, n in steps)
             progress.entropy_coef = adapted_entropy_coef(

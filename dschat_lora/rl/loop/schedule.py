@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dschat_lora.algos.entropy import applied_entropy_coef
 from dschat_lora.engine.distributed import local_rank, rank
 from dschat_lora.rl.draw.source import Source
 from dschat_lora.rl.options.algorithms import PpoConfig
@@ -103,6 +102,8 @@ class RlhfProgress(Progress):
         """The weight of the entropy bonus at this iteration; ``target`` is ``--target_entropy``."""
         if not target:
             return self.entropy_coef
+        from dschat_lora.algos.entropy import applied_entropy_coef
+
         return applied_entropy_coef(self.entropy_coef, entropy=self.entropy, target=target)
 
     def count_iteration(self, responses: Sequence[Response]) -> None:

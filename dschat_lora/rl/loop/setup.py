@@ -12,7 +12,6 @@ from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_rank
-from dschat_lora.lora.merge import check_mergeable
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -311,6 +310,8 @@ def _describe(setup: RlhfSetup) -> None:
     say_coverage(run, models, roles.trained)
     for role, model in roles.trained.items():
         if run.config.run.merge_adapter:
+            from dschat_lora.lora.merge import check_mergeable
+
             check_mergeable(model.model)
         for fact in model.facts():
             run.log.say(f"  {fact}")

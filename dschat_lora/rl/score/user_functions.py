@@ -17,7 +17,6 @@ from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.options.names import is_builtin, is_remote, load_object
-from dschat_lora.rl.response.coroutines import in_thread, run_together
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response, as_messages, messages_after_prompt, prompt_of
 from dschat_lora.rl.score.builtin_rewards import builtin_function
@@ -236,6 +235,8 @@ class UserFunction:
         return list(found)
 
     def _within_time(self, returned: Callable[[], Any], count: int) -> Any:
+        from dschat_lora.rl.response.coroutines import in_thread
+
         future = in_thread(returned)
         try:
             return future.result(self.timeout)
@@ -283,6 +284,8 @@ class UserFunction:
                     else:
                         done[number] = self.value_of(value, part, log), log
             if waiting:
+                from dschat_lora.rl.response.coroutines import run_together
+
                 run_together(waiting)
         if not errors:
             return

@@ -115,3 +115,21 @@ def test_text_files_that_do_not_fit_are_named(tmp_path, monkeypatch, options, me
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_evaluate(EvaluateConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (r'"\ud83d"', r"'\ud83d' is half a character (a lone surrogate)"),
+        ("[" * 5000, "not valid JSON (it is nested too deeply)"),
+        ("9" * 5000, "not valid JSON (Exceeds the limit"),
+        ('{"a": 1, "a": 2}', "not valid JSON (an object has 'a' twice)"),
+    ],
+    ids=["half a character", "depth", "digits", "a key twice"],
+)
+def test_a_prediction_that_cannot_be_scored_is_named_by_its_line(tmp_path, value, reason):
+    path = tmp_path / "p.jsonl"
+    good = '{"prediction": "a", "references": ["b"]}\n'
+    path.write_text(f'{good}{{"prediction": {value}, "references": ["b"]}}\n')
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: {reason}")):
+        read_predictions(str(path), "all")

@@ -1,0 +1,9 @@
+"""Objects of the package's add-ons, any of which may not be installed."""
+
+from dschat_lora.config.addons import installed, load
+
+
+def of_addon(path):
+    """The object ``NAME.MODULE:OBJECT``, or the module, in a list: of an add-on that is there."""
+    name = path.partition(".")[0]
+    return [load(f"dschat_lora.addons.{path}")] if name in installed() else []
