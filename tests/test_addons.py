@@ -44,6 +44,10 @@ class Options:
         if self.every < 1:
             raise ValueError(f"--counting_every must be >= 1, got {self.every}")
 
+    def check(self, config):
+        if self.every == 13:
+            raise ValueError(f"--counting_every 13 is refused with {config.run.output_dir}")
+
 
 def count(argv):
     print(sum(1 for _ in open(argv[0])), "rows")
@@ -95,7 +99,7 @@ WORDS = {
     "exits": "SystemExit",
     "a command": "it has options of 'sfft', none of sft, reward, dpo, rlhf, distill, audit, "
     "generate, nlg",
-    "a list of verbs": "its verbs is ['count'], and no Mapping",
+    "a list of verbs": "its verbs has ['count'], which is no Mapping",
     "a function itself": "<built-in function print> is not of the form module:object",
     "is none": "its entry point is a int, and no Addon",
     "a verb of the package": "the package has the verb sft, too",
@@ -200,6 +204,7 @@ def test_verbs_help_and_errors_name_what_it_adds(site, tmp_path):
     code = (
         "import sys, dschat_lora.__main__ as program\n"
         "for argv in (['--help'], ['count', 'rows.txt'], ['sft', '--counting_every', '0'],\n"
+        "    *([v, '--counting_every', '13', '--output_dir', 'here'] for v in ('sft', 'rlhf')),\n"
         "    ['rlhf', '--rollout_engine', 'nobody'], ['rlhf', '--environment', 'nobody'],\n"
         "    ['rlhf', '--algorithm', 'centered', '--reward_function', 'brevity'],\n"
         "    ['rlhf', '--reward_function', 'nobody'], ['sft', '--help', 'all']):\n"
@@ -216,8 +221,10 @@ def test_verbs_help_and_errors_name_what_it_adds(site, tmp_path):
     note, *errors = ended.stderr.splitlines()
     assert note == f"note: {LINE}"
     assert errors[0] == "error: --counting_every must be >= 1, got 0"
+    said = "error: --counting_every 13 is refused with here"
+    assert errors[1:3] == [said, said]
     for error, name in zip(
-        errors[1:], ("likeliest", "asks_back", "centred", "brevity"), strict=True
+        errors[3:], ("likeliest", "asks_back", "centred", "brevity"), strict=True
     ):
         assert name in error
 

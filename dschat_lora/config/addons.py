@@ -68,11 +68,7 @@ class Addon:
     needs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            kind = {"name": str, "needs": Sequence}.get(each.name, Mapping)
-            value = getattr(self, each.name)
-            if not isinstance(value, kind) or (each.name == "needs" and isinstance(value, str)):
-                raise TypeError(f"its {each.name} is {value!r}, and no {kind.__name__}")
+        _check_types(self)
         for name in (self.name, *self.verbs):
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name: use small letters, digits and _")
@@ -86,6 +82,14 @@ class Addon:
             for path in named.values():
                 if not (isinstance(path, str) and _PATH.fullmatch(path)):
                     raise ValueError(f"{path!r} is not of the form module:object")
+
+
+def _check_types(addon: Addon) -> None:
+    for each in fields(addon):
+        kind = {"name": str, "needs": list | tuple}.get(each.name, Mapping)
+        if not isinstance(value := getattr(addon, each.name), kind):
+            said = getattr(kind, "__name__", kind)
+            raise TypeError(f"its {each.name} has {value!r}, which is no {said}")
 
 
 @cache
