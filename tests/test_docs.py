@@ -12,6 +12,7 @@ from dschat_lora.__main__ import VERBS
 from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.addons import verb_path, verbs
 from dschat_lora.config.options import chosen_verb, option_aliases, option_names, parse_config
+from helpers.addons import of_the_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -61,6 +62,7 @@ def commands():
                     yield pytest.param(match[1], arguments, files, id=f"{path.name}:{quoted[:60]}")
 
 
+@of_the_whole
 @pytest.mark.parametrize(("stage", "arguments", "files"), commands())
 def test_quoted_command_parses(stage, arguments, files, tmp_path, monkeypatch):
     for name, body in files.items():  # that the page writes before
@@ -86,6 +88,7 @@ def test_commands_are_found_in_every_form():
         assert _COMMAND.match(text)
 
 
+@of_the_whole
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_quoted_files_of_the_checkout_exist(name):
     """A name without a folder lies in that of the name before it."""
@@ -99,6 +102,7 @@ def test_quoted_files_of_the_checkout_exist(name):
     assert not gone
 
 
+@of_the_whole
 def test_modules_and_names_of_the_walk_through_the_code_exist():
     """A module without a folder lies in that of the one before it."""
     package, gone, folder = ROOT / "dschat_lora", [], ROOT
@@ -142,6 +146,7 @@ def verb_commands():
     return found.values()
 
 
+@of_the_whole
 @pytest.mark.parametrize(("verb", "arguments"), verb_commands())
 def test_options_of_a_quoted_verb_exist(verb, arguments):
     assert verb in (*VERBS, *verbs())

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed
+from helpers.addons import of_the_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dschat_lora"
@@ -330,6 +331,7 @@ def test_each_module_has_a_room_of_the_table():
     assert not lost, listed(lost)
 
 
+@of_the_whole
 def test_each_room_and_light_module_of_the_table_exists():
     names = {name_of(path) for path in PACKAGE.rglob("*.py")}
     gone = (set(ROOMS) | LIGHT) - names
@@ -506,6 +508,7 @@ def called(node):
     return ast.unparse(node.value.func) if is_call else ""
 
 
+@of_the_whole
 def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
     # Of these the first is the registry, and old names are read where there are add-ons.
     may = {"config.addons", "config.addon_names", "config.old_names"}

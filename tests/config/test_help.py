@@ -7,7 +7,7 @@ import pytest
 
 import dschat_lora.__main__ as command
 from dschat_lora.commands.stages import STAGES as VERBS_OF_STAGES
-from dschat_lora.config.addons import installed, verbs
+from dschat_lora.config.addons import installed
 from dschat_lora.config.options import (
     option_aliases,
     option_fields,
@@ -26,7 +26,7 @@ from dschat_lora.config.stages import (
 from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.config.verbs import ExportConfig, GenerateConfig, MergeConfig
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
-from helpers.addons import of_addon
+from helpers.addons import of_addon, of_the_whole
 
 NLG, TINKER = of_addon("nlg.config:NlgConfig"), of_addon("tinker.config:TinkerConfig")
 STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, *NLG)
@@ -82,7 +82,10 @@ def titles(text):
     return re.findall(r"^(\S.*):$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("verb", [*command.VERBS, *verbs()])
+VERBS = [*command.VERBS, *(verb for each in installed().values() for verb in each.verbs)]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_fits_80_columns(verb, shown):
     for more in ([], ["all"]):
         assert [line for line in shown(verb, "--help", *more).splitlines() if len(line) > 80] == []
@@ -228,6 +231,7 @@ def test_everyday_options_exist():
         assert {*stage.config.everyday} <= {*option_names(stage.config)}
 
 
+@of_the_whole
 @pytest.mark.parametrize("name", other_names())
 def test_another_trainers_option_is_answered_with_options_that_the_command_has(name):
     rows, answered = other_names()[name], []

@@ -19,6 +19,7 @@ from dschat_lora.config.options import (
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import check_supervised
+from helpers.addons import of_the_whole
 from helpers.step1 import parsed
 
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
@@ -538,6 +539,7 @@ def leaves(config_class):
             yield field
 
 
+@of_the_whole
 def test_flags_of_step_1_are_these():
     assert sorted(flatten(SupervisedConfig())) == sorted(STEP1_FLAGS)
 
@@ -559,6 +561,7 @@ def test_help_shows_a_default_of_zero_though_it_equals_false(capsys):
     assert shown.count("default") == 2
 
 
+@of_the_whole
 @pytest.mark.parametrize("field", leaves(SupervisedConfig), ids=lambda field: field.name)
 def test_every_option_has_help_and_a_default(field):
     assert len(field.metadata["help"]) > 8
@@ -606,6 +609,7 @@ def test_step_1_script_of_deepspeed_chat_for_one_gpu_parses():
 # ---------------------------------------------------------------------------- step 2 and DPO
 
 
+@of_the_whole
 def test_flags_of_step_2_and_dpo_are_those_of_step_1_and_these():
     assert sorted(flatten(RewardStageConfig())) == sorted(STEP1_FLAGS + REWARD_FLAGS)
     assert sorted(flatten(DpoStageConfig())) == sorted(STEP1_FLAGS + DPO_FLAGS)

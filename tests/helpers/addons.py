@@ -1,6 +1,13 @@
 """Objects of the package's add-ons, any of which may not be installed."""
 
+import pytest
+
+from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed, load
+
+of_the_whole = pytest.mark.skipif(
+    not ADDONS.keys() <= installed().keys(), reason="it tells of add-ons that are not there"
+)
 
 
 def of_addon(path):

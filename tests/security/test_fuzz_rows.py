@@ -18,6 +18,7 @@ from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.rows import DEFAULT_OPTIONS
+from helpers.addons import of_the_whole
 from helpers.drawing import drawing
 from helpers.drawn_rows import drawn_rows, words_that_count
 
@@ -138,6 +139,7 @@ def test_data_of_which_no_row_can_be_used_is_counted(directory, kind):
     assert audit_of(path, kind)[0].bad_rows == 1
 
 
+@of_the_whole
 @pytest.mark.parametrize("ids", [[-5], [2**32], [2**70]])
 def test_token_ids_that_no_vocabulary_has_are_a_bad_row(refusal, ids):
     message = refusal(json.dumps({"context": [40], "completion": ids}))
