@@ -52,7 +52,11 @@ def __getattr__(name: str) -> object:
         found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     elif name in _OF_ADDONS:
         addons = import_module(f"{__name__}.config.addons")
-        found = addons.load(addons.function_path(name))
+        try:
+            path = addons.function_path(name)
+        except ValueError as error:
+            raise AttributeError(str(error)) from None
+        found = addons.load(path)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

@@ -101,8 +101,8 @@ def _walk(value: Any, left_out: re.Pattern[str], place: str = "") -> Iterator[tu
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
     for place in expected | found:
-        if place not in expected and place.startswith("config."):
-            continue  # an option that the base does not have
+        if place not in expected and place.startswith(("config.", "addons.")):
+            continue  # an option that the base does not have, or the add-on that has it
         if place not in expected or place not in found:
             return f"{place}: only in {'the base' if place in expected else 'this tree'}"
         one, other = expected[place], found[place]

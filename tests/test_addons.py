@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -42,6 +43,10 @@ class Options:
     def __post_init__(self):
         if self.every < 1:
             raise ValueError(f"--counting_every must be >= 1, got {self.every}")
+
+    def check(self, config):
+        if self.every == 13:
+            raise ValueError(f"--counting_every 13 is refused with {config.run.output_dir}")
 
 
 def count(argv):
@@ -84,11 +89,18 @@ BROKEN = {
     "a verb of an add-on": "ADDON = Addon('mine', verbs={'serve': 'a:b'})",
     "an add-on of the package": "ADDON = Addon('tinker')",
     "a seam": "ADDON = Addon('mine', provides={'sampler': {'a': 'b:c'}})",
+    "a command": "ADDON = Addon('mine', options={'sfft': 'a:b'})",
+    "a list of verbs": "ADDON = Addon('mine', verbs=['count'])",
+    "a function itself": "ADDON = Addon('mine', verbs={'count': print})",
     "what it needs": "ADDON = Addon('mine', needs=['yours'])",
 }
 WORDS = {
     "raises": "no such luck",
     "exits": "SystemExit",
+    "a command": "it has options of 'sfft', none of sft, reward, dpo, rlhf, distill, audit, "
+    "generate, nlg",
+    "a list of verbs": "its verbs has ['count'], which is no Mapping",
+    "a function itself": "<built-in function print> is not of the form module:object",
     "is none": "its entry point is a int, and no Addon",
     "a verb of the package": "the package has the verb sft, too",
     "a verb of an add-on": "the package has the verb serve, too",
@@ -144,7 +156,8 @@ def test_its_row_format_and_its_options_serve_a_stage_script_beside_a_broken_one
     (tmp_path / "rows.txt").write_text("".join(f"{n} and 1?|{n + 1}\n" for n in range(8)))
     main = str(ROOT / "training" / "step1_sft" / "main.py")
     options = (
-        "--data_path rows.txt --counting_every 3 --max_steps 1 --eval_ratio 0 --output_dir out"
+        "--data_path rows.txt --counting_every 3 --max_steps 1 --eval_ratio 0 --output_dir out "
+        "--save_interval 1"
     )
     ended = run(site, main, *options.split(), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -153,6 +166,18 @@ def test_its_row_format_and_its_options_serve_a_stage_script_beside_a_broken_one
     assert "8 prompt" in ended.stdout
     options = json.loads((tmp_path / "out" / "run.json").read_text())["config"]
     assert options["counting_every"] == 3
+    again = ("sft", "--output_dir", "out", "--resume_from_checkpoint", "latest")
+    shutil.rmtree(site / "counting-1.0.dist-info")
+    try:
+        ended = run(site, "-m", "dschat_lora", *again, cwd=tmp_path)
+    finally:
+        install(site, "counting", {})
+    assert ended.returncode == 2
+    (line,) = [each for each in ended.stderr.splitlines() if "error: " in each]
+    assert line.endswith(
+        "was made with --counting_every 3 of the add-on counting, which is not installed or has no "
+        "such option"
+    )
 
 
 def test_what_it_provides_is_chosen_by_name_and_recorded(site, tmp_path):
@@ -179,6 +204,7 @@ def test_verbs_help_and_errors_name_what_it_adds(site, tmp_path):
     code = (
         "import sys, dschat_lora.__main__ as program\n"
         "for argv in (['--help'], ['count', 'rows.txt'], ['sft', '--counting_every', '0'],\n"
+        "    *([v, '--counting_every', '13', '--output_dir', 'here'] for v in ('sft', 'rlhf')),\n"
         "    ['rlhf', '--rollout_engine', 'nobody'], ['rlhf', '--environment', 'nobody'],\n"
         "    ['rlhf', '--algorithm', 'centered', '--reward_function', 'brevity'],\n"
         "    ['rlhf', '--reward_function', 'nobody'], ['sft', '--help', 'all']):\n"
@@ -195,8 +221,10 @@ def test_verbs_help_and_errors_name_what_it_adds(site, tmp_path):
     note, *errors = ended.stderr.splitlines()
     assert note == f"note: {LINE}"
     assert errors[0] == "error: --counting_every must be >= 1, got 0"
+    said = "error: --counting_every 13 is refused with here"
+    assert errors[1:3] == [said, said]
     for error, name in zip(
-        errors[1:], ("likeliest", "asks_back", "centred", "brevity"), strict=True
+        errors[3:], ("likeliest", "asks_back", "centred", "brevity"), strict=True
     ):
         assert name in error
 
@@ -233,6 +261,11 @@ def test_a_broken_one_is_one_line_that_names_it(tmp_path, fault):
         ("Options = 3", "its options are a int, and no dataclass"),
         ("raise ImportError('no')", "no"),
         (
+            "from dataclasses import dataclass\n"
+            "@dataclass(frozen=True)\nclass Options:\n    size: int = 3\n",
+            "its Options.size is no option(...)",
+        ),
+        (
             "from dataclasses import dataclass\nfrom dschat_lora.config.options import option\n"
             "@dataclass(frozen=True)\nclass Options:\n    dim: int = option(3, help='size')\n",
             "the package has the option lora_dim, too",
@@ -243,7 +276,7 @@ def test_a_broken_one_is_one_line_that_names_it(tmp_path, fault):
             "--size is required",
         ),
     ],
-    ids=["no class", "no module", "a name of the package", "required"],
+    ids=["no class", "no module", "no option", "a name of the package", "required"],
 )
 def test_options_that_no_command_can_have_are_left_out_in_one_line(tmp_path, options, words):
     addon = (

@@ -119,7 +119,7 @@ def test_a_verb_that_is_gone_and_a_function_say_so_in_a_line(alone):
     assert "generate" in page
     (alone / "functions.py").write_text(
         f"import dschat_lora as dl\nfor name in {FUNCTIONS}:\n"
-        "    try: getattr(dl, name)\n    except ValueError as error: print(error)\n"
+        "    try: getattr(dl, name)\n    except AttributeError as error: print(error)\n"
     )
     said = run(alone, "functions.py").stdout.splitlines()
     assert said == [f"dschat_lora.{each} is an add-on that is not installed" for each in FUNCTIONS]

@@ -51,14 +51,15 @@ GROUPS = {
     "look": ("recipes", "audit", "inspect", "report", "rollouts"),
     "use": ("generate", "merge", "push", "export", "extract", "accept"),
 }
+# In the order of the help.
 ADDONS: Mapping[str, Names] = {
-    "agents": Names(),
-    "audit": Names(),
-    "evaluation": Names("eval score", "evaluate"),
-    "glue": Names("glue"),
-    "nlg": Names("nlg"),
-    "pipeline": Names("pipeline"),
     "planning": Names("plan tune doctor models", "plan tune Plan Tuned"),
+    "pipeline": Names("pipeline"),
+    "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
+    "audit": Names(),
+    "agents": Names(),
     "tinker": Names("tinker"),
+    "nlg": Names("nlg"),
+    "glue": Names("glue"),
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.addon_names import ADDONS, VERBS
-from dschat_lora.config.options import group, option_names, parse_config
+from dschat_lora.config.options import group, nested_prefix, option_names, parse_config
 
 GROUP = "dschat_lora.addons"
 # What add-ons provide by names that options take, and where the package's own names are, if any.
@@ -29,6 +29,8 @@ SEAMS: Mapping[str, str] = {
     "options_file": "",
     "row_format": "",
 }
+# What takes options of add-ons, by the verb's name.
+COMMANDS = (*("sft", "reward", "dpo", "rlhf", "distill"), *("audit", "generate", "nlg"))
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 # Add-ons of which it was said that they are left out, for the processes that this one starts.
@@ -45,13 +47,14 @@ class Addon:
         summaries: what each verb does, in a line of ``dschat-lora --help``.
         titles: what the report calls runs, by the name of their stage.
         functions: names in ``dschat_lora``, for Python; of the package's own add-ons alone.
-        options: by stage ("sft", "reward", "dpo", "rlhf", "distill"), or verb that takes some, a
-            frozen dataclass of ``option(...)``, which a config has as ``config.addons.NAME``. Those
-            of another package are typed as ``--NAME_OPTION``.
+        options: by command, one of ``COMMANDS``, a frozen dataclass of ``option(...)``, which a
+            config has as ``config.addons.NAME``. Those of another package are typed as
+            ``--NAME_OPTION``.
         provides: by seam, one of ``SEAMS``, what an option's value names.
         needs: other add-ons that it does not work without.
 
     Raises:
+        TypeError: for a value of another type.
         ValueError: for what cannot be one.
     """
 
@@ -65,16 +68,28 @@ class Addon:
     needs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name in (self.name, *self.verbs):
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name: use small letters, digits and _")
         for seam in self.provides:
             if seam not in SEAMS:
                 raise ValueError(f"it provides {seam!r}, which is none of {', '.join(SEAMS)}")
+        for command in self.options:
+            if command not in COMMANDS:
+                raise ValueError(f"it has options of {command!r}, none of {', '.join(COMMANDS)}")
         for named in (self.verbs, self.functions, self.options, *self.provides.values()):
             for path in named.values():
-                if not _PATH.fullmatch(path):
+                if not (isinstance(path, str) and _PATH.fullmatch(path)):
                     raise ValueError(f"{path!r} is not of the form module:object")
+
+
+def _check_types(addon: Addon) -> None:
+    for each in fields(addon):
+        kind = {"name": str, "needs": list | tuple}.get(each.name, Mapping)
+        if not isinstance(value := getattr(addon, each.name), kind):
+            said = getattr(kind, "__name__", kind)
+            raise TypeError(f"its {each.name} has {value!r}, which is no {said}")
 
 
 @cache
@@ -173,7 +188,9 @@ def left_out(name: str) -> Iterator[None]:
         told = os.environ.get(_LEFT_OUT, "").split(os.pathsep)
         if name not in told and os.environ.get("RANK", "0") == "0":
             os.environ[_LEFT_OUT] = os.pathsep.join([*filter(None, told), name])
-            why = " ".join(str(error).split()) or type(error).__name__
+            why = " ".join(str(error).split())
+            if not why or isinstance(error, KeyError | SystemExit):
+                why = f"{type(error).__name__} {why}".strip()
             text = f"the add-on {name} cannot be used and is left out: {why}"
             # Of the folder, which has no line of code to be shown.
             warnings.warn_explicit(text, UserWarning, str(Path(__file__).parent), 1)
@@ -184,6 +201,15 @@ def groups_of(config: Any, method: str) -> Iterator[Any]:
     for each in fields(config.addons):
         if hasattr(own := getattr(config.addons, each.name), method):
             yield own
+
+
+def owners(config: Any) -> dict[str, str]:
+    """The add-on of each option of a config that is of one."""
+    return {
+        nested_prefix("", each) + name: each.name
+        for each in (fields(config.addons) if hasattr(config, "addons") else ())
+        for name in option_names(each.metadata["group"])
+    }
 
 
 def _own(name: str) -> Addon | None:
@@ -235,11 +261,14 @@ def _check_options(
     """Refuse another package's options that no command line can have.
 
     Raises:
-        TypeError: if they are no dataclass.
+        TypeError: if they are no dataclass of options.
         ValueError: if one is required, or has a name that another option has.
     """
     if not (isinstance(options, type) and is_dataclass(options)):
         raise TypeError(f"its options are a {type(options).__name__}, and no dataclass")
+    for each in fields(options):
+        if not each.metadata:
+            raise TypeError(f"its {options.__name__}.{each.name} is no option(...)")
     parse_config(options, [], program=name)
     own: Any = dataclass(frozen=True)(type("Own", bases, dict(beside)))
     names = [f"{name}_{each}" for each in option_names(options)]

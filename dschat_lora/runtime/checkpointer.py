@@ -22,6 +22,7 @@ from dschat_lora.checkpoint.history import (
 )
 from dschat_lora.checkpoint.manifest import read_manifest, write_manifest
 from dschat_lora.checkpoint.tensors import TensorFiles, save_tensors
+from dschat_lora.config.addons import owners
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
@@ -294,6 +295,7 @@ def state_to_keep(
             },
             "options": options_to_keep(config),
             "config": flatten(config),
+            "addons": owners(config),
             "log": log.position,
             **more,
         }

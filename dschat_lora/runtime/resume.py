@@ -380,15 +380,9 @@ def _inherited(
     """Options of the checkpoint that no typed one stands in for, checked as if they were typed.
 
     Raises:
-        ValueError: if one runs code, which has to be typed again, or is of an add-on that is not
-            installed.
+        ValueError: if one runs code, which has to be typed again, or is of an add-on that is gone.
     """
     then: dict[str, Any] = state["options"]
-    if unknown := sorted(then.keys() - {*option_names(config_class)}):
-        raise ValueError(
-            f"--resume_from_checkpoint {path} was made with {_typed(unknown, then)}, and there is "
-            "no such option here: install the add-on or the version that has it"
-        )
     again = [name for name in options_with_code(config_class, then) if name not in now]
     if again:
         raise ValueError(
@@ -412,7 +406,15 @@ def _inherited(
         name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
     }
     refused = {*RUNS_CODE, *options_that_run(config_class, "code", "object"), *elsewhere}
-    known = {*option_names(config_class)} - replaced - refused
+    known = {*option_names(config_class)}
+    owner = state.get("addons")  # which older checkpoints lack
+    if isinstance(owner, dict) and (gone := [n for n in then if n not in known and n in owner]):
+        name = gone[0]
+        raise ValueError(
+            f"--resume_from_checkpoint {path} was made with {_typed([name], then)} of the add-on "
+            f"{owner[name]}, which is not installed or has no such option"
+        )
+    known -= replaced | refused
     kept = {name: value for name, value in then.items() if name in known and value is not None}
     return options_of(config_class, kept, label=f"{path / STATE_FILE}: options")
 

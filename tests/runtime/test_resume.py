@@ -304,11 +304,15 @@ def test_options_of_the_checkpoint_are_taken_over(earlier, tmp_path):
 def test_an_option_of_the_checkpoint_that_no_installed_add_on_has_is_refused(earlier):
     checkpoint = earlier("--output_dir", "out")
     state = json.loads((checkpoint / "state.json").read_text())
-    state["options"] |= {"brevity_words": 20}
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    write_manifest(checkpoint, kind="checkpoint")
-    with pytest.raises(ValueError, match="made with --brevity_words 20, and there is no such"):
-        resolved("--output_dir", "out", "--resume_from_checkpoint", "latest")
+    state["options"] |= {"brevity_words": 20, "of_an_older_version": 1}
+    resume = ("--output_dir", "out", "--resume_from_checkpoint", "latest")
+    for addons in ({}, {"addons": {"brevity_words": "brevity"}}):
+        (checkpoint / "state.json").write_text(json.dumps(state | addons))
+        write_manifest(checkpoint, kind="checkpoint")
+        if not addons:
+            assert resolved(*resume).checkpoint
+    with pytest.raises(ValueError, match="made with --brevity_words 20 of the add-on brevity,"):
+        resolved(*resume)
 
 
 def test_options_of_one_process_are_not_taken_over(earlier):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
@@ -65,7 +66,10 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
 
     def check(config: RlhfConfig) -> RlhfConfig:
         inputs = RlhfInputs(find_sources(config), config.data.data_path)
-        return apply_checks(config, inputs, RLHF_CHECKS)
+        config = apply_checks(config, inputs, RLHF_CHECKS)
+        for own in groups_of(config, "check"):
+            own.check(config)
+        return config
 
     return resolve_stage(config, check, stage=config.stage)
 
