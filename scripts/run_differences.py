@@ -101,7 +101,7 @@ def _walk(value: Any, left_out: re.Pattern[str], place: str = "") -> Iterator[tu
 
 def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
     for place in expected | found:
-        if place not in expected and place.startswith(("config.", "addons.")):
+        if place not in expected and place.partition(".")[0] in ("config", "addons"):
             continue  # an option that the base does not have, or the add-on that has it
         if place not in expected or place not in found:
             return f"{place}: only in {'the base' if place in expected else 'this tree'}"
