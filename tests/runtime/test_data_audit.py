@@ -5,9 +5,11 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from dschat_lora import __main__ as command
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.report.markup import histogram, sample_html, sample_text
+from helpers.audits import audit
+
+__all__ = ["audit"]
 
 ROWS = [
     {"prompt": "Hello", "completion": " good morning"},
@@ -21,23 +23,6 @@ def data(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
-
-
-@pytest.fixture
-def audit(monkeypatch, capsys):
-    """Runs the verb; returns exit code, output and error output."""
-
-    def run(*argv):
-        monkeypatch.setattr("sys.argv", ["dschat-lora", "audit", *map(str, argv)])
-        try:
-            command.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def test_counts_and_samples_are_one_json_object(audit, data):

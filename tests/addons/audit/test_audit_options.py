@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from dschat_lora import __main__ as command
+from helpers.audits import audit
+
+__all__ = ["audit"]
 
 ROWS = [
     {"prompt": "Hello", "completion": " good morning"},
@@ -18,23 +20,6 @@ def data(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
-
-
-@pytest.fixture
-def audit(monkeypatch, capsys):
-    """Runs the verb; returns exit code, output and error output."""
-
-    def run(*argv):
-        monkeypatch.setattr("sys.argv", ["dschat-lora", "audit", *map(str, argv)])
-        try:
-            command.main()
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.mark.smoke
