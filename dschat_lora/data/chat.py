@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dschat_lora.config.data import parse_variables
 from dschat_lora.data.encoder import Tokenizer
+from dschat_lora.data.media import MediaReader
 from dschat_lora.data.messages import Message, tool_schemas
 from dschat_lora.data.template_process import template_process
 from dschat_lora.data.templates import (
@@ -50,6 +51,7 @@ class Chat:
     eos_text: str  # of the run's end-of-sequence token
     variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
     tools: Sequence[Any] | None = None  # JSON schemas that the messages come with
+    placeholder: str = ""  # of an input beside text, where the template takes text alone
     # Shared with the copies for rows that bring columns of their own.
     _facts: dict[str, TemplateFacts] = field(default_factory=dict, compare=False, repr=False)
     # By conversations of a shape, what the template leaves out of them.
@@ -115,14 +117,14 @@ class Chat:
             text = render_built_in(messages, self.eos_text, add_generation_prompt=ask)
             if text is not None:
                 return text
-        fitted = fit_messages(messages, self.facts)
+        fitted = fit_messages(messages, self.facts, self.placeholder)
         text = self._render(fitted, add_generation_prompt, continue_final_message)
         asked = add_generation_prompt or continue_final_message
         return text if asked else text.removesuffix(self.facts.header)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Text of messages and the (start, end) of each ``{% generation %}`` block in it."""
-        fitted = fit_messages(messages, self.facts)
+        fitted = fit_messages(messages, self.facts, self.placeholder)
         text, marks = self._in_process(fitted, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in marks if end > start]
 
@@ -274,7 +276,11 @@ def ends_in_words(messages: Sequence[Message]) -> bool:
 
 
 def make_chat(
-    tokenizer: Tokenizer, chat_template_kwargs: str | None = None, *, eos_id: int | None = None
+    tokenizer: Tokenizer,
+    chat_template_kwargs: str | None = None,
+    *,
+    eos_id: int | None = None,
+    media: MediaReader | None = None,
 ) -> Chat:
     """How messages become text; ``eos_id`` ends an answer, by default the tokenizer's own token.
 
@@ -284,7 +290,10 @@ def make_chat(
     end = tokenizer.eos_token_id if eos_id is None else eos_id
     assert end is not None
     variables = parse_variables(chat_template_kwargs)
-    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(end), variables)
+    placeholder = "" if media is None else media.placeholder
+    return Chat(
+        tokenizer, tokenizer.convert_ids_to_tokens(end), variables, placeholder=placeholder
+    )
 
 
 def end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.config.data import DataConfig, mixture_shares, parse_data_split
 from dschat_lora.data.chat import Chat
+from dschat_lora.data.media import MediaReader
 from dschat_lora.data.record_files import RowCounts, RowFiles, RowReader, RowTask, row_tasks
 from dschat_lora.data.row_arrays import Indices, RowArrays, chunks, first_equals
 from dschat_lora.data.rows import DataKind, row_options
@@ -55,6 +56,7 @@ def collect(
     workers: int,
     on_rows: Callable[[int], object],
     tokens: TokenWriter | None = None,
+    media: MediaReader | None = None,
 ) -> Collected:
     """Read, check and split the rows of all sources.
 
@@ -71,7 +73,8 @@ def collect(
         for number, source in enumerate(sources)
         if phase == 1 or source.option != "sft_only_data_path"
     }
-    reader = RowReader(row_options(config), chat, kind, config.bad_rows == "skip", tokens)
+    skips = config.bad_rows == "skip"
+    reader = RowReader(row_options(config, media), chat, kind, skips, tokens)
     tasks = map_in_order(reader, row_tasks(used, directory), workers=workers)
     files = _read(used, tasks, arrays := RowArrays(directory), on_rows)
     slices = files.source_slices

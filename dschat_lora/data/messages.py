@@ -19,12 +19,12 @@ class EmptyRowError(RowError):
     """A row whose text is there but empty."""
 
 
-def check_message(location: str, name: str, message: object) -> None:
+def check_message(location: str, name: str, message: object, *, media: bool = False) -> None:
     """Refuse what is no message; ``name`` is the field and the number of the message in it.
 
     ``content`` is text or a list of text parts, and may be absent beside ``tool_calls``, whose
     arguments :func:`call_arguments` must read. Keys other than these and ``role`` are for the chat
-    template.
+    template. With ``media`` parts may be :func:`is_medium` too.
 
     Raises:
         RowError: with what was found and what a message has.
@@ -52,7 +52,7 @@ def check_message(location: str, name: str, message: object) -> None:
         except ValueError as error:
             raise RowError(location, f"{name}: {error}") from error
     if not (calls and message.get("content") is None):
-        _check_content(location, name, message["content"])
+        _check_content(location, name, message["content"], media)
         said = content_text(message["content"])
         if message["role"] == "assistant" and not (calls or said.strip()):
             raise EmptyRowError(location, f"{name}: the assistant's 'content' is empty")
@@ -61,17 +61,24 @@ def check_message(location: str, name: str, message: object) -> None:
 def content_text(content: str | list[dict[str, Any]] | None) -> str:
     """The text of a message's checked content, its parts one after another."""
     if isinstance(content, list):
-        return "".join(part["text"] for part in content)
+        return "".join(part.get("text", "") for part in content)
     return content or ""
 
 
-def _check_content(location: str, name: str, content: object) -> None:
+def is_medium(part: Mapping[str, Any]) -> bool:
+    """Whether a part stands for an input beside text, as add-ons write it."""
+    return part.keys() == {"type"} and part["type"] in MEDIA
+
+
+def _check_content(location: str, name: str, content: object, media: bool) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
         kind = type(content).__name__
         raise RowError(location, f"{name}: 'content' must be text, found {kind}")
     for number, part in enumerate(content, start=1):
+        if media and isinstance(part, dict) and is_medium(part):
+            continue
         where = f"{name}: part {number} of 'content'"
         found, is_text = type(part).__name__, False
         if isinstance(part, dict):

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dschat_lora.config.data import DataConfig
+from dschat_lora.config.data import DataConfig, parse_columns
 from dschat_lora.data.audit import DataAudit, make_audit
 from dschat_lora.data.cache import code_digest, file_digest, load_or_build
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import Collected, collect
 from dschat_lora.data.digests import DataDigest
 from dschat_lora.data.encoder import Tokenizer, describe_tokenizer, make_encoder
+from dschat_lora.data.layouts import rename
+from dschat_lora.data.media import MediaReader
 from dschat_lora.data.readers import count_rows, iter_rows, load_hub
 from dschat_lora.data.record_files import RecordTokenizer, RowCounts, RowReader, token_tasks
 from dschat_lora.data.records import answers_of
@@ -79,6 +81,7 @@ class Prepared:
     times: dict[str, float] = field(default_factory=dict)
     # under --streaming: digests of held-out rows and their prompts, not to be trained on
     left_out: frozenset[bytes] = frozenset()
+    media: MediaReader | None = None  # of inputs beside text, where rows have any
 
 
 def prepare(
@@ -91,6 +94,7 @@ def prepare(
     cache_dir: Path,
     kind: DataKind = "samples",
     progress: Progress = lambda what, count: nullcontext(),
+    media: MediaReader | None = None,
 ) -> Prepared:
     """Token sets of samples or pairs, from the cache if they were made before.
 
@@ -98,16 +102,20 @@ def prepare(
     ``cache_dir/FINGERPRINT``. :meth:`DataAudit.check` refuses data that is not fit to train on.
 
     The split is disjoint between phases 1, 2 and 3 of equal ``seed``. ``eos_id`` ends a sequence;
-    it need not be the tokenizer's own.
+    it need not be the tokenizer's own. ``media`` reads what rows hold beside text; without it such
+    rows are refused.
 
     Raises:
         ValueError: for data that cannot be found, read or used, naming file and row.
     """
     sources = config_sources(config)
     run: dict[str, Any] = {"phase": phase, "seed": seed, "eos_id": eos_id, "kind": kind}
-    key = fingerprint(config, sources, tokenizer, **run)
-    build = partial(_build, config, sources, tokenizer, progress=progress, **run)
+    beside_text = media and media.scan(_located(sources, config))
+    key = fingerprint(config, sources, tokenizer, media=beside_text, **run)
+    build = partial(_build, config, sources, tokenizer, progress=progress, media=media, **run)
     content, from_cache = load_or_build(cache_dir / key, build)
+    if media is not None and beside_text is not None:
+        media.read(cache_dir / key)
     train, held_out = (
         TokenSet.read(
             cache_dir / key / f"{name}.arrow", kind, DataDigest.of(content["digests"][name])
@@ -130,7 +138,19 @@ def prepare(
         eval_sources=by_name(content["sources"]["eval"]),
         times=by_name(content["times"]),
         left_out=frozenset(map(bytes.fromhex, content["left_out"])),
+        media=None if beside_text is None else media,
     )
+
+
+def _located(
+    sources: Sequence[Source], config: DataConfig
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of all sources and where they stand."""
+    names = parse_columns(config.columns)
+    for source in sources:
+        for row in iter_rows(source):
+            with suppress(ValueError):  # of a row that is refused where it is read
+                yield rename(row.values, names) if names else row.values, row.location
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
@@ -154,6 +174,7 @@ def _build(
     eos_id: int,
     kind: DataKind,
     progress: Progress,
+    media: MediaReader | None,
 ) -> dict[str, Any]:
     """Write both token sets; returns their digests and audit.
 
@@ -165,8 +186,10 @@ def _build(
     parts = directory / "parts"
     parts.mkdir(exist_ok=True)
     workers = num_workers(config)
-    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
-    tokens = TokenWriter(make_encoder(tokenizer), token_rule(config, eos_id, kind))
+    if media is not None:
+        media.number(directory)
+    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id, media=media)
+    tokens = TokenWriter(make_encoder(tokenizer), token_rule(config, eos_id, kind, media))
     uses_all = config.data_split is None and not config.is_mixture
     at_once = uses_all and min(config.data_weights, default=1) >= 1 and kind != "unpaired"
     with progress(
@@ -184,6 +207,7 @@ def _build(
             seed=seed,
             kind=kind,
             tokens=tokens if at_once else None,
+            media=media,
         )
     files = found.rows
     sets: dict[str, NDArray[Any]] = {"train": found.times, "eval": found.eval.view(np.uint8)}
@@ -252,7 +276,9 @@ def num_workers(config: DataConfig) -> int:
     return config.preprocessing_num_workers or min(MAX_WORKERS, usable_cores())
 
 
-def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
+def token_rule(
+    config: DataConfig, eos_id: int, kind: DataKind, media: MediaReader | None = None
+) -> TokenRule:
     """How records become samples, by the options."""
     return TokenRule(
         eos_id,
@@ -262,6 +288,7 @@ def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
         kind,
         config.eos_after_prompt,
         config.train_empty_think,
+        -1 if media is None else media.token_id,
     )
 
 
@@ -274,6 +301,7 @@ def fingerprint(
     seed: int,
     eos_id: int,
     kind: DataKind,
+    media: str | None = None,
 ) -> str:
     """32 hex digits, equal only if the prepared data would be equal.
 
@@ -301,6 +329,8 @@ def fingerprint(
         "tokenizer": describe_tokenizer(tokenizer),
         "code": code_digest(),
     }
+    if media is not None:
+        parts["media"] = media
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -314,16 +344,21 @@ class ShownSample:
 
 
 def preview(
-    config: DataConfig, tokenizer: Tokenizer, *, eos_id: int, kind: DataKind
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    eos_id: int,
+    kind: DataKind,
+    media: MediaReader | None = None,
 ) -> Iterator[ShownSample]:
     """Samples as they are trained on, in the order of the rows; rows that cannot be used are none.
 
     Raises:
         ValueError: if a file cannot be read.
     """
-    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
-    reader = RowReader(row_options(config), chat, kind, skips=True)
-    rule, encoder = token_rule(config, eos_id, kind), make_encoder(tokenizer)
+    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id, media=media)
+    reader = RowReader(row_options(config, media), chat, kind, skips=True)
+    rule, encoder = token_rule(config, eos_id, kind, media), make_encoder(tokenizer)
     for source in config_sources(config):
         for raw in iter_rows(source):
             records, _ = reader.records(raw, RowCounts())

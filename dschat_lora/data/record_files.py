@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.messages import EmptyRowError
 from dschat_lora.data.readers import Line, RawRow, RowError, iter_unread
-from dschat_lora.data.records import TextRecord, answers_of, row_digest, text_digest, to_records
+from dschat_lora.data.records import TextRecord, answers_of, row_digest, to_records, with_media
 from dschat_lora.data.row_arrays import Indices, RowArrays, first_equals
 from dschat_lora.data.rows import DataKind, RowOptions, is_learnt, parse_row, require_usable
 from dschat_lora.data.samples import TEXT, Column, is_whole, read_table, write_table
@@ -114,8 +114,8 @@ class RowReader:
             return replace(task, rows=[])
         notes["sizes"] = np.array([len(row) for row in rows], np.int64).tobytes()
         if self.kind == "unpaired":  # answers to other prompts will be looked for
-            prompts = [record.prompt for row in rows for record in row]
-            notes["prompts"] = b"".join([text_digest(p) if p else none for p in prompts])
+            answers = [record for row in rows for record in row]
+            notes["prompts"] = b"".join([r.group if r.prompt else none for r in answers])
         temporary = task.path.with_suffix(".tmp")
         stored = Column.of([json.dumps(row).encode() for row in rows], TEXT)
         write_table(temporary, [{"records": stored}], {"records": TEXT}, notes)
@@ -132,9 +132,11 @@ class RowReader:
         try:
             row = parse_row(raw, self.options)
             records = to_records(row, self.chat, self.kind)
+            if self.options.media is not None:
+                records = with_media(records, row, self.options.media)
             prompt = records[-1].prompt
             if prompt:
-                group = text_digest(prompt)
+                group = records[-1].group
             require_usable(row, self.kind, self.options)
             if not is_learnt(row, self.kind):
                 counts.by_type[f"{row.described} with label false left out"] += 1

@@ -14,6 +14,7 @@ from dschat_lora.data.conversations import (
     supervise,
 )
 from dschat_lora.data.left_out import left_out
+from dschat_lora.data.media import MediaReader, Run
 from dschat_lora.data.messages import WEIGHT
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType
@@ -44,6 +45,7 @@ class TextRecord(NamedTuple):
     label: bool | None = None  # whether the answer is a good one, if the row says so
     mismatched: str | None = None  # an answer to another prompt
     left_out: tuple[str, ...] = ()  # of the row, by the chat template or from the loss
+    media: tuple[Run, ...] = ()  # what its context's placeholders stand for
 
     @property
     def context(self) -> tuple[Span, ...]:
@@ -60,9 +62,15 @@ class TextRecord(NamedTuple):
         """The last answer (of a preference: the chosen one), None for a prompt alone."""
         return self.spans[-1].text if self.spans[-1].target else None
 
+    @property
+    def group(self) -> bytes:
+        """16 bytes, equal for equal prompts; none where there is no prompt."""
+        return text_digest(self.prompt + (repr(self.media) if self.media else ""))
+
     def digest(self, kind: DataKind = "samples") -> bytes:
         """16 bytes, equal for equal prompts and, but of prompts, equal completions or answers."""
         texts = [self.prompt, "" if kind == "prompts" else self.completion or ""]
+        texts += [repr(self.media)] if self.media else []
         if kind == "pairs":
             texts.append(self.rejected or "")
         if kind == "unpaired":
@@ -126,6 +134,28 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
         raise RowError(row.location, str(error)) from error
     except RecursionError:
         raise RowError(row.location, TOO_DEEP) from None
+
+
+def with_media(
+    records: Sequence[TextRecord], row: ParsedRow, media: MediaReader
+) -> tuple[TextRecord, ...]:
+    """The records of a row with its inputs beside text in the places of their placeholders.
+
+    Raises:
+        RowError: if these are not as many, as where the chat template leaves one out.
+    """
+    made = []
+    for record in records:
+        try:
+            texts, runs = media.insert(
+                [span.text for span in record.spans], row.values, whole=record is records[-1]
+            )
+        except ValueError as error:
+            raise RowError(row.location, str(error)) from error
+        spans = zip(record.spans, texts, strict=True)
+        spans = tuple(span._replace(text=text) for span, text in spans)
+        made.append(record._replace(spans=spans, media=runs))
+    return tuple(made)
 
 
 def _rendered(

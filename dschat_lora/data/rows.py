@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, split_weight
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
+from dschat_lora.data.media import MediaReader
 from dschat_lora.data.message_layouts import EmptyTextError, flag
 from dschat_lora.data.messages import MEDIA, EmptyRowError, check_message, medium_of
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
@@ -72,17 +73,20 @@ class RowOptions:
     # the file's column by the one that it stands for
     columns: Mapping[str, str] = field(default_factory=dict)
     unpaired: UnpairedRows = "refuse"  # what is learnt of answers with a label
+    media: MediaReader | None = None  # of what rows hold beside text; None: that is refused
 
 
 DEFAULT_OPTIONS = RowOptions()
 
 
-def row_options(config: DataConfig) -> RowOptions:
+def row_options(config: DataConfig, media: MediaReader | None = None) -> RowOptions:
     """The options as typed, parsed."""
-    return RowOptions(parse_columns(config.columns), config.unpaired_rows)
+    return RowOptions(parse_columns(config.columns), config.unpaired_rows, media)
 
 
-def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
+def check_sources(
+    config: DataConfig, kind: DataKind = "samples", media: MediaReader | None = None
+) -> None:
     """Check that all data can be found and that a stage can use their rows.
 
     Reads small files whole, the first row of others, the first of those in memory, and nothing
@@ -91,7 +95,7 @@ def check_sources(config: DataConfig, kind: DataKind = "samples") -> None:
     Raises:
         ValueError: naming the option and path, or the file and line.
     """
-    options = row_options(config)
+    options = row_options(config, media)
     for source in config_sources(config):
         wanted: DataKind = "samples" if source.option == "sft_only_data_path" else kind
         for file in source.files[: CHECKED_SHARDS if source.streaming else None]:
@@ -200,13 +204,16 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         raise RowError(raw.location, raw.problem)
     try:
         values = rename(raw.values, options.columns) if options.columns else raw.values
-        _check_media(values)
+        if options.media is None:
+            _check_media(values)
         # Files with rows of several types have null in the columns of the other types.
         values = {name: value for name, value in values.items() if value is not None}
         # A cell of a CSV file that is empty is text.
         if options.unpaired == "all" or values.get("label") == "":
             values.pop("label", None)
         values, layout = to_canonical(values)
+        if options.media is not None:
+            values = options.media.row(values, raw.location)
     except EmptyTextError as error:
         raise EmptyRowError(raw.location, str(error)) from error
     except ValueError as error:
@@ -226,7 +233,13 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     }
     present = [name for name in fields[kind] if name in values]
     for name in present:
-        _check_field(raw.location, name, values[name], text_only=kind == "text")
+        _check_field(
+            raw.location,
+            name,
+            values[name],
+            text_only=kind == "text",
+            media=options.media is not None,
+        )
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
     if "label" in values and (good := flag(values["label"])) is not None:
@@ -312,7 +325,9 @@ def _check_media(values: Mapping[str, Any]) -> None:
             raise ValueError(f"a text has {sign}, and `{name}` is empty; text alone trains")
 
 
-def _check_field(location: str, name: str, value: object, *, text_only: bool) -> None:
+def _check_field(
+    location: str, name: str, value: object, *, text_only: bool, media: bool
+) -> None:
     if isinstance(value, str) and name != "messages":
         if not value.strip():
             raise EmptyRowError(location, f"`{name}` is empty")
@@ -327,4 +342,4 @@ def _check_field(location: str, name: str, value: object, *, text_only: bool) ->
     if not value:
         raise EmptyRowError(location, f"`{name}` is empty")
     for number, message in enumerate(value, start=1):
-        check_message(location, f"`{name}` item {number}", message)
+        check_message(location, f"`{name}` item {number}", message, media=media)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
-from dschat_lora.data.messages import WEIGHT, Message, content_text, with_arguments
+from dschat_lora.data.messages import WEIGHT, Message, is_medium, with_arguments
 from dschat_lora.data.thoughts import NO_THOUGHT, EmptyThought, find_empty_thought
 
 # A letter for private use: no template knows it, none trims it.
@@ -231,8 +231,12 @@ def common_prefix(left: str, right: str) -> int:
     return low
 
 
-def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:
+def fit_messages(
+    messages: Sequence[Message], facts: TemplateFacts, placeholder: str = ""
+) -> list[Message]:
     """Messages without empty keys, of the roles and in the form that the template takes.
+
+    Where that is text, ``placeholder`` stands in it for a part that is none.
 
     Raises:
         ValueError: if the arguments of a tool call are malformed, or no object.
@@ -248,8 +252,10 @@ def fit_messages(messages: Sequence[Message], facts: TemplateFacts) -> list[Mess
         content = fitted.get("content")
         # Some take parts of what the user says alone.
         as_text = facts.takes_text and message["role"] != "user"
+        as_text = as_text and not (isinstance(content, list) and any(map(is_medium, content)))
         if isinstance(content, list) and (as_text or not facts.takes_parts):
-            fitted["content"] = content_text(content)
+            texts = (placeholder if is_medium(part) else part["text"] for part in content)
+            fitted["content"] = "".join(texts)
         elif isinstance(content, str) and by_parts:
             fitted["content"] = [{"type": "text", "text": content}]
         made.append(fitted)

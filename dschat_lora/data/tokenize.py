@@ -10,6 +10,7 @@ import numpy as np
 from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.media import has_media, with_runs
 from dschat_lora.data.records import TextRecord, shared_length
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import (
@@ -32,6 +33,7 @@ class TokenRule:
     kind: DataKind = "samples"
     eos_after_prompt: bool = False
     train_empty_think: bool = False
+    media_id: int = -1  # which stands for inputs beside text in what the tokenizer reads
 
 
 class Tokenized(NamedTuple):
@@ -94,7 +96,8 @@ def _tokenize_sample(
     record: TextRecord, encoded: list[list[int]], encoder: Encoder, rule: TokenRule
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
-    pieces = _pieces(record.spans, [encoder.begin_once(ids) for ids in encoded], encoder)
+    prefixes = [encoder.begin_once(ids) for ids in encoded]
+    pieces = _pieces(record, record.spans, prefixes, encoder, rule)
     for number, span in enumerate(record.spans[:-1]):
         if rule.eos_after_prompt and not span.target:
             pieces[number] = ended(pieces[number], rule.eos_id)
@@ -102,7 +105,10 @@ def _tokenize_sample(
         pieces[-1] = ended(pieces[-1], rule.eos_id)
     length, is_text = sum(map(len, pieces)), record.kind == "text"
     before = length - len(pieces[-1]) * record.spans[-1].target
-    if length > rule.max_seq_len and is_text and rule.overlong == "split":
+    cuts = length > rule.max_seq_len and rule.overlong != "error"
+    if cuts and has_media([*chain.from_iterable(pieces)][rule.max_seq_len :]):
+        return Tokenized(None, length, before, doubled_bos=doubled)
+    if length > rule.max_seq_len and is_text and rule.overlong == "split" and not record.media:
         tokens, size = np.array([*chain.from_iterable(pieces)], dtype=np.int32), rule.max_seq_len
         # Each piece after the first begins with the last token of the one before it, as context.
         cuts = [tokens[start : start + size] for start in range(0, length - 1, size - 1)]
@@ -142,6 +148,8 @@ def _tokenize_pair(
         return Tokenized(None, length, len(prompt), doubled_bos=doubled)
     # A prompt that fills the row leaves nothing of either answer.
     chosen, rejected = (ids[: rule.max_seq_len] for ids in sequences)
+    if has_media(prompt[rule.max_seq_len :]):
+        return Tokenized(None, length, len(prompt), doubled_bos=doubled)
     if chosen == rejected:
         return Tokenized(None, length, len(prompt), doubled_bos=doubled, identical=True)
     shared = shared_length(chosen, rejected)
@@ -185,8 +193,9 @@ def _tokenize_prompt(
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     prefixes = [encoder.begin_once(ids) for ids in encoded]
-    ids = [*chain.from_iterable(_pieces(record.context, prefixes, encoder))]
-    if not ids or (len(ids) > rule.max_seq_len and rule.overlong != "truncate"):
+    ids = [*chain.from_iterable(_pieces(record, record.context, prefixes, encoder, rule))]
+    cuts_media = has_media(ids[: max(0, len(ids) - rule.max_seq_len)])
+    if not ids or (len(ids) > rule.max_seq_len and (cuts_media or rule.overlong != "truncate")):
         _refuse_overlong(record, len(ids), rule, option="max_prompt_seq_len")
         return Tokenized(None, len(ids), len(ids), doubled_bos=doubled)
     # The answer follows the prompt's end, so its beginning is cut.
@@ -205,9 +214,9 @@ def _two_answers(
     An empty thought that the chat template puts before both belongs to the prompt.
     """
     *prefixes, with_other = (encoder.begin_once(ids) for ids in encoded)
-    *context, own = _pieces(record.spans, prefixes, encoder)
+    *context, own = _pieces(record, record.spans, prefixes, encoder, rule)
     spans = (*record.spans[:-1], Span(_other_answer(record, rule), target=True))
-    *_, another = _pieces(spans, [*prefixes[:-1], with_other], encoder)
+    *_, another = _pieces(record, spans, [*prefixes[:-1], with_other], encoder, rule)
     if record.end == "eos":
         own, another = ended(own, rule.eos_id), ended(another, rule.eos_id)
     ((_, size),) = _thought_places(record.spans[-1], own, encoder, rule) or [(0, 0)]
@@ -221,14 +230,18 @@ def ended(ids: list[int], eos_id: int) -> list[int]:
 
 
 def _pieces(
-    spans: Sequence[Span], prefixes: Sequence[list[int]], encoder: Encoder
+    record: TextRecord,
+    spans: Sequence[Span],
+    prefixes: Sequence[list[int]],
+    encoder: Encoder,
+    rule: TokenRule,
 ) -> list[list[int]]:
-    """Tokens of each span, from the tokens of the text up to the end of each span."""
+    """Tokens of each of a record's spans, from those of the text up to the end of each span."""
     pieces = [prefixes[0]]
     for span, before, after in zip(spans[1:], prefixes[:-1], prefixes[1:], strict=True):
         continues = after[: len(before)] == before
         pieces.append(after[len(before) :] if continues else encoder.encode_alone(span.text))
-    return pieces
+    return with_runs(pieces, record.media, rule.media_id) if record.media else pieces
 
 
 def _refuse_overlong(

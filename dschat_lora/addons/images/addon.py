@@ -1,0 +1,12 @@
+"""Pictures in rows of data, for models that see."""
+
+from dschat_lora.config.addons import Addon
+
+ADDON = Addon(
+    "images",
+    options=dict.fromkeys(
+        ("sft", "reward", "dpo", "rlhf", "audit", "generate"),
+        "dschat_lora.addons.images.options:ImageOptions",
+    ),
+    provides={"media": {"images": "dschat_lora.addons.images.reader:image_reader"}},
+)

@@ -1,0 +1,151 @@
+"""Features of pictures in the place of their tokens, by the parts of a model that see."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
+from dschat_lora.addons.images.reader import Entry, ImageReader
+from dschat_lora.data.media import FIRST_ID
+
+# Name of the state in the cache: by how much positions are ahead of the number of tokens.
+_AHEAD = -1
+# Features of a picture: (tokens, H), those of its embeddings first, then of early layers.
+Features = tuple[Tensor, ...]
+
+
+class PictureInputs:
+    """Called before the language model: gives it features in place of runs of token ids.
+
+    A forward pre-hook; equal for copies of the model, which share the tower.
+
+    Attributes:
+        tower: the composite model's own class below its head, without its language model.
+    """
+
+    def __init__(self, tower: PreTrainedModel, family: Family, reader: ImageReader) -> None:
+        self.tower, self.family, self.reader = tower, family, reader
+        entries = reader.entries
+        self._first = torch.tensor([entry.first for entry in entries])
+        self._ends = torch.tensor([entry.first + entry.size for entry in entries])
+        self._grids = torch.tensor([entry.grid for entry in entries])
+        self._kept: OrderedDict[int, Features] = OrderedDict()
+
+    def __deepcopy__(self, memo: object) -> "PictureInputs":
+        return self
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The language model's inputs with pictures."""
+        ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+        if ids is None:
+            return None
+        by_step = cache is not None and ids.shape[1] == 1
+        if by_step and not self.family.by_grid:
+            return None
+        changed = dict(inputs)
+        if by_step:
+            if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
+                changed["position_ids"] = inputs["position_ids"] + ahead
+            return args, changed
+        seen = ids >= FIRST_ID
+        if self.family.by_grid:
+            changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
+        if not seen.any():
+            return args, changed
+        embedding = model.get_input_embeddings()
+        embeds = embedding(ids.masked_fill(seen, 0))
+        features = [each.to(embeds.dtype) for each in self._features(ids[seen])]
+        changed["inputs_embeds"] = embeds.masked_scatter(seen[..., None], features[0])
+        changed["input_ids"] = None
+        if features[1:]:
+            changed |= {"visual_pos_masks": seen, "deepstack_visual_embeds": features[1:]}
+        return args, changed
+
+    def _features(self, ids: Tensor) -> list[Tensor]:
+        """(M, H) of M ids, of the embeddings and of early layers."""
+        first = self._first.to(ids.device)
+        numbers = torch.searchsorted(first, ids, right=True) - 1
+        distinct, inverse = numbers.unique(return_inverse=True)
+        found = self._of_pictures(distinct.tolist())
+        starts = torch.tensor([0, *(len(each[0]) for each in found)], device=ids.device).cumsum(0)
+        places = starts[inverse] + ids - first[numbers]
+        return [torch.cat(layer)[places] for layer in zip(*found, strict=True)]
+
+    def _of_pictures(self, numbers: Sequence[int]) -> list[Features]:
+        lacking = [number for number in numbers if number not in self._kept]
+        made = dict(zip(lacking, self._see(lacking), strict=True)) if lacking else {}
+        return [made[number] if number in made else self._kept[number] for number in numbers]
+
+    def _see(self, numbers: Sequence[int]) -> list[Features]:
+        """Features of these entries."""
+        entries = [self.reader.entries[number] for number in numbers]
+        device, dtype = self.tower.device, self.tower.dtype
+        pictures = [self.reader.picture(entry) for entry in entries]
+        inputs = {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in self.reader.processor.inputs(
+                pictures, [1] * len(pictures)
+            ).items()
+        }
+        with torch.no_grad():
+            output = self.tower.get_image_features(**inputs, return_dict=True)
+        layers = [output.pooler_output, *getattr(output, "deepstack_features", None) or ()]
+        sizes = [entry.size for entry in entries]
+        split = [torch.split(_flat(layer), sizes) for layer in layers]
+        return list(zip(*split, strict=True))
+
+    def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any) -> Tensor:
+        """(3, B, T) positions by time, row and column of (B, T) ids.
+
+        A picture's tokens are at one time, in their grid's places; text goes on behind its longer
+        side. ``plain`` are positions from 0 within each sequence, by number of tokens.
+        """
+        if plain is None:
+            plain = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        seen, first, grids = (
+            ids >= FIRST_ID,
+            self._first.to(ids.device),
+            self._grids.to(ids.device),
+        )
+        numbers = (torch.searchsorted(first, ids.contiguous(), right=True) - 1).clamp(min=0)
+        sizes = self._ends.to(ids.device)[numbers] - first[numbers]
+        within = (ids - first[numbers]) * seen
+        is_last = seen & (within == sizes - 1)
+        gain = (grids.amax(1)[numbers] - sizes) * is_last
+        # Up to each token, from the first one of its sequence on.
+        total = gain.cumsum(1)
+        begins = torch.where(plain == 0, total - gain, torch.iinfo(total.dtype).min).cummax(1).values
+        # total falls with each picture: the begin of the last sequence counts, not the greatest.
+        order = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        start = torch.where(plain == 0, order, 0).cummax(1).values
+        before = (total - gain).gather(1, start)
+        ahead = total - before
+        text = plain + ahead - gain * is_last
+        base = plain - within + (ahead - gain)
+        row, column = within // grids[numbers, 1].clamp(min=1), within % grids[numbers, 1].clamp(min=1)
+        time, y, x = (torch.where(seen, base + step, text) for step in (0, row, column))
+        if cache is not None:
+            self._keep_ahead(ahead[:, -1:], cache)
+        return torch.stack([time, y, x])
+
+    @staticmethod
+    def _keep_ahead(ahead: Tensor, cache: Any) -> None:
+        copies = getattr(cache, "copies", 0)
+        if copies:
+            ahead = ahead.repeat_interleave(copies, 0)
+            ahead = nn.functional.pad(ahead, (0, 0, 0, cache.rows - len(ahead)))
+        cache.update_recurrent_state(ahead, _AHEAD)
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """(tokens, H) of all pictures."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([each.flatten(0, -2) for each in features])

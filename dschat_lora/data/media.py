@@ -1,0 +1,70 @@
+"""Inputs beside text, such as pictures, as runs of token ids above every vocabulary.
+
+An add-on reads them: rows come with them, text has a placeholder for each, and tokens a run of ids
+of its own, by which the model that the add-on has prepared finds what the run stands for. All that
+handles tokens in between needs to know nothing of them: equal ids are equal inputs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+FIRST_ID = 2**24  # of runs; no vocabulary is as large
+
+
+class Run(NamedTuple):
+    """Consecutive ids from ``first`` on, ``size`` of them."""
+
+    first: int
+    size: int
+
+
+class MediaReader(Protocol):
+    """Reads what rows hold beside text, for one model."""
+
+    token_id: int  # of the vocabulary, which text has ``size`` times for a run
+    placeholder: str  # what stands for one in a text that no chat template writes
+
+    def row(self, values: dict[str, Any], location: str) -> dict[str, Any]:
+        """A row whose message parts are text, or ``{"type": KIND}`` alone where one belongs.
+
+        ``values`` have the columns of a row type, and ``location`` is their file and line.
+
+        Raises:
+            ValueError: if they hold something that cannot be read, or too many or too few.
+        """
+
+    def scan(self, rows: Iterable[tuple[dict[str, Any], str]]) -> str | None:
+        """A digest of all that rows hold beside text; None where that is nothing.
+
+        Rows are given with their locations, as they were read.
+        """
+
+    def number(self, folder: Path) -> None:
+        """Give each a run, and keep in ``folder`` what is needed to read it again."""
+
+    def read(self, folder: Path) -> None:
+        """Take the runs that :meth:`number` has kept in ``folder``."""
+
+    def insert(
+        self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
+    ) -> tuple[list[str], tuple[Run, ...]]:
+        """Texts of a row of :meth:`row`, one after another, with ``token_id``'s text for each run.
+
+        Raises:
+            ValueError: if their placeholders are not as many as the row has inputs, or more where
+                the texts are not the ``whole`` row.
+        """
+
+
+def has_media(ids: Sequence[int]) -> bool:
+    """Whether any of the ids is of a run."""
+    return max(ids, default=0) >= FIRST_ID
+
+
+def with_runs(
+    pieces: Sequence[list[int]], runs: Sequence[Sequence[int]], token_id: int
+) -> list[list[int]]:
+    """Tokens of consecutive pieces with the ids of ``runs`` in place of ``token_id``, in order."""
+    ids = iter([n for first, size in runs for n in range(first, first + size)])
+    return [[next(ids, i) if i == token_id else i for i in piece] for piece in pieces]
