@@ -133,7 +133,11 @@ _FIELDS = {
     ),
 }
 COMPOSITES = tuple(_FIELDS)
-_LIKE = {"idefics3": _FIELDS["smolvlm"]}
+_LIKE = {
+    "idefics3": _FIELDS["smolvlm"],
+    "gemma4_unified": (_FIELDS["gemma4"][0], {}, {"tie_word_embeddings": True}),
+    "lfm2_vl": ({"layer_types": ["conv", "full_attention"]}, {}, {}),
+}
 
 
 def save_composite(kind, directory, *, tokenizer=None, vision=None, own=None, seed=0) -> Path:

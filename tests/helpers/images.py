@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
 from transformers import AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_MODEL
@@ -49,6 +51,7 @@ _INTERN = {
 _VIDEO_CLASS = {
     "llava_onevision": "LlavaOnevisionVideoProcessor",
     "gemma4": "Gemma4VideoProcessor",
+    "gemma4_unified": "Gemma4UnifiedVideoProcessor",
     "qwen2_5_vl": "Qwen2VLVideoProcessor",
     "qwen3_vl": "Qwen3VLVideoProcessor",
     "qwen3_5": "Qwen3VLVideoProcessor",
@@ -163,6 +166,44 @@ _KINDS = {
         {"image_token_id": "<IMG_CONTEXT>", "image_seq_length": 4},
     ),
 }
+_KINDS["mistral3"] = (
+    "[IMG]",
+    ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": 8,
+        "size": {"longest_edge": 32},
+    },
+    {"processor_class": "PixtralProcessor", "patch_size": 8, "spatial_merge_size": 2},
+    {"image_size": 32},
+    {"image_token_index": "[IMG]", "spatial_merge_size": 2},
+)
+_KINDS["lfm2_vl"] = (
+    "<image>",
+    (
+        *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+        *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+    ),
+    {
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "encoder_patch_size": 8,
+        "min_image_tokens": 2,
+        "max_image_tokens": 4,
+        "max_tiles": 4,
+        "tile_size": 32,
+    },
+    {"processor_class": "Lfm2VlProcessor"},
+    {"num_patches": 16, "vision_use_head": False},
+    {"image_token_id": "<image>", "projector_hidden_size": 32},
+)
+_KINDS["gemma4_unified"] = (
+    *_KINDS["gemma4"][:2],
+    _KINDS["gemma4"][2] | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+    _KINDS["gemma4"][3] | {"processor_class": "Gemma4UnifiedProcessor"},
+    {"pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 128, "output_proj_dims": 32},
+    _KINDS["gemma4"][5] | {"audio_config": None},
+)
+TORCHVISION = tuple(_KINDS)[-3:]  # whose pictures need it
 for _kind, _class in {
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
@@ -182,7 +223,7 @@ for _kind, _class in {
             "vision_end_token_id": "<|vision_end|>",
         },
     )
-SEEING = tuple(_KINDS)
+SEEING = tuple(kind for kind in _KINDS if kind not in TORCHVISION)
 
 
 def tiny_vlm(family, folder, *, seed=0):
@@ -195,7 +236,7 @@ def tiny_vlm(family, folder, *, seed=0):
     folder = Path(folder)
     named = tokens if isinstance(tokens, dict) else {}
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL, extra_special_tokens=named)
-    others = [*tokens] if not named else ["<|video|>"] if family == "gemma4" else []
+    others = [*tokens] if not named else ["<|video|>"] if family.startswith("gemma4") else []
     tokenizer.add_special_tokens({"additional_special_tokens": others})
     ids = {
         name: tokenizer.convert_tokens_to_ids(each) if isinstance(each, str) else each
@@ -223,3 +264,9 @@ def tiny_vlm(family, folder, *, seed=0):
     for name, fields in files.items():
         (folder / name).write_text(json.dumps(fields, indent=1), encoding="utf-8")
     return folder
+
+
+def drawn(width, height, *, seed=0, mode="RGB"):
+    """A picture of random colours."""
+    colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(colours).convert(mode)

@@ -30,6 +30,8 @@ _PIL = (
 _TORCHVISION = ("mistral3", "lfm2_vl", "gemma4_unified")
 # What only counts tokens, and no model takes.
 _COUNTS = {"rows", "cols", "num_patches"}
+# What a processor's step of pictures takes beside options of pictures: lfm2_vl's.
+_OWN_OPTIONS = {"use_image_special_tokens"}
 
 
 def sees(model: str | Path | PreTrainedConfig) -> bool:
@@ -160,13 +162,14 @@ class PictureProcessor:
         }
 
     def _process(self, rows: Sequence[Sequence[Image]]) -> tuple[dict[str, Any], list[str]]:
+        """What the image processor makes of rows of pictures, and the text of each picture."""
         options = self._processor._merge_kwargs(
             tokenizer_init_kwargs=self._processor.tokenizer.init_kwargs, return_tensors="pt"
-        )["images_kwargs"]
-        processed, replacements = self._processor._process_images(
-            [list(row) for row in rows], **options
         )
-        return processed, replacements
+        own = {name: options[name] for name in _OWN_OPTIONS & options.keys()}
+        return self._processor._process_images(
+            [list(row) for row in rows], **options["images_kwargs"], **own
+        )
 
     def _written(self, tokenizer: PreTrainedTokenizerBase) -> str:
         token: str = self._processor.image_token
@@ -223,7 +226,7 @@ def _check_type(path: str, kind: str) -> None:
 def _assemble(base: type[ProcessorMixin], path: str, parts: dict[str, Any]) -> ProcessorMixin:
     """A processor of ``base`` with ``parts`` alone: None in place of video and sound."""
 
-    class Assembled(base):  # type: ignore[misc, valid-type]
+    class Assembled(base):  # type: ignore[misc]
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
             if argument is not None:
                 return super().check_argument_for_proper_class(name, argument)
