@@ -133,12 +133,26 @@ _FIELDS = {
     ),
 }
 COMPOSITES = tuple(_FIELDS)
+_LIKE = {
+    "idefics3": _FIELDS["smolvlm"],
+    "gemma4_unified": (_FIELDS["gemma4"][0], {}, {"tie_word_embeddings": True}),
+    "lfm2_vl": ({"layer_types": ["conv", "full_attention"]}, {}, {}),
+}
 
 
-def save_composite(kind: str, directory: Path) -> Path:
-    """A random composite model with the bundled tokenizer, under the keys that are published."""
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    text, vision, own = _FIELDS[kind]
+def save_composite(kind, directory, *, tokenizer=None, vision=None, own=None, seed=0) -> Path:
+    """A random composite model with a tokenizer, under the keys that are published.
+
+    Args:
+        kind: the type, as a configuration's ``model_type``.
+        directory: where it goes.
+        tokenizer: the bundled one by default.
+        vision: further fields of the vision tower.
+        own: further fields of the composite, ids of image tokens among them.
+        seed: of the weights.
+    """
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    text, vision_fields, own_fields = _FIELDS.get(kind, _LIKE.get(kind))
     tokens = {
         "vocab_size": len(tokenizer),
         "vocab_size_per_layer_input": len(tokenizer),
@@ -152,11 +166,11 @@ def save_composite(kind: str, directory: Path) -> Path:
     config = AutoConfig.for_model(
         kind,
         text_config=tokens | _TEXT | text,
-        vision_config=_VISION | vision,
-        **dict(zip(ids, range(10_000, 11_000), strict=False)) | own,
+        vision_config=_VISION | vision_fields | (vision or {}),
+        **dict(zip(ids, range(10_000, 11_000), strict=False)) | own_fields | (own or {}),
     )
     with torch.random.fork_rng(), without_timm():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -1,0 +1,253 @@
+"""The processor of a model that sees: text and pictures to tokens and tensors, without torchvision.
+
+Transformers' own loader takes a processor's video part too, which needs torchvision for most
+types. Here the same processor classes are assembled of what pictures need.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from PIL.Image import Image
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.image_processing_backends import PilBackend
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.processing_utils import ProcessorMixin
+from transformers.utils import is_torchvision_available
+
+_PIL = (
+    *("llava_next", "llava_onevision", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_5"),
+    *("qwen3_5_moe", "idefics3", "smolvlm", "internvl"),
+)
+_TORCHVISION = ("mistral3", "lfm2_vl", "gemma4_unified")
+# What only counts tokens, and no model takes.
+_COUNTS = {"rows", "cols", "num_patches"}
+# What a processor's step of pictures takes beside options of pictures: lfm2_vl's.
+_OWN_OPTIONS = {"use_image_special_tokens"}
+
+
+def sees(model: str | Path | PreTrainedConfig) -> bool:
+    """Whether a directory or configuration is of a type whose pictures are trained here.
+
+    No weights are read. The text part alone of such a model is of another type.
+    """
+    if not isinstance(model, PreTrainedConfig):
+        try:
+            kind = json.loads((Path(model) / "config.json").read_text("utf-8")).get("model_type")
+        except (OSError, ValueError, AttributeError):
+            return False
+        return kind in (*_PIL, *_TORCHVISION)
+    return model.model_type in (*_PIL, *_TORCHVISION)
+
+
+class PictureProcessor:
+    """What a model's own processor does to text with pictures and to pictures.
+
+    Attributes:
+        backend: "pil" or "torchvision", what makes tensors of pictures.
+        placeholder: what the chat template writes for a picture in a message of the user, without
+            white space around it; what ``<image>`` in plain text stands for.
+        image_token_id: the token that features take the place of.
+        chat_template: the processor's own if it has one, else the tokenizer's.
+    """
+
+    def __init__(
+        self, path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+    ) -> None:
+        """Load what :func:`load_processor` says."""
+        self._made_of = (path, tokenizer, trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _check_type(path, config.model_type)
+        try:
+            images = AutoImageProcessor.from_pretrained(
+                path, backend="pil", trust_remote_code=trust_remote_code
+            )
+            # The class may add tokens, which are none of the run's tokenizer.
+            self._processor = _assemble(
+                PROCESSOR_MAPPING[type(config)],
+                path,
+                {"image_processor": images, "tokenizer": copy.deepcopy(tokenizer)},
+            )
+        except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"{path}: its processor does not load: {reason}") from error
+        self.backend = "pil" if isinstance(images, PilBackend) else "torchvision"
+        self.image_token_id: int = config.image_token_id
+        if self.image_token_id >= len(tokenizer):
+            raise ValueError(
+                f"{path}: config.json says that token {self.image_token_id} is the image token, "
+                f"but the tokenizer has {len(tokenizer)} tokens"
+            )
+        self._image_token = tokenizer.convert_ids_to_tokens(self.image_token_id)
+        self.chat_template = self._processor.chat_template or tokenizer.chat_template
+        self.placeholder = self._written(tokenizer)
+        self._replacements: dict[tuple[tuple[int, int], ...], list[str]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """It is loaded anew where it is unpickled."""
+        path, tokenizer, trust_remote_code = self._made_of
+        return _load, (path, tokenizer, trust_remote_code)
+
+    def expand(self, text: str, pictures: Sequence[Image]) -> str:
+        """``text`` with the tokens of each picture in place of its placeholder.
+
+        Args:
+            text: of one sample, with a placeholder for each picture.
+            pictures: the sample's, in order.
+
+        Raises:
+            ValueError: if there are more or fewer placeholders than pictures, or the token that
+                stands for features is in the text.
+        """
+        token: str = self._processor.image_token
+        if text.count(token) != len(pictures):
+            raise ValueError(
+                f"the text has {text.count(token)} times {token!r} for {len(pictures)} pictures"
+            )
+        if token != self._image_token and self._image_token in text:
+            raise ValueError(f"the text has {self._image_token!r}, which stands for features")
+        if not pictures:
+            return text
+        sizes = tuple(picture.size for picture in pictures)
+        if sizes not in self._replacements:
+            self._replacements[sizes] = self._process([pictures])[1]
+        # One at a time, for a replacement may hold the token again.
+        parts = text.split(token)
+        between = [*self._replacements[sizes], ""]
+        return "".join(part + by for part, by in zip(parts, between, strict=True))
+
+    def inputs(
+        self, pictures: Sequence[Image], counts: Sequence[int] | None = None
+    ) -> dict[str, Tensor]:
+        """What the model is called with beside tokens, as its ``get_image_features`` takes it.
+
+        Args:
+            pictures: of the samples, one sample's after another's.
+            counts: how many each sample has, which matters where a picture alone is cut into
+                more tiles than one of several (llava_onevision); by default all are of one sample.
+
+        Returns:
+            ``pixel_values`` and what belongs to it for the type: ``image_sizes``,
+            ``image_grid_thw``, ``image_position_ids``, ``pixel_attention_mask``,
+            ``batch_num_images``. Empty without pictures.
+        """
+        if not pictures:
+            return {}
+        ends = list(accumulate(counts or [len(pictures)]))
+        rows = [
+            pictures[start:end] for start, end in zip([0, *ends], ends, strict=False) if end > start
+        ]
+        processed, _ = self._process(rows)
+        unused = {*_COUNTS, *self._processor.unused_input_names}
+        return {
+            name: torch.as_tensor(value) for name, value in processed.items() if name not in unused
+        }
+
+    def described(self) -> dict[str, Any]:
+        """Everything of the processor that its output depends on, but for versions of packages."""
+        fields = json.loads(json.dumps(self._processor.to_dict(), default=str, sort_keys=True))
+        return {
+            **fields,
+            "backend": self.backend,
+            "placeholder": self.placeholder,
+            "image_token_id": self.image_token_id,
+        }
+
+    def _process(self, rows: Sequence[Sequence[Image]]) -> tuple[dict[str, Any], list[str]]:
+        """What the image processor makes of rows of pictures, and the text of each picture."""
+        options = self._processor._merge_kwargs(
+            tokenizer_init_kwargs=self._processor.tokenizer.init_kwargs, return_tensors="pt"
+        )
+        own = {name: options[name] for name in _OWN_OPTIONS & options.keys()}
+        return self._processor._process_images(
+            [list(row) for row in rows], **options["images_kwargs"], **own
+        )
+
+    def _written(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        token: str = self._processor.image_token
+        text = {"type": "text", "text": "x"}
+        try:
+            without, written = (
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": parts}],
+                    chat_template=self.chat_template,
+                    tokenize=False,
+                )
+                for parts in ([text], [{"type": "image"}, text])
+            )
+        except (TemplateError, TypeError, ValueError):
+            return token  # a template of text alone, or none
+        start = next(
+            (at for at, pair in enumerate(zip(without, written)) if pair[0] != pair[1]),  # noqa: B905
+            len(without),
+        )
+        placeholder = written[start : len(written) - (len(without) - start)].strip()
+        return placeholder if token in placeholder else token
+
+
+def load_processor(
+    path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> PictureProcessor:
+    """The processor of the model at ``path``, over ``tokenizer``, which stays as it is.
+
+    Raises:
+        ValueError: if the type is none whose pictures are trained here, or it needs torchvision
+            and that is not installed, or the files of the processor are missing or wrong.
+    """
+    return PictureProcessor(path, tokenizer, trust_remote_code=trust_remote_code)
+
+
+def _load(
+    path: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
+) -> PictureProcessor:
+    return load_processor(path, tokenizer, trust_remote_code=trust_remote_code)
+
+
+def _check_type(path: str, kind: str) -> None:
+    if kind not in (*_PIL, *_TORCHVISION):
+        raise ValueError(
+            f"{path}: pictures of a model of type {kind} cannot be trained; those of "
+            f"{', '.join(_PIL)} can, and with torchvision {', '.join(_TORCHVISION)}"
+        )
+    if kind in _TORCHVISION and not is_torchvision_available():
+        raise ValueError(
+            f"{path}: pictures of a model of type {kind} need torchvision, which is not installed"
+        )
+
+
+def _assemble(base: type[ProcessorMixin], path: str, parts: dict[str, Any]) -> ProcessorMixin:
+    """A processor of ``base`` with ``parts`` alone: None in place of video and sound."""
+
+    class Assembled(base):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            if argument is not None:
+                return super().check_argument_for_proper_class(name, argument)
+
+    Assembled.__name__ = base.__name__
+    fields, rest = base.get_processor_dict(path)
+    with _without_num2words(base):
+        return Assembled.from_args_and_dict(
+            [parts.get(name) for name in base.get_attributes()], fields, **rest
+        )
+
+
+@contextmanager
+def _without_num2words(base: type[ProcessorMixin]) -> Iterator[None]:
+    """Within, smolvlm's processor can be made though num2words, for videos, is not installed."""
+    module: Any = sys.modules[base.__module__]
+    lacking = vars(module).get("num2words", str) is None
+    if lacking:
+        module.num2words = str
+    try:
+        yield
+    finally:
+        if lacking:
+            module.num2words = None
