@@ -58,6 +58,7 @@ ADDONS: Mapping[str, Names] = {
     "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
     "audit": Names(),
+    "images": Names(),
     "agents": Names(),
     "tinker": Names("tinker"),
     "nlg": Names("nlg"),

@@ -28,6 +28,7 @@ SEAMS: Mapping[str, str] = {
     "algorithm": "dschat_lora.rl.options.algorithms:ALGORITHMS",
     "options_file": "",
     "row_format": "",
+    "media": "",
 }
 # What takes options of add-ons, by the verb's name.
 COMMANDS = (*("sft", "reward", "dpo", "rlhf", "distill"), *("audit", "generate", "nlg"))

@@ -291,9 +291,7 @@ def make_chat(
     assert end is not None
     variables = parse_variables(chat_template_kwargs)
     placeholder = "" if media is None else media.placeholder
-    return Chat(
-        tokenizer, tokenizer.convert_ids_to_tokens(end), variables, placeholder=placeholder
-    )
+    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(end), variables, placeholder=placeholder)
 
 
 def end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

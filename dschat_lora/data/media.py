@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from dschat_lora.config.addons import load, provided
+
 FIRST_ID = 2**24  # of runs; no vocabulary is as large
 
 
@@ -25,20 +27,17 @@ class MediaReader(Protocol):
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
     placeholder: str  # what stands for one in a text that no chat template writes
 
-    def row(self, values: dict[str, Any], location: str) -> dict[str, Any]:
+    def row(self, values: dict[str, Any], fields: Sequence[str], location: str) -> dict[str, Any]:
         """A row whose message parts are text, or ``{"type": KIND}`` alone where one belongs.
 
-        ``values`` have the columns of a row type, and ``location`` is their file and line.
+        ``fields`` are the columns that are read, and ``location`` is their file and line.
 
         Raises:
             ValueError: if they hold something that cannot be read, or too many or too few.
         """
 
-    def scan(self, rows: Iterable[tuple[dict[str, Any], str]]) -> str | None:
-        """A digest of all that rows hold beside text; None where that is nothing.
-
-        Rows are given with their locations, as they were read.
-        """
+    def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
+        """A digest of all that rows of :meth:`row` hold beside text; None where that is nothing."""
 
     def number(self, folder: Path) -> None:
         """Give each a run, and keep in ``folder`` what is needed to read it again."""
@@ -55,6 +54,20 @@ class MediaReader(Protocol):
             ValueError: if their placeholders are not as many as the row has inputs, or more where
                 the texts are not the ``whole`` row.
         """
+
+    def attach(self, model: Any) -> None:
+        """Have a language model take the runs that were numbered or read."""
+
+
+def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:
+    """What reads inputs beside text for the model at ``base``; None where it takes text alone.
+
+    ``config`` is of a command with the options of add-ons. Without a ``tokenizer`` rows alone are
+    read, and nothing of the model but its ``config.json``.
+    """
+    makers = (load(path) for path in provided("media").values())
+    found = (make(config, tokenizer, base) for make in makers)
+    return next((reader for reader in found if reader is not None), None)
 
 
 def has_media(ids: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ Message = dict[str, Any]
 WEIGHT = "weight"  # key of an answer that is read, not learnt; its value is 0
 # Columns, and keys of messages and parts, that hold what is not text.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+IMAGES = MEDIA[:2]
 # Types of parts that are text, as chat templates and OpenAI's interfaces call them.
 _TEXT = (None, "text", "input_text", "output_text")
 

@@ -14,20 +14,26 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dschat_lora.config.data import DataConfig, parse_columns
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.audit import DataAudit, make_audit
 from dschat_lora.data.cache import code_digest, file_digest, load_or_build
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.collect import Collected, collect
 from dschat_lora.data.digests import DataDigest
 from dschat_lora.data.encoder import Tokenizer, describe_tokenizer, make_encoder
-from dschat_lora.data.layouts import rename
 from dschat_lora.data.media import MediaReader
-from dschat_lora.data.readers import count_rows, iter_rows, load_hub
+from dschat_lora.data.readers import RowError, count_rows, iter_rows, load_hub
 from dschat_lora.data.record_files import RecordTokenizer, RowCounts, RowReader, token_tasks
 from dschat_lora.data.records import answers_of
 from dschat_lora.data.row_arrays import Indices
-from dschat_lora.data.rows import DataKind, ValueT, config_sources, row_options
+from dschat_lora.data.rows import (
+    DataKind,
+    RowOptions,
+    ValueT,
+    config_sources,
+    parse_row,
+    row_options,
+)
 from dschat_lora.data.samples import (
     AnySample,
     Columns,
@@ -110,7 +116,9 @@ def prepare(
     """
     sources = config_sources(config)
     run: dict[str, Any] = {"phase": phase, "seed": seed, "eos_id": eos_id, "kind": kind}
-    beside_text = media and media.scan(_located(sources, config))
+    beside_text = None
+    if media is not None:
+        beside_text = media.scan(_usable(sources, row_options(config, media)))
     key = fingerprint(config, sources, tokenizer, media=beside_text, **run)
     build = partial(_build, config, sources, tokenizer, progress=progress, media=media, **run)
     content, from_cache = load_or_build(cache_dir / key, build)
@@ -142,15 +150,12 @@ def prepare(
     )
 
 
-def _located(
-    sources: Sequence[Source], config: DataConfig
-) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of all sources and where they stand."""
-    names = parse_columns(config.columns)
+def _usable(sources: Sequence[Source], options: RowOptions) -> Iterator[dict[str, Any]]:
+    """The rows of all sources, but for those that are refused where they are read."""
     for source in sources:
         for row in iter_rows(source):
-            with suppress(ValueError):  # of a row that is refused where it is read
-                yield rename(row.values, names) if names else row.values, row.location
+            with suppress(RowError):
+                yield parse_row(row, options).values
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:

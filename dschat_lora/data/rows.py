@@ -15,6 +15,7 @@ from dschat_lora.data.messages import MEDIA, EmptyRowError, check_message, mediu
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.row_formats import TwoWayTokenizer, row_formats
 from dschat_lora.data.sources import Source, find_source
+from dschat_lora.data.templates import ASSISTANT
 
 RowType = Literal[
     "text", "prompt-completion", "conversation", "preference", "unpaired preference", "prompt"
@@ -212,8 +213,6 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         if options.unpaired == "all" or values.get("label") == "":
             values.pop("label", None)
         values, layout = to_canonical(values)
-        if options.media is not None:
-            values = options.media.row(values, raw.location)
     except EmptyTextError as error:
         raise EmptyRowError(raw.location, str(error)) from error
     except ValueError as error:
@@ -232,6 +231,12 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         "prompt": ("prompt",),
     }
     present = [name for name in fields[kind] if name in values]
+    if options.media is not None:
+        try:
+            values = options.media.row(values, present, raw.location)
+        except ValueError as error:
+            raise RowError(raw.location, str(error)) from error
+        present = [name for name in fields[kind] if name in values]
     for name in present:
         _check_field(
             raw.location,
@@ -265,6 +270,31 @@ def classify(values: dict[str, Any], location: str) -> RowType:
     if "completion" in has:
         raise RowError(location, f"row lacks 'prompt'; it has {sorted(has)}")
     raise RowError(location, f"row has {sorted(has)}; a row has {KNOWN_TYPES}")
+
+
+def split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Prompt, chosen and rejected; without a prompt, it is what both answers begin with."""
+    chosen, rejected = values["chosen"], values["rejected"]
+    if "prompt" in values:
+        return values["prompt"], chosen, rejected
+    length = shared_length(chosen, rejected)
+    if isinstance(chosen, list):  # the answers themselves may be the same
+        length = min(length, len(chosen) - 1, len(rejected) - 1)
+    elif (turn := chosen.rfind(ASSISTANT, 0, length)) >= 0:
+        length = turn + len(ASSISTANT)
+    else:  # up to a whole word; the white space belongs to the answer, as in the Assistant format
+        length = max((i for i in range(length) if chosen[i].isspace()), default=0)
+    if length == 0:
+        raise ValueError("`chosen` and `rejected` begin differently; give their `prompt`")
+    if not (chosen[length:] and rejected[length:]):
+        raise ValueError("one of `chosen` and `rejected` adds nothing to the shared prompt")
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Number of leading items, or characters, that are equal."""
+    shorter = min(len(left), len(right))
+    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
 def require_usable(
@@ -325,9 +355,7 @@ def _check_media(values: Mapping[str, Any]) -> None:
             raise ValueError(f"a text has {sign}, and `{name}` is empty; text alone trains")
 
 
-def _check_field(
-    location: str, name: str, value: object, *, text_only: bool, media: bool
-) -> None:
+def _check_field(location: str, name: str, value: object, *, text_only: bool, media: bool) -> None:
     if isinstance(value, str) and name != "messages":
         if not value.strip():
             raise EmptyRowError(location, f"`{name}` is empty")

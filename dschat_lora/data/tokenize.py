@@ -11,8 +11,8 @@ from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
 from dschat_lora.data.media import has_media, with_runs
-from dschat_lora.data.records import TextRecord, shared_length
-from dschat_lora.data.rows import DataKind
+from dschat_lora.data.records import TextRecord
+from dschat_lora.data.rows import DataKind, shared_length
 from dschat_lora.data.samples import (
     AnySample,
     PairSample,

@@ -15,6 +15,7 @@ from dschat_lora.config.groups import ParallelConfig, RunConfig, ScheduleConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.encoder import describe_tokenizer
+from dschat_lora.data.media import MediaReader, media_reader
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.adamw import Update
@@ -81,7 +82,13 @@ def prepare_to_compile(run: OpenRun[StageConfig], option: str = "--compile") -> 
 
 
 def prepare_data(
-    data: DataConfig, tokenizer: Tokenizer, *, seed: int, phase: int, kind: DataKind
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    phase: int,
+    kind: DataKind,
+    media: MediaReader | None = None,
 ) -> Prepared:
     """Tokenised rows, from the cache of the options if they were made before."""
     return prepare(
@@ -93,6 +100,7 @@ def prepare_data(
         cache_dir=cache_directory(data),
         kind=kind,
         progress=progress,
+        media=media,
     )
 
 
@@ -104,6 +112,7 @@ def read_data(
     phase: int,
     kind: DataKind,
     name: str,
+    media: MediaReader | None = None,
 ) -> Prepared:
     """Tokenised rows; their audit is shown, and recorded under ``name``. Call on every rank.
 
@@ -111,7 +120,7 @@ def read_data(
     """
     seed = run.config.run.seed
     prepared = local_rank_first(
-        lambda: prepare_data(data, tokenizer, seed=seed, phase=phase, kind=kind)
+        lambda: prepare_data(data, tokenizer, seed=seed, phase=phase, kind=kind, media=media)
     )
     speaks = local_rank() == 0  # processes of one host read the same files
     check_same(
@@ -130,14 +139,21 @@ def read_data(
 
 
 def read_training_data(
-    data: DataConfig, tokenizer: Tokenizer, run: OpenRun[StageConfig], *, phase: int, kind: DataKind
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    run: OpenRun[StageConfig],
+    *,
+    phase: int,
+    kind: DataKind,
+    base: str,
 ) -> Prepared:
-    """The rows that a run trains on; call on every rank.
+    """The rows that a run trains on, on the model ``base``; call on every rank.
 
     Raises:
         ValueError: if rows cannot be read, or there is nothing to learn from them.
     """
-    prepared = read_data(data, tokenizer, run, phase=phase, kind=kind, name="data")
+    media = media_reader(run.config, tokenizer, base)
+    prepared = read_data(data, tokenizer, run, phase=phase, kind=kind, name="data", media=media)
     if run.config.optim.num_train_epochs > 0:
         prepared.audit.check()
     return prepared

@@ -19,6 +19,7 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
+from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import (
     DataKind,
     check_some_prompt_fits,
@@ -307,7 +308,8 @@ def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource)
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     unpaired = isinstance(config, DpoStageConfig) and config.dpo.is_unpaired
-    check_sources(config.data, "unpaired" if unpaired else rules.kind)
+    kind = "unpaired" if unpaired else rules.kind
+    check_sources(config.data, kind, media_reader(config, None, source.base))
     if config.optim.num_train_epochs > 0:
         check_some_prompt_fits(config.data, source.tokenizer)
 

@@ -12,6 +12,7 @@ from torch import nn
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.config.addons import groups_of
 from dschat_lora.data.loader import PackedRow, eval_batches
+from dschat_lora.data.media import FIRST_ID
 from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import world_size
@@ -193,16 +194,21 @@ def _sequences(sample: object) -> Iterator[ShownSequence]:
 def token_losses(
     engine: TrainEngine[BackboneModel], sequences: Sequence[ShownSequence]
 ) -> list[list[float | None]]:
-    """-log p of each token after those before it, in nats; None of the first. On every rank.
+    """-log p of each token after those before it, in nats. Call on every rank.
+
+    None of the first, and of what stands for inputs beside text.
 
     The engine is in evaluation mode.
     """
     model: nn.Module = engine.module.model
-    found = []
+    found: list[list[float | None]] = []
     with whole_sequences(model):
         for each in sequences:
             ids = torch.tensor([each.ids], device=engine.device)
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-            losses: list[float | None] = (-token_logprobs(logits, ids[0, 1:])).tolist()
+            # Nothing predicts what is no token of the vocabulary.
+            beside = ids[0, 1:] >= FIRST_ID
+            logprobs = token_logprobs(logits, ids[0, 1:].masked_fill(beside, 0)).tolist()
+            losses = [None if b else -p for b, p in zip(beside.tolist(), logprobs, strict=True)]
             found.append([None, *losses])
     return found

@@ -117,7 +117,7 @@ def set_up(
     if config.optim.learning_rate == "auto" or config.optim.lr_probe:
         config = replace(config, optim=_ruled(config, model_config, run))
     tokenizer = load_tokenizer(source.tokenizer, config.model)
-    data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind)
+    data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind, base=source.base)
     settings = engine_settings(
         config,
         dtype=config.model.dtype,
@@ -138,6 +138,8 @@ def set_up(
         meta=builds_shapes_alone(config.run, [settings]),
         group=group,
     )
+    if data.media is not None:
+        data.media.attach(adapted.model)
     option, asked = "gradient_checkpointing", config
     config = resolve_recomputation(
         run,

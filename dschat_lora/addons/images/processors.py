@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from PIL.Image import Image
+from PIL.Image import new as new_image
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.image_processing_backends import PilBackend
@@ -90,6 +91,42 @@ class PictureProcessor:
         self.chat_template = self._processor.chat_template or tokenizer.chat_template
         self.placeholder = self._written(tokenizer)
         self._replacements: dict[tuple[tuple[int, int], ...], list[str]] = {}
+
+    @property
+    def token(self) -> str:
+        """What stands for a picture in a text: all of the placeholder that is replaced."""
+        token: str = self._processor.image_token
+        return token
+
+    @property
+    def image_token(self) -> str:
+        """The text of ``image_token_id``."""
+        return self._image_token
+
+    @property
+    def counts_pictures(self) -> bool:
+        """Whether a sample's only picture is cut otherwise than one of several."""
+        return "LlavaOnevision" in type(self._processor).__name__
+
+    def expansion(self, size: tuple[int, int], alone: bool) -> tuple[str, tuple[int, int]]:
+        """The text in the place of a picture's token, and the grid of its image tokens.
+
+        ``size`` is (width, height) in pixels. Rows and columns are 0 for types without a grid.
+        """
+        blank = new_image("RGB", size)
+        pictures = [blank] if alone or not self.counts_pictures else [blank, blank]
+        text = self.expand(self.token, pictures[:1]) if len(pictures) == 1 else ""
+        if len(pictures) == 2:
+            text = self.expand(f"{self.token}\0{self.token}", pictures).partition("\0")[0]
+        grid = self.inputs([blank]).get("image_grid_thw")
+        if grid is None:
+            return text, (0, 0)
+        _, height, width = (grid[0] // torch.tensor([1, *[self._merge] * 2])).tolist()
+        return text, (height, width)
+
+    @property
+    def _merge(self) -> int:
+        return int(self._processor.image_processor.merge_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """It is loaded anew where it is unpickled."""

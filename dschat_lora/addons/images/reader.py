@@ -14,13 +14,12 @@ from dschat_lora.addons.images.pictures import (
     Picture,
     PictureStore,
     digest,
-    load,
     open_picture,
-    picture_size,
     read,
 )
 from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.data.media import FIRST_ID, Run
+from dschat_lora.runtime.checks import cache_directory
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -84,12 +83,12 @@ class ImageReader:
     @property
     def limits(self) -> Limits:
         """Of what is read."""
-        return Limits(self.options.max_image_pixels, self.options.allow_image_urls)
+        return Limits(max_pixels=self.options.max_image_pixels)
 
-    def row(self, values: dict[str, Any], location: str) -> dict[str, Any]:
+    def row(self, values: dict[str, Any], fields: Sequence[str], location: str) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
         folder = Path(location.rpartition(":")[0]).parent
-        return with_pictures(values, folder, allow_urls=self.options.allow_image_urls)
+        return with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
@@ -149,10 +148,16 @@ class ImageReader:
         Raises:
             ValueError: if its file has changed since.
         """
-        return open_picture(load(entry.reference, self.store), self.limits)
+        return open_picture(self.store.load(entry.reference, self.limits), self.limits)
+
+    def attach(self, model: Any) -> None:
+        """Have a language model take the pictures; its tower is loaded if it has none."""
+        from dschat_lora.addons.images.vision import attach
+
+        attach(model, self)
 
     def _key(self, picture: Picture, *, alone: bool) -> Key:
-        where = digest(picture.data) if picture.data is not None else picture.where
+        where = picture.path or picture.url or digest(read(picture, self.limits))
         return where, alone and self.processor.counts_pictures
 
     def _find(self, picture: Picture, *, alone: bool) -> None:
@@ -161,13 +166,11 @@ class ImageReader:
             return
         try:
             data = read(picture, self.limits)
-            width, height = picture_size(data, self.limits)
+            width, height = open_picture(data, self.limits, picture).size
         except ValueError as error:
             self._numbers[key] = str(error)
             return
-        reference = {"digest": digest(data)}
-        if picture.path is not None:
-            reference["path"] = str(picture.path)
+        reference = self.store.put(picture, data)
         self._numbers[key] = len(self.entries)
         self.entries.append(Entry(reference, width, height, key[1]))
 
@@ -182,12 +185,7 @@ class ImageReader:
         number = self._numbers[key]
         if isinstance(number, str):
             raise ValueError(number)
-        entry = self.entries[number]
-        data = read(picture, self.limits)
-        open_picture(data, self.limits)  # so that a broken one is named with its row
-        if picture.path is None:
-            self.store.put(data)
-        return entry
+        return self.entries[number]
 
     def _with_run(self, entry: Entry, first: int) -> Entry:
         expansion, grid = self.processor.expansion((entry.width, entry.height), entry.alone)
@@ -203,7 +201,9 @@ def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> Image
     kind = model_type(base)
     if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
         return None
-    reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(store_folder(config)))
+    data = getattr(config.data, "data", config.data)
+    folder = cache_directory(data) / "pictures"
+    reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(folder))
     if tokenizer is not None:
         tokenizer.decode = RunDecoder(tokenizer, reader.token_id)  # type: ignore[method-assign]
     return reader

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
-from dschat_lora.addons.images.reader import Entry, ImageReader
+from dschat_lora.addons.images.reader import ImageReader
 from dschat_lora.data.media import FIRST_ID
+from dschat_lora.models.composite import TextModel, _Shell, whole_config
 
 # Name of the state in the cache: by how much positions are ahead of the number of tokens.
 _AHEAD = -1
@@ -46,14 +47,13 @@ class PictureInputs:
         ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
         if ids is None:
             return None
-        by_step = cache is not None and ids.shape[1] == 1
-        if by_step and not self.family.by_grid:
-            return None
         changed = dict(inputs)
-        if by_step:
+        if cache is not None and ids.shape[1] == 1:
+            if not self.family.by_grid:
+                return None
             if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
-            return args, changed
+                return args, changed
         seen = ids >= FIRST_ID
         if self.family.by_grid:
             changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
@@ -90,13 +90,11 @@ class PictureInputs:
         pictures = [self.reader.picture(entry) for entry in entries]
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in self.reader.processor.inputs(
-                pictures, [1] * len(pictures)
-            ).items()
+            for name, value in self.reader.processor.inputs(pictures, [1] * len(pictures)).items()
         }
         with torch.no_grad():
             output = self.tower.get_image_features(**inputs, return_dict=True)
-        layers = [output.pooler_output, *getattr(output, "deepstack_features", None) or ()]
+        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         sizes = [entry.size for entry in entries]
         split = [torch.split(_flat(layer), sizes) for layer in layers]
         return list(zip(*split, strict=True))
@@ -109,31 +107,24 @@ class PictureInputs:
         """
         if plain is None:
             plain = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        seen, first, grids = (
-            ids >= FIRST_ID,
-            self._first.to(ids.device),
-            self._grids.to(ids.device),
-        )
+        seen, first = ids >= FIRST_ID, self._first.to(ids.device)
+        grids, ends = self._grids.to(ids.device), self._ends.to(ids.device)
         numbers = (torch.searchsorted(first, ids.contiguous(), right=True) - 1).clamp(min=0)
-        sizes = self._ends.to(ids.device)[numbers] - first[numbers]
+        sizes = (ends - first)[numbers]
         within = (ids - first[numbers]) * seen
-        is_last = seen & (within == sizes - 1)
-        gain = (grids.amax(1)[numbers] - sizes) * is_last
-        # Up to each token, from the first one of its sequence on.
+        gain = (grids.amax(1)[numbers] - sizes) * (seen & (within == sizes - 1))
+        # By how much positions are ahead of the number of tokens, within each sequence.
         total = gain.cumsum(1)
-        begins = torch.where(plain == 0, total - gain, torch.iinfo(total.dtype).min).cummax(1).values
-        # total falls with each picture: the begin of the last sequence counts, not the greatest.
         order = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        start = torch.where(plain == 0, order, 0).cummax(1).values
-        before = (total - gain).gather(1, start)
-        ahead = total - before
-        text = plain + ahead - gain * is_last
-        base = plain - within + (ahead - gain)
-        row, column = within // grids[numbers, 1].clamp(min=1), within % grids[numbers, 1].clamp(min=1)
-        time, y, x = (torch.where(seen, base + step, text) for step in (0, row, column))
+        begin = torch.where(plain == 0, order, 0).cummax(1).values
+        ahead = total - (total - gain).gather(1, begin)
+        text = plain + ahead - gain
+        width = grids[:, 1].clamp(min=1)[numbers]
+        steps = (torch.zeros_like(within), within // width, within % width)
+        positions = [torch.where(seen, text - within + step, text) for step in steps]
         if cache is not None:
             self._keep_ahead(ahead[:, -1:], cache)
-        return torch.stack([time, y, x])
+        return torch.stack(positions)
 
     @staticmethod
     def _keep_ahead(ahead: Tensor, cache: Any) -> None:
@@ -142,6 +133,49 @@ class PictureInputs:
             ahead = ahead.repeat_interleave(copies, 0)
             ahead = nn.functional.pad(ahead, (0, 0, 0, cache.rows - len(ahead)))
         cache.update_recurrent_state(ahead, _AHEAD)
+
+
+def attach(model: PreTrainedModel, reader: ImageReader) -> None:
+    """Have a text model of a composite one take pictures by the composite model's own tower.
+
+    Raises:
+        ValueError: if the tower cannot be loaded.
+    """
+    whole = whole_config(model.config)
+    assert whole is not None and isinstance(model, TextModel), "a model that sees is composite"
+    family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
+    tower = load_tower(model, reader.base)
+    inputs = PictureInputs(tower, family, reader)
+    model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
+
+
+def load_tower(model: TextModel, path: str) -> PreTrainedModel:
+    """The composite model below its head without its language model, frozen."""
+    whole = copy.deepcopy(whole_config(model.config))
+    kind = model.place.shell.__mro__[2]  # transformers' class
+    tower = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
+    loaded, report = tower.from_pretrained(
+        path, config=whole, dtype=model.dtype, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"--model_name_or_path {path}: its files lack {missing[0]}")
+    above = model.text_path.rpartition(".")[0]
+    return loaded.requires_grad_(False).eval().get_submodule(above)
+
+
+class _Tower(PreTrainedModel):  # type: ignore[misc]
+    """Mixed into a composite class: its language model and head are not built."""
+
+    _keys_to_ignore_on_load_unexpected = (".*",)
+    _tied_weights_keys = None
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for part in _Shell.text_parts(self):  # type: ignore[arg-type]
+            name = next(name for name, module in self.named_modules() if module is part)
+            above, _, last = name.rpartition(".")
+            delattr(self.get_submodule(above), last)
+        self.all_tied_weights_keys = {}
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:

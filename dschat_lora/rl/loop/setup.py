@@ -130,7 +130,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
 
         player = load_player(config, tokenizer, run.closing)
     scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
-    data = _read_data(config, tokenizer, run, [*player.asks, *scoring.asks])
+    asking = [*player.asks, *scoring.asks]
+    data = _read_data(config, tokenizer, run, asking, base=sources.actor.base)
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
@@ -167,13 +168,17 @@ def _read_data(
     tokenizer: Tokenizer,
     run: OpenRun[RlhfConfig],
     asking: Iterable[AsksForColumns],
+    *,
+    base: str,
 ) -> RlhfData:
     """The data of the options, of which the prompts have the columns that ``asking`` needs.
 
     Raises:
         ValueError: if columns are lacking, or there is nothing to learn from.
     """
-    prompts = read_training_data(config.data.data, tokenizer, run, phase=3, kind="prompts")
+    prompts = read_training_data(
+        config.data.data, tokenizer, run, phase=3, kind="prompts", base=base
+    )
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
     for each in asking:
         each.check_columns(columns)

@@ -8,6 +8,7 @@ from typing import Any
 
 from dschat_lora.config.addons import groups_of
 from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
+from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile
@@ -313,7 +314,8 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
         check_streaming(config)
     if config.data.data_path != inputs.asked and not config.data.num_prompts:
         check_bundled_data_fits(inputs.sources.actor, stage=config.stage, role="actor_")
-    check_sources(config.data.data, "prompts")
+    media = media_reader(config, None, inputs.sources.actor.base)
+    check_sources(config.data.data, "prompts", media)
     check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
     data = text_data(config)
     if data is not None:
