@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 # Tokens of a sample: of the prefix that its branches share, then of each branch. A sample that is
 # one sequence has the first number alone.
@@ -35,6 +35,9 @@ class Spans:
     keys: Tensor | None  # (K,) int64 in [0, N), keys of all sequences; None: their own tokens
     places: Tensor | None  # (N,) int64 in the flattened (B T) positions; None: there is no padding
     context: Any = None  # the group of ranks that divide the tokens among them; None: all are here
+    # (N,) int64: tokens of one sequence and one number see later ones too, but for those of 0; of a
+    # number below 0 in layers with a sliding window alone. None: no token sees later ones.
+    mutual: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Spans":
         """The same spans with tensors on ``device``."""
@@ -118,6 +121,7 @@ def lengthened(spans: Spans, extra: int) -> Spans:
         query_ends=torch.cat([spans.query_ends, spans.query_ends[-1:] + extra]),
         key_ends=torch.cat([spans.key_ends, spans.key_ends[-1:] + extra]),
         keys=keys,
+        mutual=None if spans.mutual is None else nn.functional.pad(spans.mutual, (0, extra)),
     )
 
 

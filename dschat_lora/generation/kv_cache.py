@@ -82,6 +82,8 @@ class RecurrentStates:
     Prompts are read without padding, which such layers would take for tokens.
     """
 
+    copies = 0  # of each row whose prompts are read; 0 afterwards, and where each is read
+
     def __init__(self) -> None:
         # Of each layer, kind (convolution or recurrence) and number, at fixed addresses.
         self._states: dict[tuple[int, str, int], Tensor] = {}
@@ -121,14 +123,16 @@ class RecurrentStates:
     def _of_step(self, key: tuple[int, str, int]) -> Tensor | None:
         _, prompts, count = self._state_rows()
         state = self._states.get(key)
-        return None if prompts is not None or state is None else state[:count]
+        return None if prompts is not None or self.copies or state is None else state[:count]
 
     def _store_state(self, state: Tensor, key: tuple[int, str, int]) -> None:
         most, prompts, count = self._state_rows()
         if key not in self._states:
             self._states[key] = state.new_zeros(most, *state.shape[1:])
         store = self._states[key]
-        if prompts is None:
+        if prompts is None and self.copies:
+            store[: len(state) * self.copies] = state.repeat_interleave(self.copies, 0)
+        elif prompts is None:
             store[:count] = state
         else:
             store[prompts] = state.repeat_interleave(len(prompts) // len(state), 0)

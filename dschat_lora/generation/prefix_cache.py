@@ -18,11 +18,12 @@ def can_keep_prefixes(model: PreTrainedModel) -> bool:
     """Whether all that layers keep of a prefix are keys and values, the same in longer texts.
 
     A recurrent layer has one state, of the whole text; some rotary embeddings change their
-    frequencies with the length of the text.
+    frequencies with the length of the text. Models may have ``reads_whole`` set where a part of a
+    text does not tell how the rest is read.
     """
     types = {str(getattr(module, "rope_type", "")) for module in model.modules()}
     varies = any(kind in each for each in types for kind in ("dynamic", "longrope"))
-    return not varies and not recurrent_layers(model)
+    return not (varies or recurrent_layers(model) or getattr(model, "reads_whole", False))
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,7 +70,7 @@ def _attend(
     options: Mapping[str, Any],
 ) -> Tensor:
     """(1, N, heads, D) of heads of which all tokens are here, see :func:`attend_by_spans`."""
-    if varlen_takes(query, key, value, options):
+    if spans.mutual is None and varlen_takes(query, key, value, options):
         scaling, window = options.get("scaling"), options.get("sliding_window")
         return varlen_attend(query, key, value, spans, scaling=scaling, window=window)
     window = options.get("sliding_window")
@@ -78,7 +78,8 @@ def _attend(
     outputs: list[Tensor] = []
     before = None
     parts = (torch.split(x, tokens, dim=2) for x in (query, key, value))
-    for q, k, v, (queries, keys) in zip(*parts, spans.lengths, strict=True):
+    mutual = [None] * len(tokens) if spans.mutual is None else torch.split(spans.mutual, tokens)
+    for q, k, v, own, (queries, keys) in zip(*parts, mutual, spans.lengths, strict=True):
         seen_k, seen_v = k, v
         if keys > queries:
             # A further branch; the first stands before it with what all begin with.
@@ -91,6 +92,10 @@ def _attend(
         mask = None  # all that precedes
         if queries < keys or (window is not None and window < keys):
             mask = _mask(queries, keys, window, q.device)
+        if own is not None and keys == queries and bool(own.any()):
+            later = (own[:, None] == own) & (own != 0 if window else own > 0)
+            mask = _mask(queries, keys, window, q.device) if mask is None else mask
+            mask = mask | later.triu(1)
         outputs.append(sdpa_attention_forward(module, q, seen_k, seen_v, mask, **options)[0])
         if keys == queries:
             before = k, v

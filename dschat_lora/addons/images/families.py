@@ -1,20 +1,21 @@
 """Types of models whose pictures are trained, and how they differ beside features in embeddings."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Family(NamedTuple):
     """What the language model of a type is told of pictures."""
 
     by_grid: bool = False  # positions of a picture's tokens are those of its grid (mrope)
-    mutual: bool = False  # tokens of a picture see each other
+    # which layers' tokens of a picture see later ones of it: those with a sliding window, or all
+    mutual: Literal["", "windows", "all"] = ""
 
 
 FAMILIES = {
     "llava_next": Family(),
     "llava_onevision": Family(),
-    "gemma3": Family(mutual=True),
-    "gemma4": Family(mutual=True),
+    "gemma3": Family(mutual="all"),
+    "gemma4": Family(mutual="windows"),
     "qwen2_5_vl": Family(by_grid=True),
     "qwen3_vl": Family(by_grid=True),
     "qwen3_5": Family(by_grid=True),
@@ -27,5 +28,5 @@ FAMILIES = {
 WITH_TORCHVISION = {
     "mistral3": Family(),
     "lfm2_vl": Family(),
-    "gemma4_unified": Family(mutual=True),
+    "gemma4_unified": Family(mutual="windows"),
 }

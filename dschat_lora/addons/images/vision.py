@@ -1,8 +1,10 @@
 """Features of pictures in the place of their tokens, by the parts of a model that see."""
 
 import copy
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from dschat_lora.addons.images.reader import ImageReader
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.models.composite import TextModel, _Shell, whole_config
 
+# Most that features of frozen towers take, which are kept for later passes.
+KEPT_BYTES = 2**30
 # Name of the state in the cache: by how much positions are ahead of the number of tokens.
 _AHEAD = -1
 # Features of a picture: (tokens, H), those of its embeddings first, then of early layers.
@@ -31,11 +35,9 @@ class PictureInputs:
 
     def __init__(self, tower: PreTrainedModel, family: Family, reader: ImageReader) -> None:
         self.tower, self.family, self.reader = tower, family, reader
-        entries = reader.entries
-        self._first = torch.tensor([entry.first for entry in entries])
-        self._ends = torch.tensor([entry.first + entry.size for entry in entries])
-        self._grids = torch.tensor([entry.grid for entry in entries])
-        self._kept: OrderedDict[int, Features] = OrderedDict()
+        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._kept: OrderedDict[int, Features] = OrderedDict()  # the last used is the last
+        self._kept_bytes = 0
 
     def __deepcopy__(self, memo: object) -> "PictureInputs":
         return self
@@ -66,11 +68,30 @@ class PictureInputs:
         changed["input_ids"] = None
         if features[1:]:
             changed |= {"visual_pos_masks": seen, "deepstack_visual_embeds": features[1:]}
+        config: Any = model.config
+        if getattr(config, "hidden_size_per_layer_input", 0):
+            padded = ids.masked_fill(seen, config.pad_token_id)
+            changed["per_layer_inputs"] = model.get_per_layer_inputs(padded, embeds)  # type: ignore[operator]
+        if self.family.mutual == "all" or (
+            self.family.mutual == "windows" and config.use_bidirectional_attention == "vision"
+        ):
+            in_windows = self.family.mutual == "windows"
+            changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
         return args, changed
+
+    def _table(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """First id, size and (rows, columns) of each picture known so far."""
+        entries = self.reader.entries
+        if device not in self._tables or len(self._tables[device][0]) < len(entries):
+            numbers = ([e.first for e in entries], [e.size for e in entries])
+            tensors = *map(torch.tensor, numbers), torch.tensor([e.grid for e in entries])
+            first, sizes, grids = (each.to(device) for each in tensors)
+            self._tables[device] = first, sizes, grids.view(-1, 2)
+        return self._tables[device]
 
     def _features(self, ids: Tensor) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
-        first = self._first.to(ids.device)
+        first, _, _ = self._table(ids.device)
         numbers = torch.searchsorted(first, ids, right=True) - 1
         distinct, inverse = numbers.unique(return_inverse=True)
         found = self._of_pictures(distinct.tolist())
@@ -81,23 +102,45 @@ class PictureInputs:
     def _of_pictures(self, numbers: Sequence[int]) -> list[Features]:
         lacking = [number for number in numbers if number not in self._kept]
         made = dict(zip(lacking, self._see(lacking), strict=True)) if lacking else {}
-        return [made[number] if number in made else self._kept[number] for number in numbers]
+        found = [made[number] if number in made else self._kept[number] for number in numbers]
+        for number, features in zip(numbers, found, strict=True):
+            self._kept[number] = features
+            self._kept.move_to_end(number)
+            self._kept_bytes += sum(x.nbytes for x in features) if number in made else 0
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > len(numbers):
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_bytes -= sum(x.nbytes for x in dropped)
+        return found
 
     def _see(self, numbers: Sequence[int]) -> list[Features]:
         """Features of these entries."""
-        entries = [self.reader.entries[number] for number in numbers]
-        device, dtype = self.tower.device, self.tower.dtype
+        found: dict[int, Features] = {}
+        for alone in (True, False):
+            own = [number for number in numbers if self.reader.entries[number].alone == alone]
+            # One of several is cut as such, though the others are not here.
+            for number, features in zip(own, self._of_kind(own, alone), strict=True):
+                found[number] = features
+        return [found[number] for number in numbers]
+
+    def _of_kind(self, numbers: Sequence[int], alone: bool) -> list[Features]:
+        """Features of entries that are, each, a sample's only picture, or are one of several."""
+        if not numbers:
+            return []
+        twice = len(numbers) == 1 and not alone and self.reader.processor.counts_pictures
+        entries = [self.reader.entries[number] for number in numbers] * (2 if twice else 1)
         pictures = [self.reader.picture(entry) for entry in entries]
+        counts = [1] * len(pictures) if alone else [len(pictures)]
+        device, dtype = self.tower.device, self.tower.dtype
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in self.reader.processor.inputs(pictures, [1] * len(pictures)).items()
+            for name, value in self.reader.processor.inputs(pictures, counts).items()
         }
         with torch.no_grad():
             output = self.tower.get_image_features(**inputs, return_dict=True)
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         sizes = [entry.size for entry in entries]
         split = [torch.split(_flat(layer), sizes) for layer in layers]
-        return list(zip(*split, strict=True))
+        return list(zip(*split, strict=True))[: len(numbers)]
 
     def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any) -> Tensor:
         """(3, B, T) positions by time, row and column of (B, T) ids.
@@ -107,10 +150,9 @@ class PictureInputs:
         """
         if plain is None:
             plain = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        seen, first = ids >= FIRST_ID, self._first.to(ids.device)
-        grids, ends = self._grids.to(ids.device), self._ends.to(ids.device)
+        seen, (first, lengths, grids) = ids >= FIRST_ID, self._table(ids.device)
         numbers = (torch.searchsorted(first, ids.contiguous(), right=True) - 1).clamp(min=0)
-        sizes = (ends - first)[numbers]
+        sizes = lengths[numbers]
         within = (ids - first[numbers]) * seen
         gain = (grids.amax(1)[numbers] - sizes) * (seen & (within == sizes - 1))
         # By how much positions are ahead of the number of tokens, within each sequence.
@@ -123,16 +165,49 @@ class PictureInputs:
         steps = (torch.zeros_like(within), within // width, within % width)
         positions = [torch.where(seen, text - within + step, text) for step in steps]
         if cache is not None:
-            self._keep_ahead(ahead[:, -1:], cache)
+            cache.update_recurrent_state(ahead[:, -1:], _AHEAD)
         return torch.stack(positions)
 
-    @staticmethod
-    def _keep_ahead(ahead: Tensor, cache: Any) -> None:
-        copies = getattr(cache, "copies", 0)
-        if copies:
-            ahead = ahead.repeat_interleave(copies, 0)
-            ahead = nn.functional.pad(ahead, (0, 0, 0, cache.rows - len(ahead)))
-        cache.update_recurrent_state(ahead, _AHEAD)
+
+def mutual_inputs(
+    model: nn.Module, seen: Tensor, inputs: Mapping[str, Any], *, in_windows: bool
+) -> dict[str, Any]:
+    """Inputs by which the (B, T) tokens of a picture, ``seen``, see each other, later ones too.
+
+    With ``in_windows`` in layers with a sliding window alone.
+    """
+    begins = seen & ~nn.functional.pad(seen, (1, 0))[:, :-1]
+    groups = begins.cumsum(1) * seen  # pictures are never next to each other
+    if (spans := inputs.get("spans")) is not None:
+        return {"spans": replace(spans, mutual=-groups[0] if in_windows else groups[0])}
+    mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+    if not isinstance(mask, dict) and (mask is None or mask.ndim == 2):
+        make = sys.modules[type(model).__module__].create_masks_for_vision_model
+        made = make(
+            config=model.config,
+            inputs_embeds=inputs["inputs_embeds"],
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=inputs.get("position_ids"),
+            block_sequence_ids=groups - 1,
+        )
+        return {"attention_mask": made}
+    masks = mask if isinstance(mask, dict) else {"full_attention": mask}
+    # Where each token's key is: in the column of its position, or its own.
+    columns = torch.arange(seen.shape[1], device=seen.device).expand_as(seen)
+    if hasattr(cache, "read_prompts"):
+        columns = inputs["position_ids"]
+    keys = groups.new_zeros(len(groups), next(iter(masks.values())).shape[-1])
+    keys.scatter_reduce_(1, columns, groups, "amax")
+    at = torch.arange(keys.shape[1], device=seen.device)
+    shown = (groups[:, :, None] == keys[:, None]) & seen[:, :, None] & (at > columns[:, :, None])
+    made = {
+        kind: each
+        if in_windows and kind == "full_attention"
+        else each.masked_fill(shown[:, None], 0)
+        for kind, each in masks.items()
+    }
+    return {"attention_mask": made if isinstance(mask, dict) else made["full_attention"]}
 
 
 def attach(model: PreTrainedModel, reader: ImageReader) -> None:
@@ -142,11 +217,13 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
         ValueError: if the tower cannot be loaded.
     """
     whole = whole_config(model.config)
-    assert whole is not None and isinstance(model, TextModel), "a model that sees is composite"
+    assert whole is not None, "a model that sees is composite"
+    assert isinstance(model, TextModel)
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
     tower = load_tower(model, reader.base)
     inputs = PictureInputs(tower, family, reader)
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
+    vars(model)["reads_whole"] = family.by_grid or bool(family.mutual)
 
 
 def load_tower(model: TextModel, path: str) -> PreTrainedModel:
