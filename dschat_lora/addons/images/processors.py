@@ -56,8 +56,13 @@ class PictureProcessor:
         placeholder: what the chat template writes for a picture in a message of the user, without
             white space around it; what ``<image>`` in plain text stands for.
         image_token_id: the token that features take the place of.
-        chat_template: the processor's own if it has one, else the tokenizer's.
+        chat_template: the first that writes pictures, of the tokenizer's and the processor's own.
     """
+
+    backend: str
+    placeholder: str
+    image_token_id: int
+    chat_template: Any
 
     def __init__(
         self, path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
@@ -80,15 +85,20 @@ class PictureProcessor:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"{path}: its processor does not load: {reason}") from error
         self.backend = "pil" if isinstance(images, PilBackend) else "torchvision"
-        self.image_token_id: int = config.image_token_id
+        self.image_token_id = config.image_token_id
         if self.image_token_id >= len(tokenizer):
             raise ValueError(
                 f"{path}: config.json says that token {self.image_token_id} is the image token, "
                 f"but the tokenizer has {len(tokenizer)} tokens"
             )
         self._image_token = tokenizer.convert_ids_to_tokens(self.image_token_id)
-        self.chat_template = self._processor.chat_template or tokenizer.chat_template
-        self.placeholder = self._written(tokenizer)
+        templates = [tokenizer.chat_template, self._processor.chat_template]
+        written = [(self._written(tokenizer, each), each) for each in templates if each]
+        chosen = next((pair for pair in written if pair[0]), None)
+        self.placeholder, self.chat_template = chosen or (
+            self._processor.image_token,
+            tokenizer.chat_template,
+        )
         self._replacements: dict[tuple[tuple[int, int], ...], list[str]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,29 +178,27 @@ class PictureProcessor:
         )
         own = {name: options[name] for name in _OWN_OPTIONS & options.keys()}
         return self._processor._process_images(
-            [list(row) for row in rows], **options["images_kwargs"], **own
+            [list(row) for row in rows],
+            **{**options["images_kwargs"], "do_convert_rgb": True},  # lfm2_vl does not by itself
+            **own,
         )
 
-    def _written(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        token: str = self._processor.image_token
+    def _written(self, tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
+        """What ``template`` writes for a picture, without white space around; "" if nothing."""
         text = {"type": "text", "text": "x"}
         try:
             without, written = (
                 tokenizer.apply_chat_template(
-                    [{"role": "user", "content": parts}],
-                    chat_template=self.chat_template,
-                    tokenize=False,
+                    [{"role": "user", "content": parts}], chat_template=template, tokenize=False
                 )
                 for parts in ([text], [{"type": "image"}, text])
             )
         except (TemplateError, TypeError, ValueError):
-            return token  # a template of text alone, or none
-        start = next(
-            (at for at, pair in enumerate(zip(without, written)) if pair[0] != pair[1]),  # noqa: B905
-            len(without),
-        )
-        placeholder = written[start : len(written) - (len(without) - start)].strip()
-        return placeholder if token in placeholder else token
+            return ""  # a template for text alone
+        # What is left of the text with a picture without what both begin and both end with.
+        begin = next((i for i in range(len(without)) if without[i] != written[i : i + 1]), 0)
+        placeholder: str = written[begin : len(written) - len(without) + begin].strip()
+        return placeholder if self._processor.image_token in placeholder else ""
 
 
 def load_processor(
