@@ -32,6 +32,8 @@ _TORCHVISION = ("mistral3", "lfm2_vl", "gemma4_unified")
 _COUNTS = {"rows", "cols", "num_patches"}
 # What a processor's step of pictures takes beside options of pictures: lfm2_vl's.
 _OWN_OPTIONS = {"use_image_special_tokens"}
+# Sizes of pictures of a sample whose tokens are kept: they depend on nothing else.
+_REMEMBERED = 1000
 
 
 def sees(model: str | Path | PreTrainedConfig) -> bool:
@@ -96,7 +98,7 @@ class PictureProcessor:
         written = [(self._written(tokenizer, each), each) for each in templates if each]
         chosen = next((pair for pair in written if pair[0]), None)
         self.placeholder, self.chat_template = chosen or (
-            self._processor.image_token,
+            self._marked(config),
             tokenizer.chat_template,
         )
         self._replacements: dict[tuple[tuple[int, int], ...], list[str]] = {}
@@ -127,9 +129,11 @@ class PictureProcessor:
         if not pictures:
             return text
         sizes = tuple(picture.size for picture in pictures)
+        if len(self._replacements) > _REMEMBERED:
+            self._replacements.clear()
         if sizes not in self._replacements:
             self._replacements[sizes] = self._process([pictures])[1]
-        # One at a time, for a replacement may hold the token again.
+        # Not by str.replace, for a replacement may hold the token again.
         parts = text.split(token)
         between = [*self._replacements[sizes], ""]
         return "".join(part + by for part, by in zip(parts, between, strict=True))
@@ -199,6 +203,15 @@ class PictureProcessor:
         begin = next((i for i in range(len(without)) if without[i] != written[i : i + 1]), 0)
         placeholder: str = written[begin : len(written) - len(without) + begin].strip()
         return placeholder if self._processor.image_token in placeholder else ""
+
+    def _marked(self, config: PreTrainedConfig) -> str:
+        """The image token, between those that positions of some types need between pictures."""
+        token: str = self._processor.image_token
+        if not hasattr(config, "vision_start_token_id"):
+            return token
+        ids = [config.vision_start_token_id, config.vision_end_token_id]
+        begin, end = self._processor.tokenizer.convert_ids_to_tokens(ids)
+        return f"{begin}{token}{end}"
 
 
 def load_processor(

@@ -114,10 +114,17 @@ def test_the_placeholder_is_what_the_template_writes(family, placeholder, saved)
     assert (processor.placeholder, processor.chat_template) == (placeholder, image)
 
 
-def test_without_a_template_that_writes_pictures_the_placeholder_is_the_token(saved, tmp_path):
-    path = shutil.copytree(saved("qwen3_vl"), tmp_path / "bare")
+@pytest.mark.parametrize(
+    ("family", "placeholder"),
+    [("llava_next", "<image>"), ("qwen2_5_vl", "<|vision_start|><|image_pad|><|vision_end|>")],
+)
+def test_without_a_template_the_placeholder_keeps_pictures_apart(
+    family, placeholder, saved, tmp_path
+):
+    """Qwen's positions are counted by runs of image tokens."""
+    path = shutil.copytree(saved(family), tmp_path / "bare")
     (path / "chat_template.jinja").unlink()
-    assert _load(str(path)).placeholder == "<|image_pad|>"
+    assert _load(str(path)).placeholder == placeholder
 
 
 def test_a_pickled_processor_makes_the_same(saved):
