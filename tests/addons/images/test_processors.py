@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.smolvlm import processing_smolvlm
 from transformers.utils import is_torchvision_available
 
 from addons.images.stock_processors import (
@@ -26,6 +27,11 @@ from helpers.images import SEEING, TORCHVISION, drawn, tiny_vlm
 
 WITHOUT_VIDEO = ("llava_next", "gemma3", "idefics3")  # load everywhere
 HERE = (*SEEING, *(TORCHVISION if is_torchvision_available() else ()))
+# Of those that make test runs: one that loads anywhere, and one that needs its video part.
+_MARKED = [
+    pytest.param(each, marks=pytest.mark.smoke if each in ("gemma3", "qwen3_vl") else ())
+    for each in HERE
+]
 STOCK = json.loads(VALUES.read_text("utf-8"))
 PICTURES = [picture for row in ROWS for picture in row]
 COUNTS = [len(row) for row in ROWS]
@@ -56,7 +62,7 @@ def _tokens(processor, path):
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in expanded]
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", _MARKED)
 def test_tokens_and_tensors_are_those_of_the_models_own_processor(family, saved):
     path = saved(family)
     processor = _load(path)
@@ -170,6 +176,57 @@ def test_what_is_described_tells_changes_apart(saved, tmp_path):
         fields = json.loads((other / file).read_text("utf-8"))
         (other / file).write_text(json.dumps(fields | {field: value}), encoding="utf-8")
         assert _load(str(other)).described() != described
+
+
+def test_what_is_kept_of_sizes_tells_their_order(saved):
+    processor = _load(saved("qwen3_vl"))
+    wide, small = drawn(64, 32), drawn(16, 16)
+    text = processor.placeholder + "x" + processor.placeholder
+    token = processor._processor.image_token
+    for pictures, counts in [((wide, small), [8, 1]), ((small, wide), [1, 8])]:
+        parts = processor.expand(text, pictures).split("x")
+        assert [part.count(token) for part in parts] == counts
+
+
+def test_transformers_stays_as_it_is(saved):
+    before = processing_smolvlm.num2words
+    _load(saved("smolvlm"))
+    assert processing_smolvlm.num2words is before
+
+
+def _nested(pictures, processor):
+    return {}, processor | {"image_processor": pictures, "video_processor": {"fps": 2}}
+
+
+def _fast(pictures, processor):
+    return pictures | {"image_processor_type": pictures["image_processor_type"] + "Fast"}, processor
+
+
+def _without_type(pictures, processor):
+    return {n: v for n, v in pictures.items() if n != "image_processor_type"}, processor
+
+
+@pytest.mark.parametrize("written", [_nested, _fast, _without_type])
+def test_files_of_other_releases_make_the_same(written, saved, tmp_path):
+    path = saved("qwen3_vl")
+    other = shutil.copytree(path, tmp_path / "other")
+    names = ("preprocessor_config.json", "processor_config.json")
+    before = [json.loads((other / name).read_text("utf-8")) for name in names]
+    for name, fields in zip(names, written(*before), strict=True):
+        (other / name).unlink()
+        if fields:
+            (other / name).write_text(json.dumps(fields), encoding="utf-8")
+    template = (other / "chat_template.jinja").read_text("utf-8")
+    (other / "chat_template.jinja").unlink()
+    legacy = json.dumps({"chat_template": template})
+    (other / "chat_template.json").write_text(legacy, encoding="utf-8")
+    assert AutoTokenizer.from_pretrained(other).chat_template is None
+    processor, same = _load(str(other)), _load(path)
+    assert processor.described() == same.described()
+    assert processor.chat_template == template
+    assert torch.equal(
+        processor.inputs(PICTURES)["pixel_values"], same.inputs(PICTURES)["pixel_values"]
+    )
 
 
 def test_counts_that_do_not_fit_are_refused_with_both(saved):
