@@ -126,7 +126,7 @@ _KINDS = {
             "max_soft_tokens": 70,
         },
         {"processor_class": "Gemma4Processor", "image_seq_length": 70},
-        {"pooling_kernel_size": 2},
+        {"pooling_kernel_size": 2, "position_embedding_size": 160},
         {
             "image_token_id": "<|image|>",
             "boi_token_id": "<|image>",
