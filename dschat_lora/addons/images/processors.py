@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,13 @@ class PictureProcessor:
         if len(self._replacements) > _REMEMBERED:
             self._replacements.clear()
         if sizes not in self._replacements:
-            self._replacements[sizes] = self._process([pictures])[1]
+            written = self._process([pictures])[1]
+            if not all(self._image_token in each for each in written):
+                raise ValueError(
+                    f"the processor writes {token!r} for a picture, but the image token of "
+                    f"config.json is {self._image_token!r}"
+                )
+            self._replacements[sizes] = written
         # Not by str.replace, for a replacement may hold the token again.
         parts = text.split(token)
         between = [*self._replacements[sizes], ""]
@@ -199,9 +205,10 @@ class PictureProcessor:
             )
         except (TemplateError, TypeError, ValueError):
             return ""  # a template for text alone
-        # What is left of the text with a picture without what both begin and both end with.
-        begin = next((i for i in range(len(without)) if without[i] != written[i : i + 1]), 0)
-        placeholder: str = written[begin : len(written) - len(without) + begin].strip()
+        # What is between the beginning and the end that both have.
+        begin = _common(without, written)
+        end = len(written) - _common(without[begin:][::-1], written[begin:][::-1])
+        placeholder: str = written[begin:end].strip()
         return placeholder if self._processor.image_token in placeholder else ""
 
     def _marked(self, config: PreTrainedConfig) -> str:
@@ -224,6 +231,12 @@ def load_processor(
             and that is not installed, or the files of the processor are missing or wrong.
     """
     return PictureProcessor(path, tokenizer, trust_remote_code=trust_remote_code)
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _load(

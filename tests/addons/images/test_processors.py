@@ -121,6 +121,25 @@ def test_the_placeholder_is_what_the_template_writes(family, placeholder, saved)
 
 
 @pytest.mark.parametrize(
+    "template",
+    [
+        "User:{{ '' if image else ' ' }}{{ '<image>' if image }}{{ text }}\nAssistant:",  # smolvlm
+        "[INST] {{ '<image>\\n' if image }}{{ text }} [/INST]",  # llava_next
+        "{{ '\\n\\n<image>\\n\\n' if image }}{{ text }}",  # gemma4
+        "{{ text }} {{ '<image>' if image }}",
+    ],
+)
+def test_the_placeholder_is_found_wherever_the_template_writes_it(template, saved):
+    path = saved("smolvlm")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = (
+        "{% set parts = messages[0].content %}{% set image = parts|length > 1 %}"
+        "{% set text = parts[-1].text %}" + template
+    )
+    assert load_processor(path, tokenizer).placeholder == "<image>"
+
+
+@pytest.mark.parametrize(
     ("family", "placeholder"),
     [("llava_next", "<image>"), ("qwen2_5_vl", "<|vision_start|><|image_pad|><|vision_end|>")],
 )
@@ -246,6 +265,17 @@ def test_the_token_of_features_is_refused_in_text(saved):
     processor = _load(saved("gemma3"))
     with pytest.raises(ValueError, match="has '<image_soft_token>', which stands for features"):
         processor.expand("<start_of_image> and <image_soft_token>", [drawn(20, 20)])
+
+
+def test_an_image_token_that_the_processor_does_not_write_is_refused(saved, tmp_path):
+    other = shutil.copytree(saved("llava_next"), tmp_path / "other")
+    config = json.loads((other / "config.json").read_text("utf-8"))
+    (other / "config.json").write_text(
+        json.dumps(config | {"image_token_index": 5}), encoding="utf-8"
+    )
+    processor = _load(str(other))
+    with pytest.raises(ValueError, match="writes '<image>' for a picture, but the image token of"):
+        processor.expand("<image>", [drawn(20, 20)])
 
 
 @pytest.mark.parametrize("family", HERE)
