@@ -1,6 +1,6 @@
 """Checks of messages: their role, content and tool calls."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ Message = dict[str, Any]
 WEIGHT = "weight"  # key of an answer that is read, not learnt; its value is 0
 # Columns, and keys of messages and parts, that hold what is not text.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+IMAGES = MEDIA[:2]
 # Types of parts that are text, as chat templates and OpenAI's interfaces call them.
 _TEXT = (None, "text", "input_text", "output_text")
 
@@ -19,12 +20,12 @@ class EmptyRowError(RowError):
     """A row whose text is there but empty."""
 
 
-def check_message(location: str, name: str, message: object) -> None:
+def check_message(location: str, name: str, message: object, media: Collection[str] = ()) -> None:
     """Refuse what is no message; ``name`` is the field and the number of the message in it.
 
-    ``content`` is text or a list of text parts, and may be absent beside ``tool_calls``, whose
-    arguments :func:`call_arguments` must read. Keys other than these and ``role`` are for the chat
-    template.
+    ``content`` is text or a list of text parts, and of parts of nothing but a type that is in
+    ``media``. It may be absent beside ``tool_calls``, whose arguments :func:`call_arguments` must
+    read. Keys other than these and ``role`` are for the chat template.
 
     Raises:
         RowError: with what was found and what a message has.
@@ -52,20 +53,20 @@ def check_message(location: str, name: str, message: object) -> None:
         except ValueError as error:
             raise RowError(location, f"{name}: {error}") from error
     if not (calls and message.get("content") is None):
-        _check_content(location, name, message["content"])
+        _check_content(location, name, message["content"], media)
         said = content_text(message["content"])
         if message["role"] == "assistant" and not (calls or said.strip()):
             raise EmptyRowError(location, f"{name}: the assistant's 'content' is empty")
 
 
 def content_text(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message's checked content, its parts one after another."""
+    """The text of a message's checked content, its parts one after another, without media."""
     if isinstance(content, list):
-        return "".join(part["text"] for part in content)
+        return "".join(part.get("text", "") for part in content)
     return content or ""
 
 
-def _check_content(location: str, name: str, content: object) -> None:
+def _check_content(location: str, name: str, content: object, media: Collection[str]) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -75,6 +76,8 @@ def _check_content(location: str, name: str, content: object) -> None:
         where = f"{name}: part {number} of 'content'"
         found, is_text = type(part).__name__, False
         if isinstance(part, dict):
+            if part.keys() == {"type"} and part["type"] in media:
+                continue
             typed = part.get("type")
             found, is_text = repr(typed), isinstance(part.get("text"), str) and typed in _TEXT
             medium = medium_of(part) or next((m for m in MEDIA if m in str(typed)), None)
@@ -95,7 +98,7 @@ def is_there(value: Any) -> bool:
     """Whether a value, as a table may have it for what a row lacks, holds anything."""
     if isinstance(value, dict | list):
         return any(map(is_there, value.values() if isinstance(value, dict) else value))
-    return bool(value) and value == value  # no missing number of pandas
+    return bool(value) and not (isinstance(value, float) and value != value)  # of pandas
 
 
 def called_function(call: dict[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from dschat_lora.data.conversations import (
 from dschat_lora.data.left_out import left_out
 from dschat_lora.data.messages import WEIGHT
 from dschat_lora.data.readers import RowError
-from dschat_lora.data.rows import DataKind, ParsedRow, RowType
-from dschat_lora.data.templates import ASSISTANT
+from dschat_lora.data.rows import DataKind, ParsedRow, RowType, split_preference
 
 MAX_MARGIN = 1e30  # far within float32, which margins are kept in
 # What ends the last answer: an end-of-sequence to be added, a token that the chat template wrote,
@@ -201,31 +200,6 @@ def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     return TextRecord(
         row.location, row.kind, spans, texts[1], margin, end=end, left_out=tuple(lost)
     )
-
-
-def split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Prompt, chosen and rejected; without a prompt, it is what both answers begin with."""
-    chosen, rejected = values["chosen"], values["rejected"]
-    if "prompt" in values:
-        return values["prompt"], chosen, rejected
-    length = shared_length(chosen, rejected)
-    if isinstance(chosen, list):  # the answers themselves may be the same
-        length = min(length, len(chosen) - 1, len(rejected) - 1)
-    elif (turn := chosen.rfind(ASSISTANT, 0, length)) >= 0:
-        length = turn + len(ASSISTANT)
-    else:  # up to a whole word; the white space belongs to the answer, as in the Assistant format
-        length = max((i for i in range(length) if chosen[i].isspace()), default=0)
-    if length == 0:
-        raise ValueError("`chosen` and `rejected` begin differently; give their `prompt`")
-    if not (chosen[length:] and rejected[length:]):
-        raise ValueError("one of `chosen` and `rejected` adds nothing to the shared prompt")
-    return chosen[:length], chosen[length:], rejected[length:]
-
-
-def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """Number of leading items, or characters, that are equal."""
-    shorter = min(len(left), len(right))
-    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
 def _pair(prompt: str, completion: str) -> tuple[Span, ...]:

@@ -1,7 +1,8 @@
 """Row types: a raw row is one of the six, and a stage can use it; checks of data before a run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -10,10 +11,18 @@ from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, spl
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.message_layouts import EmptyTextError, flag
-from dschat_lora.data.messages import MEDIA, EmptyRowError, check_message, medium_of
+from dschat_lora.data.messages import (
+    IMAGES,
+    MEDIA,
+    EmptyRowError,
+    check_message,
+    is_there,
+    medium_of,
+)
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.row_formats import TwoWayTokenizer, row_formats
 from dschat_lora.data.sources import Source, find_source
+from dschat_lora.data.templates import ASSISTANT
 
 RowType = Literal[
     "text", "prompt-completion", "conversation", "preference", "unpaired preference", "prompt"
@@ -35,6 +44,9 @@ CHECKED_SHARDS = 8  # of a source that is streamed
 # rows that are held out.
 HEAD_ROWS = 1000
 ValueT = TypeVar("ValueT")
+# One form of a row with images, by its values, the columns of its type, and the folder that paths
+# are relative to; in messages an image is the part {"type": "image"}. It raises a ValueError.
+ReadImages = Callable[[dict[str, Any], Sequence[str], Path], dict[str, Any]]
 
 
 class ParsedRow(NamedTuple):
@@ -72,6 +84,7 @@ class RowOptions:
     # the file's column by the one that it stands for
     columns: Mapping[str, str] = field(default_factory=dict)
     unpaired: UnpairedRows = "refuse"  # what is learnt of answers with a label
+    read_images: ReadImages | None = None
 
 
 DEFAULT_OPTIONS = RowOptions()
@@ -200,7 +213,7 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         raise RowError(raw.location, raw.problem)
     try:
         values = rename(raw.values, options.columns) if options.columns else raw.values
-        _check_media(values)
+        _check_media(values, IMAGES if options.read_images else ())
         # Files with rows of several types have null in the columns of the other types.
         values = {name: value for name, value in values.items() if value is not None}
         # A cell of a CSV file that is empty is text.
@@ -214,8 +227,6 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     except RecursionError:
         raise RowError(raw.location, TOO_DEEP) from None
     kind = classify(values, raw.location)
-    if layout and (row := ParsedRow(raw.location, kind, values, layout)).is_encoded:
-        return row
     fields = {
         "text": ("text",),
         "conversation": ("messages",),
@@ -224,9 +235,13 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         "preference": ("prompt", "chosen", "rejected"),
         "prompt": ("prompt",),
     }
+    values = _with_images(values, fields[kind], raw.location, options)
+    if layout and (row := ParsedRow(raw.location, kind, values, layout)).is_encoded:
+        return row
+    parts = ("image",) if options.read_images else ()
     present = [name for name in fields[kind] if name in values]
     for name in present:
-        _check_field(raw.location, name, values[name], text_only=kind == "text")
+        _check_field(raw.location, name, values[name], text_only=kind == "text", parts=parts)
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
     if "label" in values and (good := flag(values["label"])) is not None:
@@ -252,6 +267,31 @@ def classify(values: dict[str, Any], location: str) -> RowType:
     if "completion" in has:
         raise RowError(location, f"row lacks 'prompt'; it has {sorted(has)}")
     raise RowError(location, f"row has {sorted(has)}; a row has {KNOWN_TYPES}")
+
+
+def split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Prompt, chosen and rejected; without a prompt, it is what both answers begin with."""
+    chosen, rejected = values["chosen"], values["rejected"]
+    if "prompt" in values:
+        return values["prompt"], chosen, rejected
+    length = shared_length(chosen, rejected)
+    if isinstance(chosen, list):  # the answers themselves may be the same
+        length = min(length, len(chosen) - 1, len(rejected) - 1)
+    elif (turn := chosen.rfind(ASSISTANT, 0, length)) >= 0:
+        length = turn + len(ASSISTANT)
+    else:  # up to a whole word; the white space belongs to the answer, as in the Assistant format
+        length = max((i for i in range(length) if chosen[i].isspace()), default=0)
+    if length == 0:
+        raise ValueError("`chosen` and `rejected` begin differently; give their `prompt`")
+    if not (chosen[length:] and rejected[length:]):
+        raise ValueError("one of `chosen` and `rejected` adds nothing to the shared prompt")
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def shared_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Number of leading items, or characters, that are equal."""
+    shorter = min(len(left), len(right))
+    return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
 
 def require_usable(
@@ -300,19 +340,42 @@ def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
     return not (unpaired and row.values["label"] is False)
 
 
-def _check_media(values: Mapping[str, Any]) -> None:
-    """Refuse a row that is about more than its text."""
+def _with_images(
+    values: dict[str, Any], fields: Sequence[str], location: str, options: RowOptions
+) -> dict[str, Any]:
+    if options.read_images is None:
+        return values
+    try:
+        present = [name for name in fields if name in values]
+        return options.read_images(values, present, _folder(location.rpartition(":")[0]))
+    except ValueError as error:
+        raise RowError(location, str(error)) from error
+
+
+@cache
+def _folder(file: str) -> Path:
+    """The folder of a file of rows; that of the process for rows from elsewhere."""
+    return Path(file).parent if Path(file).is_file() else Path()
+
+
+def _check_media(values: Mapping[str, Any], read: Sequence[str]) -> None:
+    """Refuse a row that is about more than its text, and the columns that are ``read``."""
     columns = [name for name in MEDIA if name in values]
-    if columns and (medium := medium_of(values)) is not None:
+    if any(is_there(values[name]) for name in columns if name in read):
+        columns = [name for name in columns if name not in read]
+    if columns and (medium := medium_of({name: values[name] for name in columns})) is not None:
         plural = medium.removesuffix("s") + "s"
         raise ValueError(f"`{medium}` is not empty; text alone trains, without {plural}")
     for name in columns:
         sign = f"<{name.removesuffix('s')}>"
         if sign in str(values):
-            raise ValueError(f"a text has {sign}, and `{name}` is empty; text alone trains")
+            reason = "" if name in read else "; text alone trains"
+            raise ValueError(f"a text has {sign}, and `{name}` is empty{reason}")
 
 
-def _check_field(location: str, name: str, value: object, *, text_only: bool) -> None:
+def _check_field(
+    location: str, name: str, value: object, *, text_only: bool, parts: Sequence[str] = ()
+) -> None:
     if isinstance(value, str) and name != "messages":
         if not value.strip():
             raise EmptyRowError(location, f"`{name}` is empty")
@@ -327,4 +390,4 @@ def _check_field(location: str, name: str, value: object, *, text_only: bool) ->
     if not value:
         raise EmptyRowError(location, f"`{name}` is empty")
     for number, message in enumerate(value, start=1):
-        check_message(location, f"`{name}` item {number}", message)
+        check_message(location, f"`{name}` item {number}", message, parts)

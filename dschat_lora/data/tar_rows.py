@@ -62,7 +62,9 @@ def _parts(member: tarfile.TarInfo) -> tuple[str, str]:
 def _add(values: dict[str, Any], member: tarfile.TarInfo, file: IO[bytes]) -> None:
     extension = _parts(member)[1]
     if column := _MEDIA.get(extension.rpartition(".")[2]):
-        values.setdefault(column, []).append(member.name)
+        # A picture as the parts of Parquet have it; of others it is enough to refuse the row.
+        found = {"bytes": file.read(), "path": member.name} if column == "images" else member.name
+        values.setdefault(column, []).append(found)
     elif extension == "json":
         found = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=json_object)
         if not isinstance(found, dict):

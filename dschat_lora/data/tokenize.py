@@ -10,8 +10,8 @@ import numpy as np
 from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
-from dschat_lora.data.records import TextRecord, shared_length
-from dschat_lora.data.rows import DataKind
+from dschat_lora.data.records import TextRecord
+from dschat_lora.data.rows import DataKind, shared_length
 from dschat_lora.data.samples import (
     AnySample,
     PairSample,

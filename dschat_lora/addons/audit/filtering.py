@@ -18,7 +18,7 @@ from dschat_lora.data.chat import Chat
 from dschat_lora.data.messages import content_text
 from dschat_lora.data.readers import RawRow, RowError, iter_rows, iter_unread, json_line
 from dschat_lora.data.record_files import RowCounts, RowReader
-from dschat_lora.data.records import row_digest, split_preference
+from dschat_lora.data.records import row_digest
 from dschat_lora.data.rows import (
     DataKind,
     ParsedRow,
@@ -26,6 +26,7 @@ from dschat_lora.data.rows import (
     config_sources,
     parse_row,
     row_options,
+    split_preference,
 )
 from dschat_lora.data.sources import find_source
 
