@@ -350,6 +350,8 @@ def _with_images(
         return options.read_images(values, present, _folder(location.rpartition(":")[0]))
     except ValueError as error:
         raise RowError(location, str(error)) from error
+    except RecursionError:
+        raise RowError(location, TOO_DEEP) from None
 
 
 @cache

@@ -321,6 +321,11 @@ FORMS = {
         ONE,
         "r",
     ),
+    "beside columns that are not read": (
+        {"messages": ONE, "prompt": "<image><image>", "completion": "<image>", "image": "red.png"},
+        ONE,
+        "r",
+    ),
     "pictures of other roles": (
         {
             "messages": [
@@ -446,11 +451,7 @@ def test_columns_by_their_names_keep_the_pictures(parse, folder):
     ],
 )
 def test_a_row_without_pictures_stays(parse, row):
-    values = parse(row)
-    assert "images" not in values or not any(values["images"])
-    assert {k: v for k, v in values.items() if k[:5] != "image"} == {
-        k: v for k, v in row.items() if k[:5] != "image"
-    }
+    assert parse(row) == {k: v for k, v in row.items() if k not in ("images", "image")}
 
 
 # ------------------------------------------------------------------------------ files of such rows
@@ -612,6 +613,13 @@ def one(image):
     return {"prompt": "<image> q", "image": image}
 
 
+def nested(depth):
+    value = "red.png"
+    for _ in range(depth):
+        value = {"url": value}
+    return value
+
+
 def part(**keys):
     return {"messages": [u([{**HERE, **keys}, text("q")]), a("b")]}
 
@@ -738,7 +746,9 @@ BAD = [
     ({"text": ["<image>"], "images": ["red.png"]}, COUNT.format(1, "text", 0, PART)),
     ({"chosen": 1, "rejected": 2, "image": "red.png"}, "must be text or a message list"),
     ({"chosen": [], "rejected": [], "image": "red.png"}, "adds nothing to the shared prompt"),
-    ({"messages": [], "image": "red.png"}, "`messages`"),
+    ({"messages": [], "image": "red.png"}, "pictures: `image` has 1, `messages` places for 0"),
+    (part(image=nested(100_000)), "nested too deeply"),
+    (one({"url": {"path": {"url": "gone.png"}}}), "picture 'gone.png' in '{folder}'"),
     ({"image": "red.png"}, "row has ['image']; a row has `text`;"),
 ]
 
