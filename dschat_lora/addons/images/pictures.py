@@ -80,7 +80,7 @@ def picture_of(value: Any, folder: str | Path, *, allow_urls: bool = False) -> P
                 found = _decoded(str(found)) if is_base64 else found
                 return picture_of(found, folder, allow_urls=allow_urls)
         raise ValueError(f"a picture must be {_FORMS}, found an object of {sorted(value)!s:.200}")
-    if isinstance(value, bytes | bytearray | memoryview) and value:
+    if isinstance(value, bytes | bytearray) and value:
         return Picture(data=bytes(value))
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(value, pillow.Image):
@@ -187,13 +187,15 @@ def open_picture(
     with _reading(name):
         from PIL import Image, UnidentifiedImageError
 
+        # Pixels are counted here, before they are decoded.
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         Image.init()
         formats = [each for each in FORMATS if each in Image.OPEN]  # some need a newer Pillow
         try:
             return _upright(Image.open(io.BytesIO(data), formats=formats), limits)
         except UnidentifiedImageError:
             head = data[:1000].lower()
-            reason = f"it begins with {data[:16]!r}, as none of {', '.join(FORMATS)} does"
+            reason = f"it is none of {', '.join(FORMATS)}; it begins with {data[:16]!r}"
             if head.startswith(b"version https://git-lfs"):
                 reason = "it is a pointer of Git LFS; `git lfs pull` fetches the file itself"
             elif b"<svg" in head:
@@ -206,11 +208,9 @@ def open_picture(
 
 @contextmanager
 def _reading(name: object) -> Iterator[None]:
-    """What fails inside the block as a line; what Pillow warns of is not said."""
+    """What fails inside the block, as a line."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     except ImportError as error:
         raise ValueError("pictures need Pillow: pip install 'dschat_lora[images]'") from error
     except _BROKEN as error:

@@ -85,9 +85,8 @@ class ImageReader:
         """Of what is read."""
         return Limits(max_pixels=self.options.max_image_pixels)
 
-    def row(self, values: dict[str, Any], fields: Sequence[str], location: str) -> dict[str, Any]:
+    def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
-        folder = Path(location.rpartition(":")[0]).parent
         return with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
