@@ -5,7 +5,7 @@ of its own, by which the model that the add-on has prepared finds what the run s
 handles tokens in between needs to know nothing of them: equal ids are equal inputs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -55,8 +55,14 @@ class MediaReader(Protocol):
                 the texts are not the ``whole`` row.
         """
 
+    def shown(self, text: str, runs: Sequence[Run]) -> str:
+        """A text of :meth:`insert` with a few words in place of each of its runs."""
+
+    def describe(self, token: int) -> tuple[str, Run]:
+        """What a token of a run stands for, in words, and the run."""
+
     def attach(self, model: Any) -> None:
-        """Have a language model take the runs that were numbered or read."""
+        """Have a language model take the runs of this reader."""
 
 
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:
@@ -73,6 +79,25 @@ def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:
 def has_media(ids: Sequence[int]) -> bool:
     """Whether any of the ids is of a run."""
     return max(ids, default=0) >= FIRST_ID
+
+
+def shown_tokens(
+    ids: Sequence[int], decode: Callable[[list[int]], str], media: MediaReader | None
+) -> list[tuple[str, int]]:
+    """The text of each token, and its place; of consecutive ones of a run together."""
+    found: list[tuple[str, int]] = []
+    for place, token in enumerate(ids):
+        if token < FIRST_ID or media is None:
+            found.append((decode([token]), place))
+            continue
+        name, run = media.describe(token)
+        if token != run.first and place and ids[place - 1] == token - 1:
+            continue
+        rest = enumerate(ids[place:])
+        count = next((n for n, i in rest if i != token + n or i >= sum(run)), len(ids) - place)
+        part = "" if count == run.size else f" of {run.size}"
+        found.append((f"[{name}, {count}{part} tokens]", place))
+    return found
 
 
 def with_runs(

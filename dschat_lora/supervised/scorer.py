@@ -20,7 +20,7 @@ from dschat_lora.models.loading import PreTrainedModel, load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.terminal import note
-from dschat_lora.supervised.inference import check_measured
+from dschat_lora.supervised.inference import attached_media, check_measured
 
 
 class Scorer:
@@ -31,6 +31,10 @@ class Scorer:
         batch_size: sequences scored at a time.
         max_seq_len: longest sequence that gets a score; 0: as the model has positions.
         bases: models that are loaded already, by their path; one that fits lends its weights.
+        verb: config with options of add-ons, by which it takes inputs beside text.
+
+    Attributes:
+        media: what reads these; None where it takes none, and records with any are refused.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Scorer:
         batch_size: int = 16,
         max_seq_len: int = 0,
         bases: Mapping[str, PreTrainedModel] = MappingProxyType({}),
+        verb: object = None,
     ) -> None:
         here = device()
         source = find_model(config.model_name_or_path)
@@ -60,6 +65,7 @@ class Scorer:
         if adapted.warning is not None:
             note(f"warning: {adapted.warning}")
         self._network = RewardModel(adapted.model).to(here).eval()
+        self.media = attached_media(verb, self.tokenizer, source, adapted.model)
         self._batch_size = batch_size
         self._collate = SampleCollator(int(self.tokenizer.pad_token_id))
         limit = getattr(adapted.model.config, "max_position_embeddings", None)
@@ -76,7 +82,13 @@ class Scorer:
         Raises:
             ValueError: naming a row whose score is not finite.
         """
-        rule = TokenRule(int(self.tokenizer.eos_token_id), self.max_seq_len, "drop", False)
+        media_id = -1
+        if beside := next((record for record in records if record.media), None):
+            if self.media is None:
+                raise ValueError(f"{beside.location}: the reward model takes text alone")
+            media_id = self.media.token_id
+        eos_id = int(self.tokenizer.eos_token_id)
+        rule = TokenRule(eos_id, self.max_seq_len, "drop", False, media_id=media_id)
         tokenized = tokenize(records, make_encoder(self.tokenizer), rule)
         results: list[float | None] = [None] * len(records)
         samples = {

@@ -4,9 +4,12 @@ from dschat_lora.config.addons import Addon
 
 ADDON = Addon(
     "images",
-    options=dict.fromkeys(
-        ("sft", "reward", "dpo", "rlhf", "audit", "generate"),
-        "dschat_lora.addons.images.options:ImageOptions",
-    ),
+    options={
+        **dict.fromkeys(
+            ("sft", "reward", "dpo", "rlhf", "audit", "eval", "score", "serve", "chat"),
+            "dschat_lora.addons.images.options:ImageOptions",
+        ),
+        "generate": "dschat_lora.addons.images.options:PromptImageOptions",
+    },
     provides={"media": {"images": "dschat_lora.addons.images.reader:image_reader"}},
 )

@@ -34,7 +34,7 @@ _BROKEN = (
     *(ArithmeticError, AttributeError, AssertionError, EOFError, LookupError, MemoryError),
     *(OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error, zlib.error),
 )
-Reference = dict[str, str]
+Reference = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,12 @@ def digest(data: bytes) -> str:
 
 
 class PictureStore:
-    """Bytes of pictures by references, which samples keep; in a folder those that have no file."""
+    """Bytes of pictures by references, which samples keep; in a folder those that have no file.
 
-    def __init__(self, folder: Path) -> None:
+    Without a folder references hold these.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def put(self, picture: Picture, data: bytes) -> Reference:
@@ -257,6 +260,8 @@ class PictureStore:
         name = digest(data)
         if picture.path:
             return {"digest": name, "path": picture.path}
+        if self._folder is None:
+            return {"digest": name, "data": data}
         path = self._path(name)
         # One that a failure of the power has cut is written again.
         if not path.is_file() or path.stat().st_size != len(data):
@@ -266,13 +271,15 @@ class PictureStore:
                 os.replace(Path(staging) / name, path)
         return {"digest": name}
 
-    def load(self, reference: Reference, limits: Limits = LIMITS) -> bytes:
+    def load(self, reference: Mapping[str, Any], limits: Limits = LIMITS) -> bytes:
         """The bytes of a reference.
 
         Raises:
             ValueError: naming the file, if it is gone or has other bytes.
         """
         name = reference["digest"]
+        if "data" in reference:
+            return bytes(reference["data"])
         picture = Picture(path=reference.get("path") or str(self._path(name)))
         data = read(picture, limits)
         if digest(data) != name:
@@ -281,4 +288,5 @@ class PictureStore:
 
     def _path(self, name: str) -> Path:
         assert re.fullmatch(r"[0-9a-f]{32}", name)
+        assert self._folder is not None, "bytes without a file are in the reference"
         return self._folder / name[:2] / name

@@ -1,11 +1,14 @@
 """Rows with pictures as text with runs of token ids."""
 
 import json
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION
 from dschat_lora.addons.images.options import ImageOptions
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
+# Of pictures that come one after another, those that are known though no run of them is held.
+RECENT, RECENT_BYTES = 1024, 2**28
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,64 @@ class Entry:
     expansion: str = ""  # the text that is tokenised in place of its placeholder
     grid: tuple[int, int] = (0, 0)  # rows and columns of its tokens, for positions by a grid
 
+    @property
+    def name(self) -> str:
+        """In a word or two: its file's, or its size."""
+        path = self.reference.get("path")
+        return f"picture {Path(path).name if path else f'{self.width} x {self.height}'}"
+
 
 # Of a picture: where it lies, or what its bytes are.
 Key = tuple[str, bool]
+
+
+class _HeldRun(Run):
+    """A run with its entry, which is forgotten after it."""
+
+    entry: Entry
+
+
+class Passing:
+    """Pictures that come one after another: they are known while a run is held, and a while after.
+
+    Ids are not used twice. Copies begin anew.
+    """
+
+    def __init__(self) -> None:
+        self.least = self.first = FIRST_ID  # id of all, and of the next one
+        self._held: WeakValueDictionary[int, Entry] = WeakValueDictionary()
+        self._recent: OrderedDict[Key, Entry] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Passing, ()
+
+    def begin(self, first: int) -> None:
+        """Number from ``first`` on."""
+        self.least = self.first = first
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Those that are known, in the order of their ids."""
+        found = (ref() for ref in self._held.valuerefs())
+        return sorted((each for each in found if each is not None), key=lambda each: each.first)
+
+    def find(self, key: Key) -> Entry | None:
+        """The entry of a key, if it is known."""
+        if key in self._recent:
+            self._recent.move_to_end(key)
+        return self._recent.get(key)
+
+    def add(self, key: Key, entry: Entry) -> None:
+        """Know another one, whose ids begin with ``first``."""
+        self.first += entry.size
+        self._held[entry.first] = self._recent[key] = entry
+        sizes = [len(each.reference.get("data", b"")) for each in self._recent.values()]
+        total = sum(sizes)
+        for size in sizes[:-1]:
+            if len(self._recent) <= RECENT and total <= RECENT_BYTES:
+                break
+            self._recent.popitem(last=False)
+            total -= size
 
 
 @dataclass
@@ -59,8 +119,14 @@ class ImageReader:
     tokenizer: "Tokenizer | None"
     options: ImageOptions
     store: PictureStore
-    entries: list[Entry] = field(default_factory=list)
+    _entries: list[Entry] = field(default_factory=list)  # of data that was scanned
     _numbers: dict[Key, int | str] = field(default_factory=dict)  # or what is wrong with it
+    _passing: Passing = field(default_factory=Passing)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The pictures that are known, in the order of their ids."""
+        return [*self._entries, *self._passing.entries]
 
     @cached_property
     def processor(self) -> "PictureProcessor":
@@ -91,14 +157,14 @@ class ImageReader:
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
-        self.entries, self._numbers = [], {}
+        self._entries, self._numbers = [], {}
         for values in rows:
             pictures = values.get("images", ())
             for picture in pictures:
                 self._find(picture, alone=len(pictures) == 1)
         if not self._numbers:
             return None
-        known = [[each.reference["digest"], each.alone] for each in self.entries]
+        known = [[each.reference["digest"], each.alone] for each in self._entries]
         wrong = [text for text in self._numbers.values() if isinstance(text, str)]
         text = json.dumps([known, wrong, self.processor.described()], sort_keys=True)
         return digest(text.encode())
@@ -106,17 +172,19 @@ class ImageReader:
     def number(self, folder: Path) -> None:
         """Give each picture its run of ids, and keep what is known of it."""
         first, entries = FIRST_ID, list[Entry]()
-        for entry in self.entries:
+        for entry in self._entries:
             entries.append(self._with_run(entry, first))
             first += entries[-1].size
-        self.entries = entries
-        text = json.dumps([asdict(entry) for entry in self.entries])
+        self._entries = entries
+        self._passing.begin(first)
+        text = json.dumps([asdict(entry) for entry in entries])
         (folder / INDEX).write_text(text, encoding="utf-8")
 
     def read(self, folder: Path) -> None:
         """Take the runs that were kept in ``folder``."""
         found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        self.entries = [Entry(**{**each, "grid": tuple(each["grid"])}) for each in found]
+        self._entries = [Entry(**{**each, "grid": tuple(each["grid"])}) for each in found]
+        self._passing.begin(FIRST_ID + sum(each.size for each in self._entries))
 
     def insert(
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
@@ -139,7 +207,23 @@ class ImageReader:
         for text in texts:
             first, *rest = text.split(token)
             made.append(first + "".join(next(expansions) + part for part in rest))
-        return made, tuple(Run(entry.first, entry.size) for entry in entries)
+        return made, tuple(map(self._run, entries))
+
+    def shown(self, text: str, runs: Sequence[Run]) -> str:
+        """The text with the name of each picture in place of its tokens."""
+        for run in runs:
+            entry = self._of(run.first)
+            text = text.replace(entry.expansion, f"[{entry.name}]", 1)
+        return text
+
+    def describe(self, token: int) -> tuple[str, Run]:
+        """The name of the picture that a token is of, and its run."""
+        entry = self._of(token)
+        return entry.name, Run(entry.first, entry.size)
+
+    def _of(self, token: int) -> Entry:
+        entries = self.entries
+        return entries[bisect_right(entries, token, key=lambda each: each.first) - 1]
 
     def picture(self, entry: Entry) -> "Image":
         """The picture of an entry, decoded.
@@ -170,21 +254,30 @@ class ImageReader:
             self._numbers[key] = str(error)
             return
         reference = self.store.put(picture, data)
-        self._numbers[key] = len(self.entries)
-        self.entries.append(Entry(reference, width, height, key[1]))
+        self._numbers[key] = len(self._entries)
+        self._entries.append(Entry(reference, width, height, key[1]))
 
     def _entry(self, picture: Picture, *, alone: bool) -> Entry:
-        key = self._key(picture, alone=alone)
-        if key not in self._numbers:
-            self._find(picture, alone=alone)
-            if isinstance(number := self._numbers[key], int):
-                last = self.entries[number - 1] if number else None
-                first = FIRST_ID if last is None else last.first + last.size
-                self.entries[number] = self._with_run(self.entries[number], first)
-        number = self._numbers[key]
+        number = self._numbers.get(self._key(picture, alone=alone)) if self._numbers else None
         if isinstance(number, str):
             raise ValueError(number)
-        return self.entries[number]
+        if number is not None:
+            return self._entries[number]
+        data = read(picture, self.limits)
+        key = digest(data), alone and self.processor.counts_pictures
+        if (entry := self._passing.find(key)) is None:
+            width, height = open_picture(data, self.limits, picture).size
+            entry = Entry(self.store.put(picture, data), width, height, key[1])
+            entry = self._with_run(entry, self._passing.first)
+            self._passing.add(key, entry)
+        return entry
+
+    def _run(self, entry: Entry) -> Run:
+        if entry.first < self._passing.least:  # of data, whose entries stay
+            return Run(entry.first, entry.size)
+        run = _HeldRun(entry.first, entry.size)
+        run.entry = entry
+        return run
 
     def _with_run(self, entry: Entry, first: int) -> Entry:
         expansion, grid = self.processor.expansion((entry.width, entry.height), entry.alone)
@@ -200,11 +293,15 @@ def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> Image
     kind = model_type(base)
     if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
         return None
-    data = getattr(config.data, "data", config.data)
-    folder = cache_directory(data) / "pictures"
-    reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(folder))
+    options = getattr(getattr(config, "addons", None), "images", None)
+    if options is None:  # of a command that reads no pictures
+        return None
+    data = getattr(config, "data", None)  # a verb that prepares none has pictures in memory
+    data = getattr(data, "data", data)
+    store = PictureStore(None if data is None else cache_directory(data) / "pictures")
+    reader = ImageReader(base, tokenizer, options, store)
     if tokenizer is not None:
-        tokenizer.decode = RunDecoder(tokenizer, reader.token_id)  # type: ignore[method-assign]
+        tokenizer.decode = RunDecoder(tokenizer, reader)  # type: ignore[method-assign]
     return reader
 
 
@@ -213,13 +310,16 @@ class RunDecoder:
     """``decode`` of a tokenizer that reads an id of a run as the token that stands for pictures."""
 
     tokenizer: Any
-    token_id: int
+    reader: ImageReader
+
+    def __deepcopy__(self, memo: object) -> "RunDecoder":
+        return self
 
     def __call__(self, token_ids: Any, *args: Any, **options: Any) -> Any:
         """As the tokenizer's own."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, list | tuple):
-            ids = [self.token_id if i >= FIRST_ID else i for i in ids]
+            ids = [self.reader.token_id if i >= FIRST_ID else i for i in ids]
         return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
 
 

@@ -3,16 +3,17 @@
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
-from dschat_lora.addons.images.reader import ImageReader
+from dschat_lora.addons.images.reader import Entry, ImageReader
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.models.composite import TextModel, _Shell, whole_config
 
@@ -24,20 +25,38 @@ _AHEAD = -1
 Features = tuple[Tensor, ...]
 
 
+class Table(NamedTuple):
+    """Pictures by their ids: the first one, and sizes and (rows, columns) of their tokens."""
+
+    entries: Sequence[Entry]
+    first: Tensor
+    sizes: Tensor
+    grids: Tensor
+
+
 class PictureInputs:
     """Called before the language model: gives it features in place of runs of token ids.
 
     A forward pre-hook; equal for copies of the model, which share the tower.
-
-    Attributes:
-        tower: the composite model's own class below its head, without its language model.
     """
 
-    def __init__(self, tower: PreTrainedModel, family: Family, reader: ImageReader) -> None:
-        self.tower, self.family, self.reader = tower, family, reader
-        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
-        self._kept: OrderedDict[int, Features] = OrderedDict()  # the last used is the last
+    def __init__(
+        self, load: Callable[[], PreTrainedModel], family: Family, reader: ImageReader
+    ) -> None:
+        self._load, self.family, self.reader = load, family, reader
+        self._tables: dict[torch.device, Table] = {}
+        # By the first id; the last used is the last.
+        self._kept: OrderedDict[int, Features] = OrderedDict()
         self._kept_bytes = 0
+
+    @cached_property
+    def tower(self) -> PreTrainedModel:
+        """The composite model's own class below its head, without its language model.
+
+        It is loaded when it is first used.
+        """
+        with torch.inference_mode(False):
+            return self._load()
 
     def __deepcopy__(self, memo: object) -> "PictureInputs":
         return self
@@ -56,14 +75,15 @@ class PictureInputs:
             if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
                 return args, changed
-        seen = ids >= FIRST_ID
+        seen, table = ids >= FIRST_ID, self._table(ids.device)
         if self.family.by_grid:
-            changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
+            plain = inputs.get("position_ids")
+            changed["position_ids"] = self._positions(ids, plain, cache, table)
         if not seen.any():
             return args, changed
         embedding = model.get_input_embeddings()
         embeds = embedding(ids.masked_fill(seen, 0))
-        features = [each.to(embeds.dtype) for each in self._features(ids[seen])]
+        features = [each.to(embeds.dtype) for each in self._features(ids[seen], table)]
         changed["inputs_embeds"] = embeds.masked_scatter(seen[..., None], features[0])
         changed["input_ids"] = None
         if features[1:]:
@@ -79,55 +99,55 @@ class PictureInputs:
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
         return args, changed
 
-    def _table(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """First id, size and (rows, columns) of each picture known so far."""
-        entries = self.reader.entries
-        if device not in self._tables or len(self._tables[device][0]) < len(entries):
+    def _table(self, device: torch.device) -> Table:
+        """The pictures that are known."""
+        entries = self.reader.entries  # in the order of their ids, which only grow
+        old = self._tables[device].entries if device in self._tables else None
+        if old is None or len(old) != len(entries) or (old and old[-1] is not entries[-1]):
             numbers = ([e.first for e in entries], [e.size for e in entries])
             tensors = *map(torch.tensor, numbers), torch.tensor([e.grid for e in entries])
             first, sizes, grids = (each.to(device) for each in tensors)
-            self._tables[device] = first, sizes, grids.view(-1, 2)
+            self._tables[device] = Table(list(entries), first, sizes, grids.view(-1, 2))
         return self._tables[device]
 
-    def _features(self, ids: Tensor) -> list[Tensor]:
+    def _features(self, ids: Tensor, table: Table) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
-        first, _, _ = self._table(ids.device)
-        numbers = torch.searchsorted(first, ids, right=True) - 1
+        numbers = torch.searchsorted(table.first, ids, right=True) - 1
         distinct, inverse = numbers.unique(return_inverse=True)
-        found = self._of_pictures(distinct.tolist())
+        found = self._of_pictures([table.entries[number] for number in distinct.tolist()])
         starts = torch.tensor([0, *(len(each[0]) for each in found)], device=ids.device).cumsum(0)
-        places = starts[inverse] + ids - first[numbers]
+        places = starts[inverse] + ids - table.first[numbers]
         return [torch.cat(layer)[places] for layer in zip(*found, strict=True)]
 
-    def _of_pictures(self, numbers: Sequence[int]) -> list[Features]:
-        lacking = [number for number in numbers if number not in self._kept]
-        made = dict(zip(lacking, self._see(lacking), strict=True)) if lacking else {}
-        found = [made[number] if number in made else self._kept[number] for number in numbers]
-        for number, features in zip(numbers, found, strict=True):
-            self._kept[number] = features
-            self._kept.move_to_end(number)
-            self._kept_bytes += sum(x.nbytes for x in features) if number in made else 0
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > len(numbers):
+    def _of_pictures(self, entries: Sequence[Entry]) -> list[Features]:
+        lacking = [entry for entry in entries if entry.first not in self._kept]
+        for entry, features in zip(lacking, self._see(lacking), strict=True):
+            self._kept[entry.first] = features
+            self._kept_bytes += sum(x.nbytes for x in features)
+        for entry in entries:
+            self._kept.move_to_end(entry.first)
+        found = [self._kept[entry.first] for entry in entries]
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > len(entries):
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= sum(x.nbytes for x in dropped)
         return found
 
-    def _see(self, numbers: Sequence[int]) -> list[Features]:
+    def _see(self, entries: Sequence[Entry]) -> list[Features]:
         """Features of these entries."""
         found: dict[int, Features] = {}
         for alone in (True, False):
-            own = [number for number in numbers if self.reader.entries[number].alone == alone]
+            own = [entry for entry in entries if entry.alone == alone]
             # One of several is cut as such, though the others are not here.
-            for number, features in zip(own, self._of_kind(own, alone), strict=True):
-                found[number] = features
-        return [found[number] for number in numbers]
+            for entry, features in zip(own, self._of_kind(own, alone), strict=True):
+                found[entry.first] = features
+        return [found[entry.first] for entry in entries]
 
-    def _of_kind(self, numbers: Sequence[int], alone: bool) -> list[Features]:
+    def _of_kind(self, own: Sequence[Entry], alone: bool) -> list[Features]:
         """Features of entries that are, each, a sample's only picture, or are one of several."""
-        if not numbers:
+        if not own:
             return []
-        twice = len(numbers) == 1 and not alone and self.reader.processor.counts_pictures
-        entries = [self.reader.entries[number] for number in numbers] * (2 if twice else 1)
+        twice = len(own) == 1 and not alone and self.reader.processor.counts_pictures
+        entries = [*own] * (2 if twice else 1)
         pictures = [self.reader.picture(entry) for entry in entries]
         counts = [1] * len(pictures) if alone else [len(pictures)]
         device, dtype = self.tower.device, self.tower.dtype
@@ -140,9 +160,9 @@ class PictureInputs:
         layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         sizes = [entry.size for entry in entries]
         split = [torch.split(_flat(layer), sizes) for layer in layers]
-        return list(zip(*split, strict=True))[: len(numbers)]
+        return list(zip(*split, strict=True))[: len(own)]
 
-    def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any) -> Tensor:
+    def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any, table: Table) -> Tensor:
         """(3, B, T) positions by time, row and column of (B, T) ids.
 
         A picture's tokens are at one time, in their grid's places; text goes on behind its longer
@@ -150,7 +170,11 @@ class PictureInputs:
         """
         if plain is None:
             plain = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        seen, (first, lengths, grids) = ids >= FIRST_ID, self._table(ids.device)
+        if not table.entries:
+            if cache is not None:
+                cache.update_recurrent_state(torch.zeros_like(ids[:, -1:]), _AHEAD)
+            return plain.expand(3, *ids.shape)
+        seen, (_, first, lengths, grids) = ids >= FIRST_ID, table
         numbers = (torch.searchsorted(first, ids.contiguous(), right=True) - 1).clamp(min=0)
         sizes = lengths[numbers]
         within = (ids - first[numbers]) * seen
@@ -213,6 +237,8 @@ def mutual_inputs(
 def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
+    It is loaded here where pictures are known, else when the first one comes.
+
     Raises:
         ValueError: if the tower cannot be loaded.
     """
@@ -220,8 +246,9 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
-    tower = load_tower(model, reader.base)
-    inputs = PictureInputs(tower, family, reader)
+    inputs = PictureInputs(partial(load_tower, model, reader.base), family, reader)
+    if reader.entries:
+        assert inputs.tower is not None, "it is loaded"
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
     vars(model)["reads_whole"] = family.by_grid or bool(family.mutual)
 
@@ -237,7 +264,7 @@ def load_tower(model: TextModel, path: str) -> PreTrainedModel:
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"--model_name_or_path {path}: its files lack {missing[0]}")
     above = model.text_path.rpartition(".")[0]
-    return loaded.requires_grad_(False).eval().get_submodule(above)
+    return loaded.requires_grad_(False).eval().get_submodule(above).to(model.device)
 
 
 class _Tower(PreTrainedModel):  # type: ignore[misc]
