@@ -27,10 +27,13 @@ class MediaReader(Protocol):
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
     placeholder: str  # what stands for one in a text that no chat template writes
 
-    def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
+    def row(
+        self, values: dict[str, Any], fields: Sequence[str], folder: Path | None
+    ) -> dict[str, Any]:
         """A row whose message parts are text, or ``{"type": KIND}`` alone where one belongs.
 
-        ``fields`` are the columns that are read; paths are relative to ``folder``.
+        ``fields`` are the columns that are read; paths are relative to ``folder``. None is for a
+        request from elsewhere: files are refused, and all is read here, in any thread.
 
         Raises:
             ValueError: if they hold something that cannot be read, or too many or too few.

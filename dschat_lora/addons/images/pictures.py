@@ -57,13 +57,14 @@ class Picture:
     data: bytes = field(default=b"", repr=False)  # as a file has it
     url: str = ""
     image: Any = None  # of Pillow
+    size: tuple[int, int] | None = None  # width and height, if they are known
 
     def __str__(self) -> str:
         name = f"{self.path or self.url!r:.300}" if self.path or self.url else "in memory"
         return f"picture of {len(self.data):,} bytes" if self.data else f"picture {name}"
 
 
-def picture_of(value: Any, folder: str | Path, *, allow_urls: bool = False) -> Picture:
+def picture_of(value: Any, folder: str | Path | None, *, allow_urls: bool = False) -> Picture:
     """A picture as a row has it: a path, a URI, base64, bytes, an object with these, a PIL image.
 
     Paths are relative to ``folder``, that of the row's file. Text that is no file is base64 where
@@ -92,7 +93,7 @@ def picture_of(value: Any, folder: str | Path, *, allow_urls: bool = False) -> P
     return _of_text(text, folder, allow_urls)
 
 
-def _of_text(text: str, folder: str | Path, allow_urls: bool) -> Picture:
+def _of_text(text: str, folder: str | Path | None, allow_urls: bool) -> Picture:
     found = re.match(r"(data):|([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE)
     scheme = found[found.lastindex or 0].lower() if found else ""
     if scheme == "data":
@@ -109,7 +110,11 @@ def _of_text(text: str, folder: str | Path, allow_urls: bool) -> Picture:
     return _of_file(unquote(text[len("file://") :]) if scheme else text, folder)
 
 
-def _of_file(name: str, folder: str | Path) -> Picture:
+def _of_file(name: str, folder: str | Path | None) -> Picture:
+    if folder is None:
+        if name.startswith(_BASE64_BEGINS):
+            return Picture(data=_decoded(name))
+        raise ValueError(f"picture {name!r:.100} must be a data URI; files are not read here")
     path = os.path.abspath(os.path.join(folder, os.path.expanduser(name)))
     try:
         mode = os.stat(path).st_mode

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 INDEX = "pictures.json"
 # Of pictures that come one after another, those that are known though no run of them is held.
 RECENT, RECENT_BYTES = 1024, 2**28
+# Most of a request: pictures, and bytes of one.
+REQUEST_PICTURES, REQUEST_BYTES = 64, 2**25
+_DECODING = Lock()  # one of many requests' pictures at a time, as they may be large
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,22 @@ class ImageReader:
         """Of what is read."""
         return Limits(max_pixels=self.options.max_image_pixels)
 
-    def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
+    def row(
+        self, values: dict[str, Any], fields: Sequence[str], folder: Path | None
+    ) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
-        return with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
+        made = with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
+        if folder is None and "images" in made:
+            if (count := len(made["images"])) > REQUEST_PICTURES:
+                raise ValueError(f"{count} pictures are more than {REQUEST_PICTURES}")
+            made["images"] = tuple(map(self._received, made["images"]))
+        return made
+
+    def _received(self, picture: Picture) -> Picture:
+        """A picture of a request with its bytes and size."""
+        data = read(picture, replace(self.limits, max_bytes=REQUEST_BYTES))
+        with _DECODING:
+            return Picture(data=data, size=open_picture(data, self.limits, picture).size)
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
@@ -266,7 +283,7 @@ class ImageReader:
         data = read(picture, self.limits)
         key = digest(data), alone and self.processor.counts_pictures
         if (entry := self._passing.find(key)) is None:
-            width, height = open_picture(data, self.limits, picture).size
+            width, height = picture.size or open_picture(data, self.limits, picture).size
             entry = Entry(self.store.put(picture, data), width, height, key[1])
             entry = self._with_run(entry, self._passing.first)
             self._passing.add(key, entry)

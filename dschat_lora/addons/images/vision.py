@@ -69,8 +69,8 @@ class PictureInputs:
         if ids is None:
             return None
         changed = dict(inputs)
-        if cache is not None and ids.shape[1] == 1:
-            if not self.family.by_grid:
+        if cache is not None and (ids.shape[1] == 1 or hasattr(cache, "read_tokens")):
+            if not self.family.by_grid and ids.shape[1] == 1:
                 return None
             if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
@@ -250,7 +250,7 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     if reader.entries:
         assert inputs.tower is not None, "it is loaded"
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
-    vars(model)["reads_whole"] = family.by_grid or bool(family.mutual)
+    vars(model)["reads_whole"] = FIRST_ID if family.by_grid or family.mutual else None
 
 
 def load_tower(model: TextModel, path: str) -> PreTrainedModel:
