@@ -24,6 +24,7 @@ class Run(NamedTuple):
 class MediaReader(Protocol):
     """Reads what rows hold beside text, for one model."""
 
+    kind: str  # what they are called, in the plural
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
     placeholder: str  # what stands for one in a text that no chat template writes
 

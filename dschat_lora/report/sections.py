@@ -122,6 +122,11 @@ def data_rows(audit: Mapping[str, Any]) -> Rows:
     types = audit.get("rows_by_type")
     tokens, supervised = amount(audit.get("tokens")), amount(audit.get("supervised_tokens"))
     ended = amount(audit.get("eos_samples"))
+    media, media_rows, seen = (
+        amount(audit.get(name)) for name in ("media", "media_rows", "media_tokens")
+    )
+    share = f" ({seen / tokens:.1%})" if tokens else ""
+    beside_text = f"{media:,.0f} in {media_rows:,.0f} rows, {seen:,.0f} tokens{share}" * bool(media)
     learnt = f"{supervised:,.0f} ({supervised / tokens:.1%} of the tokens)" if tokens else ""
     counts = {
         "rows by type": ", ".join(f"{value_text(n)} {kind}" for kind, n in types.items())
@@ -132,6 +137,7 @@ def data_rows(audit: Mapping[str, Any]) -> Rows:
         "held out": f"{amount(audit.get('eval_rows')):,.0f} rows, "
         f"{amount(audit.get('eval_samples')):,.0f} samples",
         "tokens with a loss": learnt if supervised else "",
+        str(audit.get("media_kind")): beside_text,
         "samples that end in end-of-sequence": f"{ended:,.0f}" if ended else "",
         "limit": f"{short(amount(audit.get('max_seq_len')))} tokens",
     }

@@ -125,6 +125,7 @@ class ImageReader:
     store: PictureStore
     _entries: list[Entry] = field(default_factory=list)  # of data that was scanned
     _numbers: dict[Key, int | str] = field(default_factory=dict)  # or what is wrong with it
+    kind: str = "pictures"
     _passing: Passing = field(default_factory=Passing)
 
     @property
