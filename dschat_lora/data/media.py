@@ -40,6 +40,9 @@ class MediaReader(Protocol):
             ValueError: if they hold something that cannot be read, or too many or too few.
         """
 
+    def summary(self) -> str:
+        """What the model takes, and by what it is read, in a few words; "" if that is not known."""
+
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all that rows of :meth:`row` hold beside text; None where that is nothing."""
 
@@ -72,8 +75,8 @@ class MediaReader(Protocol):
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:
     """What reads inputs beside text for the model at ``base``; None where it takes text alone.
 
-    ``config`` is of a command with the options of add-ons. Without a ``tokenizer`` rows alone are
-    read, and nothing of the model but its ``config.json``.
+    ``config`` is of a command with the options of add-ons; None has their defaults. Without a
+    ``tokenizer`` rows alone are read, and nothing of the model but its ``config.json``.
     """
     makers = (load(path) for path in provided("media").values())
     found = (make(config, tokenizer, base) for make in makers)

@@ -12,7 +12,13 @@ from dschat_lora.config.addons import groups_of
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.data.audit import MAX_SHOWN, DataAudit
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.media import MediaReader, media_reader, shown_tokens
+from dschat_lora.data.media import (
+    FIRST_ID,
+    MediaReader,
+    has_media,
+    media_reader,
+    shown_tokens,
+)
 from dschat_lora.data.prepare import ShownSample, prepare, preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.models.loading import Tokenizer, load_tokenizer
@@ -91,7 +97,7 @@ class Findings:
         samples = []
         for sample in self.samples:
             first, *others = (
-                {"input_ids": ids, "supervised": supervised}
+                {"input_ids": self._plain(ids), "supervised": supervised}
                 for ids, supervised in sample.sequences.values()
             )
             rejected = {"rejected": others[0]} if others else {}
@@ -104,6 +110,12 @@ class Findings:
             "samples": samples,
             **{name: found for each in self.of_rows for name, found in each.to_dict().items()},
         }
+
+    def _plain(self, ids: list[int]) -> list[int]:
+        """Tokens of the vocabulary alone."""
+        if self.media is None or not has_media(ids):
+            return ids
+        return [self.media.token_id if token >= FIRST_ID else token for token in ids]
 
     def shown(self, ids: Sequence[int], supervised: Sequence[int]) -> tuple[list[str], list[int]]:
         """Texts of tokens, and 1 where they are learnt; each input beside text is one."""

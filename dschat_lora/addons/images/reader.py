@@ -173,6 +173,12 @@ class ImageReader:
         with _DECODING:
             return Picture(data=data, size=open_picture(data, self.limits, picture).size)
 
+    def summary(self) -> str:
+        """That it takes pictures, and the backend of its processor."""
+        kind = model_type(self.base)
+        backend = "PIL" if kind in FAMILIES else "torchvision" if kind in WITH_TORCHVISION else ""
+        return f"pictures, by a processor with {backend}" if backend else ""
+
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
         self._entries, self._numbers = [], {}
@@ -312,6 +318,8 @@ def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> Image
     if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
         return None
     options = getattr(getattr(config, "addons", None), "images", None)
+    if config is None:
+        options = ImageOptions()
     if options is None:  # of a command that reads no pictures
         return None
     data = getattr(config, "data", None)  # a verb that prepares none has pictures in memory
