@@ -25,6 +25,7 @@ class MediaReader(Protocol):
     """Reads what rows hold beside text, for one model."""
 
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
+    digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
     def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -39,7 +40,7 @@ class MediaReader(Protocol):
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all that rows of :meth:`row` hold beside text; None where that is nothing."""
 
-    def number(self, folder: Path) -> None:
+    def number(self, folder: Path, *, workers: int = 1) -> None:
         """Give each a run, and keep in ``folder`` what is needed to read it again."""
 
     def read(self, folder: Path) -> None:
