@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION
 from dschat_lora.addons.images.options import ImageOptions
 from dschat_lora.addons.images.pictures import (
     Limits,
@@ -22,7 +21,6 @@ from dschat_lora.addons.images.pictures import (
 from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.data.media import FIRST_ID, Run
 from dschat_lora.data.workers import map_in_order
-from dschat_lora.runtime.checks import cache_directory
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -231,22 +229,6 @@ class ImageReader:
         return Expansion(text, text.count(self.processor.image_token), grid)
 
 
-def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> ImageReader | None:
-    """What reads pictures for the model at ``base``; None where it sees none.
-
-    Without a tokenizer it reads rows alone.
-    """
-    kind = model_type(base)
-    if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
-        return None
-    data = getattr(config.data, "data", config.data)
-    folder = cache_directory(data) / "pictures"
-    reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(folder))
-    if tokenizer is not None:
-        tokenizer.decode = RunDecoder(tokenizer, reader.token_id)  # type: ignore[method-assign]
-    return reader
-
-
 @dataclass
 class RunDecoder:
     """``decode`` of a tokenizer that reads an id of a run as the token that stands for pictures."""
@@ -260,19 +242,3 @@ class RunDecoder:
         if isinstance(ids, list | tuple):
             ids = [self.token_id if i >= FIRST_ID else i for i in ids]
         return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
-
-
-def model_type(base: str) -> str | None:
-    """The type of a model by its ``config.json``; None where that is not on this machine."""
-    path = Path(base) / "config.json"
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = None if Path(base).is_absolute() else try_to_load_from_cache(base, "config.json")
-        if not isinstance(found, str):
-            return None
-        path = Path(found)
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None

@@ -43,7 +43,7 @@ class PictureInputs:
         return self
 
     def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+        self, model: nn.Module, positional: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The language model's inputs with pictures."""
         ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
@@ -55,12 +55,12 @@ class PictureInputs:
                 return None
             if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
-                return args, changed
+                return positional, changed
         seen = ids >= FIRST_ID
         if self.family.by_grid:
             changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
         if not seen.any():
-            return args, changed
+            return positional, changed
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         embeds = embedding(ids.masked_fill(seen, 0))
         features = [each.to(embeds.dtype) for each in self._features(ids[seen])]
@@ -77,7 +77,7 @@ class PictureInputs:
         ):
             in_windows = self.family.mutual == "windows"
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
-        return args, changed
+        return positional, changed
 
     def _table(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """First id, size and (rows, columns) of each picture known so far."""
