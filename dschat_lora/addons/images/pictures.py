@@ -225,7 +225,7 @@ def _upright(image: "Image.Image", limits: Limits) -> "Image.Image":
         allowed = f"1 to {limits.max_pixels:,} are allowed (--max_image_pixels)"
         raise ValueError(f"it has {width:,} x {height:,} pixels; {allowed}")
     made = ImageOps.exif_transpose(image).convert("RGB")
-    made.info.clear()  # a transparent colour, say, which is none of RGB
+    made.info.clear()  # so that equal pixels are equal bytes of a PNG
     return made
 
 
