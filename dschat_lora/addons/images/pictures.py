@@ -243,7 +243,7 @@ def _upright(image: "Image.Image", limits: Limits) -> "Image.Image":
 
     _check_size(image, limits)
     made = ImageOps.exif_transpose(image).convert("RGB")
-    made.info.clear()  # a transparent colour, say, which is none of RGB
+    made.info.clear()  # so that equal pixels are equal bytes of a PNG
     return made
 
 

@@ -80,6 +80,7 @@ class ImageReader:
     # Numbers of entries by where a picture is and by its bytes, or what is wrong with it.
     _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
     _expansions: dict[Shape, Expansion] = field(default_factory=dict)
+    _sound: set[int] = field(default_factory=set)  # entries that were decoded once
 
     @cached_property
     def processor(self) -> "PictureProcessor":
@@ -110,7 +111,7 @@ class ImageReader:
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
-        self.entries, self._numbers = [], {}
+        self.entries, self._numbers, self._sound = [], {}, set()
         for values in rows:
             pictures = values.get("images", ())
             for picture in pictures:
@@ -213,8 +214,11 @@ class ImageReader:
             new = self.entries.pop()
             self._expansions.setdefault(new.shape, self._expand(new.shape))
             self._append(new)
-        open_picture(read(picture, self.limits), self.limits, picture)  # a broken one has its row
-        return self.entries[number]
+        entry = self.entries[number]
+        if number not in self._sound:  # decoded here, where what is broken is known by its row
+            open_picture(self.store.load(entry.reference, self.limits), self.limits, picture)
+            self._sound.add(number)
+        return entry
 
     def _append(self, entry: Entry) -> None:
         """Give an entry the ids after those of the last one."""
