@@ -465,8 +465,8 @@ def _prune(module: nn.Module, kept: tuple[nn.Module, ...], prefix: str = "") -> 
     """Remove all but ``kept`` parts; returns the paths of what went."""
     gone = []
     for name, child in list(module.named_children()):
-        if child in kept:
-            continue
+        if child in kept or not [*child.parameters(), *child.buffers()]:
+            continue  # what has no values, such as a soft cap of logits, may belong to the head
         if any(each in kept for each in child.modules()):
             gone += _prune(child, kept, f"{prefix}{name}.")
         else:
