@@ -12,6 +12,7 @@ from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.backbone import (
+    WITHOUT_MASK,
     attends,
     attention_windows,
     cache_argument,
@@ -330,7 +331,8 @@ def next_logits(
     inputs: dict[str, object] = {"input_ids": ids, "use_cache": True, "logits_to_keep": last}
     inputs[str(cache_argument(model))] = cache
     if attends(model.config):
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        # Recurrent layers take none: no row has padding that they read.
+        mask = dict.fromkeys(WITHOUT_MASK) | masks if len(masks) > 1 else next(iter(masks.values()))
         inputs |= {"position_ids": positions, "attention_mask": mask}
     logits: Tensor = model(**inputs).logits
     return logits[:, -last:]

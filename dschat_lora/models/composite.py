@@ -377,7 +377,7 @@ def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             logits_to_keep: int = 0,
             **inputs: Any,
         ) -> CausalLMOutputWithPast:
-            name = str(cache_argument(self.model))
+            name = str(cache_argument(self.base_model))
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
