@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import ImageReader
 from dschat_lora.data.media import FIRST_ID
+from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.composite import TextModel, _Shell, whole_config
 
 # Most that features of frozen towers take, which are kept for later passes.
@@ -46,7 +47,7 @@ class PictureInputs:
         self, model: nn.Module, positional: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The language model's inputs with pictures."""
-        ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+        ids, cache = inputs.get("input_ids"), inputs.get(str(cache_argument(model)))
         if ids is None:
             return None
         changed = dict(inputs)
@@ -180,16 +181,17 @@ def mutual_inputs(
     groups = begins.cumsum(1) * seen  # pictures are never next to each other
     if (spans := inputs.get("spans")) is not None:
         return {"spans": replace(spans, mutual=-groups[0] if in_windows else groups[0])}
-    mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+    named = str(cache_argument(model))
+    mask, cache = inputs.get("attention_mask"), inputs.get(named)
     if not isinstance(mask, dict) and (mask is None or mask.ndim == 2):
         make = sys.modules[type(model).__module__].create_masks_for_vision_model
         made = make(
             config=model.config,
             inputs_embeds=inputs["inputs_embeds"],
             attention_mask=mask,
-            past_key_values=cache,
             position_ids=inputs.get("position_ids"),
             block_sequence_ids=groups - 1,
+            **{named: cache},
         )
         return {"attention_mask": made}
     masks = mask if isinstance(mask, dict) else {"full_attention": mask}
