@@ -199,13 +199,14 @@ def mutual_inputs(
     columns = torch.arange(seen.shape[1], device=seen.device).expand_as(seen)
     if hasattr(cache, "read_prompts"):
         columns = inputs["position_ids"]
-    keys = groups.new_zeros(len(groups), next(iter(masks.values())).shape[-1])
+    width = next(each.shape[-1] for each in masks.values() if each is not None)
+    keys = groups.new_zeros(len(groups), width)
     keys.scatter_reduce_(1, columns, groups, "amax")
     at = torch.arange(keys.shape[1], device=seen.device)
     shown = (groups[:, :, None] == keys[:, None]) & seen[:, :, None] & (at > columns[:, :, None])
     made = {
         kind: each
-        if in_windows and kind == "full_attention"
+        if each is None or (in_windows and kind == "full_attention")
         else each.masked_fill(shown[:, None], 0)
         for kind, each in masks.items()
     }
