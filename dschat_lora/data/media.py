@@ -26,6 +26,7 @@ class MediaReader(Protocol):
 
     kind: str  # what they are called, in the plural
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
+    digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
     def row(
@@ -46,7 +47,7 @@ class MediaReader(Protocol):
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all that rows of :meth:`row` hold beside text; None where that is nothing."""
 
-    def number(self, folder: Path) -> None:
+    def number(self, folder: Path, *, workers: int = 1) -> None:
         """Give each a run, and keep in ``folder`` what is needed to read it again."""
 
     def read(self, folder: Path) -> None:

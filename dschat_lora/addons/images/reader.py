@@ -4,26 +4,30 @@ import json
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION
+from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, model_type
 from dschat_lora.addons.images.options import ImageOptions
 from dschat_lora.addons.images.pictures import (
+    NO_PILLOW,
     Limits,
     Picture,
     PictureStore,
+    Reference,
     digest,
     open_picture,
+    picture_size,
     read,
 )
 from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.data.media import FIRST_ID, Run
-from dschat_lora.runtime.checks import cache_directory
+from dschat_lora.data.workers import map_in_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,38 +36,48 @@ if TYPE_CHECKING:
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
-# Of pictures that come one after another, those that are known though no run of them is held.
-RECENT, RECENT_BYTES = 1024, 2**28
+LAST_ID = 2**31  # tokens are stored in 32 bits
+SHAPES_AT_ONCE = 64  # that one process expands in a second or two
+# Of pictures that come one after another: those that are known though no run of them is held, and
+# shapes.
+RECENT, RECENT_BYTES, RECENT_SHAPES = 1024, 2**28, 4096
 # Most of a request: pictures, and bytes of one.
 REQUEST_PICTURES, REQUEST_BYTES = 64, 2**25
 _DECODING = Lock()  # one of many requests' pictures at a time, as they may be large
 
+# Width, height and whether it is a sample's only picture, where the processor's tiles depend on it.
+Shape = tuple[int, int, bool]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What the processor writes for pictures of a shape."""
+
+    text: str  # in the place of its placeholder
+    size: int  # image tokens in it
+    grid: tuple[int, int]  # their rows and columns, for positions by a grid; else (0, 0)
+
 
 @dataclass(frozen=True)
 class Entry:
-    """A picture with its run of ids.
+    """A picture with its run of ids."""
 
-    Some processors cut a picture into more tiles where it is a sample's only one: ``alone``.
-    """
-
-    reference: Mapping[str, Any]  # by which it is found again, with the digest of its bytes
-    width: int
-    height: int
-    alone: bool
+    reference: Reference  # by which it is found again, with the digest of its bytes
+    shape: Shape
     first: int = 0
-    size: int = 0  # tokens
-    expansion: str = ""  # the text that is tokenised in place of its placeholder
-    grid: tuple[int, int] = (0, 0)  # rows and columns of its tokens, for positions by a grid
+    size: int = 0
+    grid: tuple[int, int] = (0, 0)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is cut into tiles as a sample's only picture."""
+        return self.shape[2]
 
     @property
     def name(self) -> str:
         """In a word or two: its file's, or its size."""
-        path = self.reference.get("path")
-        return f"picture {Path(path).name if path else f'{self.width} x {self.height}'}"
-
-
-# Of a picture: where it lies, or what its bytes are.
-Key = tuple[str, bool]
+        path, (width, height, _) = self.reference.get("path"), self.shape
+        return f"picture {Path(path).name if path else f'{width} x {height}'}"
 
 
 class _HeldRun(Run):
@@ -79,16 +93,12 @@ class Passing:
     """
 
     def __init__(self) -> None:
-        self.least = self.first = FIRST_ID  # id of all, and of the next one
+        self._next = FIRST_ID
         self._held: WeakValueDictionary[int, Entry] = WeakValueDictionary()
-        self._recent: OrderedDict[Key, Entry] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, bool], Entry] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Passing, ()
-
-    def begin(self, first: int) -> None:
-        """Number from ``first`` on."""
-        self.least = self.first = first
 
     @property
     def entries(self) -> list[Entry]:
@@ -96,16 +106,18 @@ class Passing:
         found = (ref() for ref in self._held.valuerefs())
         return sorted((each for each in found if each is not None), key=lambda each: each.first)
 
-    def find(self, key: Key) -> Entry | None:
-        """The entry of a key, if it is known."""
-        if key in self._recent:
-            self._recent.move_to_end(key)
-        return self._recent.get(key)
+    def find(self, digest: str, *, alone: bool) -> Entry | None:
+        """The entry of a picture of these bytes, if it is known."""
+        if (digest, alone) in self._recent:
+            self._recent.move_to_end((digest, alone))
+        return self._recent.get((digest, alone))
 
-    def add(self, key: Key, entry: Entry) -> None:
-        """Know another one, whose ids begin with ``first``."""
-        self.first += entry.size
-        self._held[entry.first] = self._recent[key] = entry
+    def add(self, entry: Entry, known: Expansion) -> Entry:
+        """The entry with ids; it is known from here on."""
+        entry = replace(entry, first=self._next, size=known.size, grid=known.grid)
+        self._next += known.size
+        self._held[entry.first] = entry
+        self._recent[entry.reference["digest"], entry.alone] = entry
         sizes = [len(each.reference.get("data", b"")) for each in self._recent.values()]
         total = sum(sizes)
         for size in sizes[:-1]:
@@ -113,29 +125,44 @@ class Passing:
                 break
             self._recent.popitem(last=False)
             total -= size
+        return entry
 
 
 @dataclass
 class ImageReader:
-    """Reads the pictures of rows for one model; see :class:`dschat_lora.data.media.MediaReader`."""
+    """Reads the pictures of rows for one model; see :class:`dschat_lora.data.media.MediaReader`.
+
+    Attributes:
+        digest: of the pictures that were scanned, and of all that reads them.
+    """
 
     base: str
     tokenizer: "Tokenizer | None"
     options: ImageOptions
     store: PictureStore
-    _entries: list[Entry] = field(default_factory=list)  # of data that was scanned
-    _numbers: dict[Key, int | str] = field(default_factory=dict)  # or what is wrong with it
     kind: str = "pictures"
-    _passing: Passing = field(default_factory=Passing)
+    _entries: list[Entry] = field(default_factory=list)
+    digest: str = ""
+    # Numbers of entries by where a picture is and by its bytes, or what is wrong with it.
+    _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
+    _expansions: dict[Shape, Expansion] = field(default_factory=dict)
+    _sound: set[int] = field(default_factory=set)  # entries that were decoded once
+    _passing: Passing = field(default_factory=Passing)  # where nothing was scanned
 
     @property
     def entries(self) -> list[Entry]:
-        """The pictures that are known, in the order of their ids."""
-        return [*self._entries, *self._passing.entries]
+        """The pictures that are known, in the order of their runs."""
+        return self._entries or self._passing.entries or self._entries
+
+    @entries.setter
+    def entries(self, entries: list[Entry]) -> None:
+        self._entries = entries
 
     @cached_property
     def processor(self) -> "PictureProcessor":
         """The model's own."""
+        if find_spec("PIL") is None:
+            raise ValueError(NO_PILLOW)
         from dschat_lora.addons.images.processors import load_processor
 
         assert self.tokenizer is not None
@@ -156,6 +183,12 @@ class ImageReader:
         """Of what is read."""
         return Limits(max_pixels=self.options.max_image_pixels)
 
+    def summary(self) -> str:
+        """That it takes pictures, and the backend of its processor."""
+        kind = model_type(self.base)
+        backend = "PIL" if kind in FAMILIES else "torchvision" if kind in WITH_TORCHVISION else ""
+        return f"pictures, by a processor with {backend}" if backend else ""
+
     def row(
         self, values: dict[str, Any], fields: Sequence[str], folder: Path | None
     ) -> dict[str, Any]:
@@ -173,42 +206,46 @@ class ImageReader:
         with _DECODING:
             return Picture(data=data, size=open_picture(data, self.limits, picture).size)
 
-    def summary(self) -> str:
-        """That it takes pictures, and the backend of its processor."""
-        kind = model_type(self.base)
-        backend = "PIL" if kind in FAMILIES else "torchvision" if kind in WITH_TORCHVISION else ""
-        return f"pictures, by a processor with {backend}" if backend else ""
-
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
-        self._entries, self._numbers = [], {}
+        self.entries, self._numbers, self._sound = [], {}, set()
         for values in rows:
             pictures = values.get("images", ())
             for picture in pictures:
                 self._find(picture, alone=len(pictures) == 1)
         if not self._numbers:
             return None
-        known = [[each.reference["digest"], each.alone] for each in self._entries]
+        known = [[each.reference["digest"], each.shape] for each in self.entries]
         wrong = [text for text in self._numbers.values() if isinstance(text, str)]
         text = json.dumps([known, wrong, self.processor.described()], sort_keys=True)
-        return digest(text.encode())
+        self.digest = digest(text.encode())
+        return self.digest
 
-    def number(self, folder: Path) -> None:
-        """Give each picture its run of ids, and keep what is known of it."""
-        first, entries = FIRST_ID, list[Entry]()
-        for entry in self._entries:
-            entries.append(self._with_run(entry, first))
-            first += entries[-1].size
-        self._entries = entries
-        self._passing.begin(first)
-        text = json.dumps([asdict(entry) for entry in entries])
-        (folder / INDEX).write_text(text, encoding="utf-8")
+    def number(self, folder: Path, *, workers: int = 1) -> None:
+        """Give each picture its run of ids, and keep what is known of them."""
+        shapes = list(dict.fromkeys(entry.shape for entry in self.entries))
+        few = len(shapes) < SHAPES_AT_ONCE
+        made = map_in_order(self._expand, shapes, workers=1 if few else workers)
+        self._expansions = dict(zip(shapes, made, strict=True))
+        entries, self.entries = self.entries, []
+        for entry in entries:
+            self._append(entry)
+        kept = {
+            "entries": [[each.reference, each.shape] for each in self.entries],
+            "expansions": [[*shape, *astuple(each)] for shape, each in self._expansions.items()],
+        }
+        (folder / INDEX).write_text(json.dumps(kept), encoding="utf-8")
 
     def read(self, folder: Path) -> None:
         """Take the runs that were kept in ``folder``."""
-        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        self._entries = [Entry(**{**each, "grid": tuple(each["grid"])}) for each in found]
-        self._passing.begin(FIRST_ID + sum(each.size for each in self._entries))
+        kept = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        self._expansions = {
+            (width, height, alone): Expansion(text, size, tuple(grid))
+            for width, height, alone, text, size, grid in kept["expansions"]
+        }
+        self.entries = []
+        for reference, shape in kept["entries"]:
+            self._append(Entry(reference, tuple(shape)))
 
     def insert(
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
@@ -226,18 +263,25 @@ class ImageReader:
                 f"it {count} times {token!r}, which stands for one"
             )
         entries = [self._entry(each, alone=len(pictures) == 1) for each in pictures[:count]]
-        expansions = iter([entry.expansion for entry in entries])
+        expansions = iter([self._expanded(entry.shape).text for entry in entries])
         made = []
         for text in texts:
             first, *rest = text.split(token)
             made.append(first + "".join(next(expansions) + part for part in rest))
         return made, tuple(map(self._run, entries))
 
+    def _run(self, entry: Entry) -> Run:
+        if self._entries:  # of data, whose entries stay
+            return Run(entry.first, entry.size)
+        run = _HeldRun(entry.first, entry.size)
+        run.entry = entry
+        return run
+
     def shown(self, text: str, runs: Sequence[Run]) -> str:
         """The text with the name of each picture in place of its tokens."""
         for run in runs:
             entry = self._of(run.first)
-            text = text.replace(entry.expansion, f"[{entry.name}]", 1)
+            text = text.replace(self._expanded(entry.shape).text, f"[{entry.name}]", 1)
         return text
 
     def describe(self, token: int) -> tuple[str, Run]:
@@ -263,72 +307,67 @@ class ImageReader:
 
         attach(model, self)
 
-    def _key(self, picture: Picture, *, alone: bool) -> Key:
-        where = picture.path or picture.url or digest(read(picture, self.limits))
-        return where, alone and self.processor.counts_pictures
-
-    def _find(self, picture: Picture, *, alone: bool) -> None:
-        key = self._key(picture, alone=alone)
-        if key in self._numbers:
-            return
+    def _find(self, picture: Picture, *, alone: bool) -> int | str:
+        """The number of a picture's entry, which it gets if it is new, or what is wrong with it."""
+        alone = alone and self.processor.counts_pictures
+        where = picture.path or picture.url
+        if where and (where, alone) in self._numbers:
+            return self._numbers[where, alone]
+        number: int | str
         try:
             data = read(picture, self.limits)
-            width, height = open_picture(data, self.limits, picture).size
+            name = digest(data)
+            number = self._numbers.get((name, alone), len(self.entries))
+            if number == len(self.entries):
+                shape = *picture_size(data, self.limits, picture), alone
+                self.entries.append(Entry(self.store.put(picture, data), shape))
         except ValueError as error:
-            self._numbers[key] = str(error)
-            return
-        reference = self.store.put(picture, data)
-        self._numbers[key] = len(self._entries)
-        self._entries.append(Entry(reference, width, height, key[1]))
+            number, name = str(error), where
+        self._numbers[name, alone] = self._numbers[where or name, alone] = number
+        return number
 
     def _entry(self, picture: Picture, *, alone: bool) -> Entry:
-        number = self._numbers.get(self._key(picture, alone=alone)) if self._numbers else None
+        if not self._numbers:
+            return self._passing_entry(picture, alone=alone and self.processor.counts_pictures)
+        number = self._find(picture, alone=alone)
         if isinstance(number, str):
             raise ValueError(number)
-        if number is not None:
-            return self._entries[number]
-        data = read(picture, self.limits)
-        key = digest(data), alone and self.processor.counts_pictures
-        if (entry := self._passing.find(key)) is None:
-            width, height = picture.size or open_picture(data, self.limits, picture).size
-            entry = Entry(self.store.put(picture, data), width, height, key[1])
-            entry = self._with_run(entry, self._passing.first)
-            self._passing.add(key, entry)
+        if not self.entries[number].size:
+            new = self.entries.pop()
+            self._expanded(new.shape)
+            self._append(new)
+        entry = self.entries[number]
+        if number not in self._sound:  # decoded here, where what is broken is known by its row
+            open_picture(self.store.load(entry.reference, self.limits), self.limits, picture)
+            self._sound.add(number)
         return entry
 
-    def _run(self, entry: Entry) -> Run:
-        if entry.first < self._passing.least:  # of data, whose entries stay
-            return Run(entry.first, entry.size)
-        run = _HeldRun(entry.first, entry.size)
-        run.entry = entry
-        return run
+    def _passing_entry(self, picture: Picture, *, alone: bool) -> Entry:
+        data = read(picture, self.limits)
+        if (entry := self._passing.find(digest(data), alone=alone)) is None:
+            size = picture.size or open_picture(data, self.limits, picture).size
+            entry = Entry(self.store.put(picture, data), (*size, alone))
+            entry = self._passing.add(entry, self._expanded(entry.shape))
+        return entry
 
-    def _with_run(self, entry: Entry, first: int) -> Entry:
-        expansion, grid = self.processor.expansion((entry.width, entry.height), entry.alone)
-        size = expansion.count(self.processor.image_token)
-        return replace(entry, first=first, size=size, expansion=expansion, grid=grid)
+    def _append(self, entry: Entry) -> None:
+        """Give an entry the ids after those of the last one."""
+        first = self.entries[-1].first + self.entries[-1].size if self.entries else FIRST_ID
+        known = self._expansions[entry.shape]
+        if first + known.size > LAST_ID:
+            raise ValueError(f"the data has more than {LAST_ID - FIRST_ID:,} tokens of pictures")
+        self.entries.append(replace(entry, first=first, size=known.size, grid=known.grid))
 
+    def _expanded(self, shape: Shape) -> Expansion:
+        if shape not in self._expansions:
+            if len(self._expansions) >= RECENT_SHAPES and not self._numbers:
+                self._expansions.clear()
+            self._expansions[shape] = self._expand(shape)
+        return self._expansions[shape]
 
-def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> ImageReader | None:
-    """What reads pictures for the model at ``base``; None where it sees none.
-
-    Without a tokenizer it reads rows alone.
-    """
-    kind = model_type(base)
-    if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
-        return None
-    options = getattr(getattr(config, "addons", None), "images", None)
-    if config is None:
-        options = ImageOptions()
-    if options is None:  # of a command that reads no pictures
-        return None
-    data = getattr(config, "data", None)  # a verb that prepares none has pictures in memory
-    data = getattr(data, "data", data)
-    store = PictureStore(None if data is None else cache_directory(data) / "pictures")
-    reader = ImageReader(base, tokenizer, options, store)
-    if tokenizer is not None:
-        tokenizer.decode = RunDecoder(tokenizer, reader)  # type: ignore[method-assign]
-    return reader
+    def _expand(self, shape: Shape) -> Expansion:
+        text, grid = self.processor.expansion(shape[:2], shape[2])
+        return Expansion(text, text.count(self.processor.image_token), grid)
 
 
 @dataclass
@@ -347,19 +386,3 @@ class RunDecoder:
         if isinstance(ids, list | tuple):
             ids = [self.reader.token_id if i >= FIRST_ID else i for i in ids]
         return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
-
-
-def model_type(base: str) -> str | None:
-    """The type of a model by its ``config.json``; None where that is not on this machine."""
-    path = Path(base) / "config.json"
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = None if Path(base).is_absolute() else try_to_load_from_cache(base, "config.json")
-        if not isinstance(found, str):
-            return None
-        path = Path(found)
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import Entry, ImageReader
 from dschat_lora.data.media import FIRST_ID
+from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.composite import TextModel, _Shell, whole_config
 
 # Most that features of frozen towers take, which are kept for later passes.
@@ -62,26 +63,26 @@ class PictureInputs:
         return self
 
     def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+        self, model: nn.Module, positional: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The language model's inputs with pictures."""
-        ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+        ids, cache = inputs.get("input_ids"), inputs.get(str(cache_argument(model)))
         if ids is None:
             return None
         changed = dict(inputs)
         if cache is not None and (ids.shape[1] == 1 or hasattr(cache, "read_tokens")):
             if not self.family.by_grid and ids.shape[1] == 1:
                 return None
-            if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
+            if (ahead := _ahead_of(cache)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
-                return args, changed
+                return positional, changed
         seen, table = ids >= FIRST_ID, self._table(ids.device)
         if self.family.by_grid:
             plain = inputs.get("position_ids")
             changed["position_ids"] = self._positions(ids, plain, cache, table)
         if not seen.any():
-            return args, changed
-        embedding = model.get_input_embeddings()
+            return positional, changed
+        embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         embeds = embedding(ids.masked_fill(seen, 0))
         features = [each.to(embeds.dtype) for each in self._features(ids[seen], table)]
         changed["inputs_embeds"] = embeds.masked_scatter(seen[..., None], features[0])
@@ -97,7 +98,7 @@ class PictureInputs:
         ):
             in_windows = self.family.mutual == "windows"
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
-        return args, changed
+        return positional, changed
 
     def _table(self, device: torch.device) -> Table:
         """The pictures that are known."""
@@ -113,7 +114,7 @@ class PictureInputs:
     def _features(self, ids: Tensor, table: Table) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
         numbers = torch.searchsorted(table.first, ids, right=True) - 1
-        distinct, inverse = numbers.unique(return_inverse=True)
+        distinct, inverse = torch.unique(numbers, return_inverse=True)
         found = self._of_pictures([table.entries[number] for number in distinct.tolist()])
         starts = torch.tensor([0, *(len(each[0]) for each in found)], device=ids.device).cumsum(0)
         places = starts[inverse] + ids - table.first[numbers]
@@ -189,7 +190,7 @@ class PictureInputs:
         steps = (torch.zeros_like(within), within // width, within % width)
         positions = [torch.where(seen, text - within + step, text) for step in steps]
         if cache is not None:
-            cache.update_recurrent_state(ahead[:, -1:], _AHEAD)
+            _keep_ahead(cache, ahead[:, -1:])
         return torch.stack(positions)
 
 
@@ -204,16 +205,17 @@ def mutual_inputs(
     groups = begins.cumsum(1) * seen  # pictures are never next to each other
     if (spans := inputs.get("spans")) is not None:
         return {"spans": replace(spans, mutual=-groups[0] if in_windows else groups[0])}
-    mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+    named = str(cache_argument(model))
+    mask, cache = inputs.get("attention_mask"), inputs.get(named)
     if not isinstance(mask, dict) and (mask is None or mask.ndim == 2):
         make = sys.modules[type(model).__module__].create_masks_for_vision_model
         made = make(
             config=model.config,
             inputs_embeds=inputs["inputs_embeds"],
             attention_mask=mask,
-            past_key_values=cache,
             position_ids=inputs.get("position_ids"),
             block_sequence_ids=groups - 1,
+            **{named: cache},
         )
         return {"attention_mask": made}
     masks = mask if isinstance(mask, dict) else {"full_attention": mask}
@@ -221,13 +223,14 @@ def mutual_inputs(
     columns = torch.arange(seen.shape[1], device=seen.device).expand_as(seen)
     if hasattr(cache, "read_prompts"):
         columns = inputs["position_ids"]
-    keys = groups.new_zeros(len(groups), next(iter(masks.values())).shape[-1])
+    width = next(each.shape[-1] for each in masks.values() if each is not None)
+    keys = groups.new_zeros(len(groups), width)
     keys.scatter_reduce_(1, columns, groups, "amax")
     at = torch.arange(keys.shape[1], device=seen.device)
     shown = (groups[:, :, None] == keys[:, None]) & seen[:, :, None] & (at > columns[:, :, None])
     made = {
         kind: each
-        if in_windows and kind == "full_attention"
+        if each is None or (in_windows and kind == "full_attention")
         else each.masked_fill(shown[:, None], 0)
         for kind, each in masks.items()
     }
@@ -240,24 +243,35 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     It is loaded here where pictures are known, else when the first one comes.
 
     Raises:
-        ValueError: if the tower cannot be loaded.
+        ValueError: if the tower cannot be loaded, or a reward model's type has none that sees.
     """
     whole = whole_config(model.config)
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
+    if model.place.head is None:
+        raise ValueError(
+            f"{reader.base}: transformers has no sequence classifier of {whole.model_type}, so "
+            "reward models and critics of it take rows without pictures alone; those of gemma3 "
+            "and qwen3_5 take pictures"
+        )
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
+    if family.mutual and model.config._attn_implementation == "flex_attention":
+        raise ValueError(
+            f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
+            f"{whole.model_type} models, for which there is sdpa or eager alone"
+        )
     inputs = PictureInputs(partial(load_tower, model, reader.base), family, reader)
     if reader.entries:
         assert inputs.tower is not None, "it is loaded"
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
-    vars(model)["reads_whole"] = FIRST_ID if family.by_grid or family.mutual else None
+    model.reads_whole = FIRST_ID if family.by_grid or family.mutual else None
 
 
 def load_tower(model: TextModel, path: str) -> PreTrainedModel:
     """The composite model below its head without its language model, frozen."""
     whole = copy.deepcopy(whole_config(model.config))
     kind = model.place.shell.__mro__[2]  # transformers' class
-    tower = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
+    tower: Any = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
     loaded, report = tower.from_pretrained(
         path, config=whole, dtype=model.dtype, output_loading_info=True
     )
@@ -275,11 +289,11 @@ class _Tower(PreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for part in _Shell.text_parts(self):  # type: ignore[arg-type]
+        for part in _Shell.text_parts(self):
             name = next(name for name, module in self.named_modules() if module is part)
             above, _, last = name.rpartition(".")
             delattr(self.get_submodule(above), last)
-        self.all_tied_weights_keys = {}
+        self.all_tied_weights_keys: dict[str, str] = {}
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
@@ -287,3 +301,19 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([each.flatten(0, -2) for each in features])
+
+
+def _ahead_of(cache: Any) -> Tensor | None:
+    """What :func:`_keep_ahead` has kept."""
+    if isinstance(cache, Cache):
+        return vars(cache).get("positions_ahead")
+    found: Tensor | None = cache.get_recurrent_state(_AHEAD)
+    return found
+
+
+def _keep_ahead(cache: Any, ahead: Tensor) -> None:
+    """Keep (B, 1) of each row in a cache of ours, whose rows move, or of transformers' own."""
+    if isinstance(cache, Cache):
+        vars(cache)["positions_ahead"] = ahead
+    else:
+        cache.update_recurrent_state(ahead, _AHEAD)
