@@ -1,0 +1,126 @@
+"""Training on rows with pictures, against plain loops in stock transformers and PEFT."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from addons.images.training import (
+    EXACT,
+    PICTURES,
+    Seeing,
+    pair_row,
+    sample_row,
+    train_steps,
+)
+from dschat_lora.checkpoint.adapter import read_adapter
+from dschat_lora.config.stages import DpoConfig
+from dschat_lora.data.batch import PairCollator, SampleCollator
+from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.supervised.objectives import causal_lm_loss
+from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
+from helpers.images import SEEING
+
+NAMES = list(PICTURES)
+# Of each step: rows of a batch, with one, several and no picture.
+BATCHES = (
+    (("one", "several"), ("none", "like")),
+    (("several",), ("none",), ("another",)),
+    (("none",), ("one",)),
+)
+
+
+@pytest.fixture(scope="module", params=SEEING)
+def seeing(request, tmp_path_factory):
+    return Seeing(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def factors_of(model):
+    return {name: p.detach() for name, p in adapter_parameters(model).items()}
+
+
+def trained(seeing, theirs, losses):
+    """Losses and factors of a stock model after a step for each of the losses."""
+    losses = train_steps(theirs.parameters(), losses)
+    theirs.save_pretrained(seeing.folder / "theirs")
+    return SimpleNamespace(losses=losses, factors=read_adapter(seeing.folder / "theirs").tensors)
+
+
+def compare(model, losses, wanted):
+    torch.testing.assert_close(losses, wanted.losses, rtol=0, atol=EXACT)
+    torch.testing.assert_close(factors_of(model), wanted.factors, rtol=0, atol=EXACT)
+
+
+@pytest.mark.smoke
+def test_sft_is_that_of_stock_transformers_and_peft(seeing):
+    samples = dict(zip(NAMES, seeing.data(map(sample_row, NAMES)), strict=True))
+    model = seeing.ours()
+    theirs = seeing.stock(seeing.write(model))
+    network = CausalLMLoss(model)
+
+    def our_loss(rows):
+        batch = SampleCollator(1)([[samples[name] for name in row] for row in rows])
+        return causal_lm_loss(network, batch).total / batch.num_targets
+
+    def plain_loss(rows):
+        conversations = [(sample_row(n)["messages"], PICTURES[n]) for n in sum(rows, ())]
+        return -torch.cat([seeing.logprobs(theirs, *each) for each in conversations]).mean()
+
+    ours = train_steps(network.parameters(), map(partial(partial, our_loss), BATCHES))
+    wanted = trained(seeing, theirs, map(partial(partial, plain_loss), BATCHES))
+    compare(model, ours, wanted)
+
+
+def both_logprobs(seeing, model, rows):
+    """(2 P,) log-probabilities of the answers of the pairs of rows, one at a time, by stock."""
+    names = sum(rows, ())
+    pairs = {name: pair_row(name) for name in names}
+    return torch.stack(
+        [
+            seeing.logprobs(model, pairs[name]["prompt"] + pairs[name][side], PICTURES[name]).sum()
+            for side in ("chosen", "rejected")
+            for name in names
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def plain_dpo(seeing):
+    """Pairs, and three steps of DPO on them in stock transformers and PEFT."""
+    pairs = dict(zip(NAMES, seeing.data(map(pair_row, NAMES), "pairs"), strict=True))
+    theirs = seeing.stock(seeing.write(seeing.ours()))
+    with torch.no_grad():
+        reference = [both_logprobs(seeing, theirs, rows) for rows in BATCHES]
+
+    def loss(rows, reference):
+        chosen, rejected = (both_logprobs(seeing, theirs, rows) - reference).chunk(2)
+        return -F.logsigmoid(0.5 * (chosen - rejected)).mean()
+
+    found = trained(seeing, theirs, map(partial(partial, loss), BATCHES, reference))
+    return SimpleNamespace(pairs=pairs, reference=reference, **vars(found))
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("shared", marks=pytest.mark.smoke), "separate", "alone"]
+)
+def test_dpo_is_that_of_stock_transformers_and_peft(seeing, plain_dpo, layout):
+    model = seeing.ours()
+    network = CausalLMLogprobs(model)
+    rows_of = [[[n] for n in sum(rows, ())] if layout == "alone" else rows for rows in BATCHES]
+    batches = [
+        PairCollator(1, layout)([[plain_dpo.pairs[name] for name in row] for row in rows])
+        for rows in rows_of
+    ]
+    with torch.no_grad():
+        known = [answer_logprobs(network, batch) for batch in batches]
+    torch.testing.assert_close(known, plain_dpo.reference, rtol=1e-6, atol=EXACT)
+
+    def loss(batch, reference):
+        objective = dpo_objective(DpoConfig(beta=0.5), lambda _: reference)
+        return objective.loss(network, batch).total / batch.num_samples
+
+    losses = train_steps(network.parameters(), map(partial(partial, loss), batches, known))
+    compare(model, losses, plain_dpo)
