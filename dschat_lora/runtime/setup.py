@@ -266,6 +266,7 @@ def state_identity(
         "dtype": settings.dtype,
         "adapter": adapted.lora.described(),
         "start": adapter_fingerprint(adapted.model),
+        **({} if data.media is None else {"media": data.media.digest}),
     }
 
 

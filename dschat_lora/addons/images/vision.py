@@ -43,7 +43,7 @@ class PictureInputs:
         return self
 
     def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+        self, model: nn.Module, positional: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The language model's inputs with pictures."""
         ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
@@ -55,13 +55,13 @@ class PictureInputs:
                 return None
             if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
-                return args, changed
+                return positional, changed
         seen = ids >= FIRST_ID
         if self.family.by_grid:
             changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
         if not seen.any():
-            return args, changed
-        embedding = model.get_input_embeddings()
+            return positional, changed
+        embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         embeds = embedding(ids.masked_fill(seen, 0))
         features = [each.to(embeds.dtype) for each in self._features(ids[seen])]
         changed["inputs_embeds"] = embeds.masked_scatter(seen[..., None], features[0])
@@ -77,7 +77,7 @@ class PictureInputs:
         ):
             in_windows = self.family.mutual == "windows"
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
-        return args, changed
+        return positional, changed
 
     def _table(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """First id, size and (rows, columns) of each picture known so far."""
@@ -93,7 +93,7 @@ class PictureInputs:
         """(M, H) of M ids, of the embeddings and of early layers."""
         first, _, _ = self._table(ids.device)
         numbers = torch.searchsorted(first, ids, right=True) - 1
-        distinct, inverse = numbers.unique(return_inverse=True)
+        distinct, inverse = torch.unique(numbers, return_inverse=True)
         found = self._of_pictures(distinct.tolist())
         starts = torch.tensor([0, *(len(each[0]) for each in found)], device=ids.device).cumsum(0)
         places = starts[inverse] + ids - first[numbers]
@@ -223,14 +223,14 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     tower = load_tower(model, reader.base)
     inputs = PictureInputs(tower, family, reader)
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
-    vars(model)["reads_whole"] = family.by_grid or bool(family.mutual)
+    model.reads_whole = family.by_grid or bool(family.mutual)
 
 
 def load_tower(model: TextModel, path: str) -> PreTrainedModel:
     """The composite model below its head without its language model, frozen."""
     whole = copy.deepcopy(whole_config(model.config))
     kind = model.place.shell.__mro__[2]  # transformers' class
-    tower = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
+    tower: Any = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
     loaded, report = tower.from_pretrained(
         path, config=whole, dtype=model.dtype, output_loading_info=True
     )
@@ -248,11 +248,11 @@ class _Tower(PreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for part in _Shell.text_parts(self):  # type: ignore[arg-type]
+        for part in _Shell.text_parts(self):
             name = next(name for name, module in self.named_modules() if module is part)
             above, _, last = name.rpartition(".")
             delattr(self.get_submodule(above), last)
-        self.all_tied_weights_keys = {}
+        self.all_tied_weights_keys: dict[str, str] = {}
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
