@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import ImageReader
@@ -53,7 +53,7 @@ class PictureInputs:
         if cache is not None and ids.shape[1] == 1:
             if not self.family.by_grid:
                 return None
-            if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
+            if (ahead := _ahead_of(cache)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
                 return positional, changed
         seen = ids >= FIRST_ID
@@ -165,7 +165,7 @@ class PictureInputs:
         steps = (torch.zeros_like(within), within // width, within % width)
         positions = [torch.where(seen, text - within + step, text) for step in steps]
         if cache is not None:
-            cache.update_recurrent_state(ahead[:, -1:], _AHEAD)
+            _keep_ahead(cache, ahead[:, -1:])
         return torch.stack(positions)
 
 
@@ -260,3 +260,19 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([each.flatten(0, -2) for each in features])
+
+
+def _ahead_of(cache: Any) -> Tensor | None:
+    """What :func:`_keep_ahead` has kept."""
+    if isinstance(cache, Cache):
+        return vars(cache).get("positions_ahead")
+    found: Tensor | None = cache.get_recurrent_state(_AHEAD)
+    return found
+
+
+def _keep_ahead(cache: Any, ahead: Tensor) -> None:
+    """Keep (B, 1) of each row in a cache of ours, whose rows move, or of transformers' own."""
+    if isinstance(cache, Cache):
+        vars(cache)["positions_ahead"] = ahead
+    else:
+        cache.update_recurrent_state(ahead, _AHEAD)
