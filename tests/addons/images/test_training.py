@@ -18,8 +18,10 @@ from addons.images.training import (
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
+from dschat_lora.generation.greedy import greedy_decode
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.supervised.evaluation import first_sequences, token_losses
 from dschat_lora.supervised.objectives import causal_lm_loss
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
 from helpers.images import SEEING
@@ -124,3 +126,35 @@ def test_dpo_is_that_of_stock_transformers_and_peft(seeing, plain_dpo, layout):
 
     losses = train_steps(network.parameters(), map(partial(partial, loss), batches, known))
     compare(model, losses, plain_dpo)
+
+
+def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(seeing):
+    samples = seeing.data(map(sample_row, NAMES))
+    model = seeing.ours()
+    theirs = seeing.stock(seeing.write(model))
+    engine = SimpleNamespace(module=SimpleNamespace(model=model), device=torch.device("cpu"))
+    found = greedy_decode(
+        model,
+        seeing.tokenizer,
+        [sample.prompt.tolist() for sample in samples],
+        eos_ids=[seeing.tokenizer.eos_token_id],
+        max_new_tokens=5,
+        device=engine.device,
+    )
+    shown = first_sequences(samples, len(samples))
+    losses = token_losses(engine, shown)
+    for name, answer, sequence, own in zip(NAMES, found, shown, losses, strict=True):
+        messages = sample_row(name)["messages"]
+        inputs, before = seeing.inputs(messages, PICTURES[name])
+        prompt = seeing.prompt_inputs(messages, PICTURES[name])
+        wanted = theirs.generate(**prompt, max_new_tokens=5, do_sample=False)[0, before:].tolist()
+        assert answer == wanted
+        with torch.no_grad():
+            logprobs = theirs(**inputs).logits[0, :-1].log_softmax(-1)
+        ids = inputs["input_ids"][0, 1:]
+        picture = ids == seeing.media.token_id
+        told = logprobs.gather(1, ids[:, None])[:, 0]
+        assert [each is None for each in own] == [True, *picture.tolist()]
+        values = torch.tensor([each for each in own if each is not None])
+        torch.testing.assert_close(values, -told[~picture], rtol=0, atol=EXACT)
+        assert len(sequence.ids) == len(own)

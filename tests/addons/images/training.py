@@ -1,7 +1,6 @@
 """Rows with pictures for tiny models that see, in our pieces and in stock transformers and PEFT."""
 
 import json
-from functools import cached_property
 
 import peft
 import torch
@@ -67,7 +66,7 @@ class Seeing:
     def __init__(self, kind, folder, **options):
         self.kind, self.folder = kind, folder
         self.base = tiny_vlm(kind, folder / "base", **options)
-        self.pictures = {}
+        self.pictures, self._made = {}, {}
         for number, (name, size) in enumerate(SIZES.items()):
             self.pictures[name] = drawn(*size, seed=number)
             self.pictures[name].save(folder / f"{name}.png")
@@ -134,32 +133,33 @@ class Seeing:
         model = auto.from_pretrained(self.base, dtype=torch.float32, **options).eval()
         return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
 
-    @cached_property
-    def _stock_inputs(self):
-        return {}
+    def inputs(self, messages, names):
+        """What the model's own processor makes of messages, and the tokens before the answer."""
+        before = self._inputs(messages[:-1], names)["input_ids"].shape[1]
+        return self._inputs(messages, names), before
 
-    def inputs(self, messages, names, *, answers):
-        """What the model's own processor makes of messages, and the number of tokens before the
-        last one's answer."""
+    def prompt_inputs(self, messages, names):
+        """The same of what precedes the last message."""
+        return self._inputs(messages[:-1], names)
+
+    def _inputs(self, messages, names):
         key = json.dumps([messages, names])
-        if key not in self._stock_inputs:
+        if key not in self._made:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.processor.chat_template,
+                tokenize=False,
+                add_generation_prompt=messages[-1]["role"] == "user",
+            )
             pictures = [[self.pictures[name] for name in names]] if names else None
-            lengths, made = [], None
-            for part in (messages[:-1], messages):
-                text = self.tokenizer.apply_chat_template(
-                    part,
-                    chat_template=self.processor.chat_template,
-                    tokenize=False,
-                    add_generation_prompt=part is not messages,
-                )
-                made = self.processor._processor(text=[text], images=pictures, return_tensors="pt")
-                lengths.append(made["input_ids"].shape[1])
-            self._stock_inputs[key] = made, lengths[0]
-        return self._stock_inputs[key]
+            self._made[key] = self.processor._processor(
+                text=[text], images=pictures, return_tensors="pt"
+            )
+        return self._made[key]
 
     def logprobs(self, model, messages, names):
         """Of the last message's tokens and its end, by the stock model."""
-        inputs, before = self.inputs(messages, names, answers=True)
+        inputs, before = self.inputs(messages, names)
         logits = model(**inputs).logits[0, before - 1 : -1]
         targets = inputs["input_ids"][0, before:]
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
