@@ -214,11 +214,17 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
     Raises:
-        ValueError: if the tower cannot be loaded.
+        ValueError: if the tower cannot be loaded, or a reward model's type has none that sees.
     """
     whole = whole_config(model.config)
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
+    if model.place.head is None:
+        raise ValueError(
+            f"{reader.base}: transformers has no sequence classifier of {whole.model_type}, so "
+            "reward models and critics of it take rows without pictures alone; those of gemma3 "
+            "and qwen3_5 take pictures"
+        )
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
     tower = load_tower(model, reader.base)
     inputs = PictureInputs(tower, family, reader)
