@@ -226,6 +226,11 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
             "and qwen3_5 take pictures"
         )
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
+    if family.mutual and model.config._attn_implementation == "flex_attention":
+        raise ValueError(
+            f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
+            f"{whole.model_type} models, for which there is sdpa or eager alone"
+        )
     tower = load_tower(model, reader.base)
     inputs = PictureInputs(tower, family, reader)
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)

@@ -18,6 +18,7 @@ from addons.images.training import (
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
+from dschat_lora.data.media import FIRST_ID
 from dschat_lora.generation.greedy import greedy_decode
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
@@ -158,3 +159,39 @@ def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(see
         values = torch.tensor([each for each in own if each is not None])
         torch.testing.assert_close(values, -told[~picture], rtol=0, atol=EXACT)
         assert len(sequence.ids) == len(own)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_attention_by_flex_is_refused_where_tokens_of_a_picture_see_each_other(kind, tmp_path):
+    seeing = Seeing(kind, tmp_path)
+    seeing.data([sample_row("one")])
+    model = seeing.ours()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match=f"flex_attention: .* in {kind} models"):
+        seeing.media.attach(model)
+
+
+def test_streams_of_rows_with_pictures_are_refused(tmp_path):
+    seeing, rows = Seeing("llava_next", tmp_path), [sample_row("none"), sample_row("one")]
+    with pytest.raises(ValueError, match="--streaming reads rows of text alone"):
+        seeing.data(rows, "samples", "--streaming", "--max_steps", 3)
+
+
+def test_no_text_is_cut_within_a_picture(tmp_path):
+    seeing, square = Seeing("gemma3", tmp_path), {"images": ["square.png"]}
+    behind = [{"text": f"{'a ' * n}<image>"} | square for n in range(20, 60)]
+    before = [{"text": f"<image>{'a ' * n}"} | square for n in range(20, 60)]
+
+    def count(rows, overlong):
+        samples = seeing.data(rows, "samples", "--overlong", overlong, "--max_seq_len", 40)
+        runs = [[i for i in sample.input_ids.tolist() if i >= FIRST_ID] for sample in samples]
+        assert {len(run) for run in runs} == {4}
+        assert len(set(map(tuple, runs))) == 1
+        return len(samples)
+
+    fits = count(behind, "split")
+    assert 0 < fits < 40
+    # What closes a picture is text, which may be cut.
+    assert fits < count(behind, "truncate") < 40
+    assert count(before, "split") == fits
+    assert count(before, "truncate") == 40
