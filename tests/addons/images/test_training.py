@@ -16,12 +16,13 @@ from addons.images.training import (
     train_steps,
 )
 from dschat_lora.checkpoint.adapter import read_adapter
-from dschat_lora.config.stages import DpoConfig
+from dschat_lora.config.stages import DpoConfig, PairConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.generation.greedy import greedy_decode
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.supervised.batching import resolve_pair_layout
 from dschat_lora.supervised.evaluation import first_sequences, token_losses
 from dschat_lora.supervised.objectives import causal_lm_loss
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
@@ -127,6 +128,33 @@ def test_dpo_is_that_of_stock_transformers_and_peft(seeing, plain_dpo, layout):
 
     losses = train_steps(network.parameters(), map(partial(partial, loss), batches, known))
     compare(model, losses, plain_dpo)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_rows_under_masks_have_the_log_probabilities_of_stock_transformers(
+    seeing, plain_dpo, share_prompt
+):
+    options = ("--attn_implementation", "eager")
+    pairs = dict(zip(NAMES, seeing.data(map(pair_row, NAMES), "pairs", *options), strict=True))
+    network = CausalLMLogprobs(seeing.ours())
+    engine = SimpleNamespace(module=network, device=torch.device("cpu"), eval=network.eval)
+    said = []
+    run = SimpleNamespace(
+        log=SimpleNamespace(say=said.append), record=SimpleNamespace(update=lambda _: None)
+    )
+    layout, _ = resolve_pair_layout(
+        engine,
+        PairConfig(share_prompt=share_prompt),
+        packing=False,
+        vocab_size=len(seeing.tokenizer),
+        run=run,
+    )
+    for rows, wanted in zip(BATCHES, plain_dpo.reference, strict=True):
+        rows = [[name] for name in sum(rows, ())] if layout == "alone" else rows
+        batch = PairCollator(1, layout)([[pairs[name] for name in row] for row in rows])
+        with torch.no_grad():
+            found = answer_logprobs(network, batch)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=EXACT)
 
 
 def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(seeing):
