@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import ImageReader
@@ -54,7 +54,7 @@ class PictureInputs:
         if cache is not None and ids.shape[1] == 1:
             if not self.family.by_grid:
                 return None
-            if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
+            if (ahead := _ahead_of(cache)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
                 return positional, changed
         seen = ids >= FIRST_ID
@@ -166,7 +166,7 @@ class PictureInputs:
         steps = (torch.zeros_like(within), within // width, within % width)
         positions = [torch.where(seen, text - within + step, text) for step in steps]
         if cache is not None:
-            cache.update_recurrent_state(ahead[:, -1:], _AHEAD)
+            _keep_ahead(cache, ahead[:, -1:])
         return torch.stack(positions)
 
 
@@ -217,12 +217,23 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
     Raises:
-        ValueError: if the tower cannot be loaded.
+        ValueError: if the tower cannot be loaded, or a reward model's type has none that sees.
     """
     whole = whole_config(model.config)
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
+    if model.place.head is None:
+        raise ValueError(
+            f"{reader.base}: transformers has no sequence classifier of {whole.model_type}, so "
+            "reward models and critics of it take rows without pictures alone; those of gemma3 "
+            "and qwen3_5 take pictures"
+        )
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
+    if family.mutual and model.config._attn_implementation == "flex_attention":
+        raise ValueError(
+            f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
+            f"{whole.model_type} models, for which there is sdpa or eager alone"
+        )
     tower = load_tower(model, reader.base)
     inputs = PictureInputs(tower, family, reader)
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
@@ -263,3 +274,19 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([each.flatten(0, -2) for each in features])
+
+
+def _ahead_of(cache: Any) -> Tensor | None:
+    """What :func:`_keep_ahead` has kept."""
+    if isinstance(cache, Cache):
+        return vars(cache).get("positions_ahead")
+    found: Tensor | None = cache.get_recurrent_state(_AHEAD)
+    return found
+
+
+def _keep_ahead(cache: Any, ahead: Tensor) -> None:
+    """Keep (B, 1) of each row in a cache of ours, whose rows move, or of transformers' own."""
+    if isinstance(cache, Cache):
+        vars(cache)["positions_ahead"] = ahead
+    else:
+        cache.update_recurrent_state(ahead, _AHEAD)
