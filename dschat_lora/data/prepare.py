@@ -121,6 +121,11 @@ def prepare(
     if media is not None:
         beside_text = media.scan(_usable(sources, row_options(config, media)))
         media = media if beside_text is not None else None
+    if media is not None and config.streaming:
+        raise ValueError(
+            "--streaming reads rows of text alone, and some of these hold more, such as images: "
+            "drop --streaming"
+        )
     key = fingerprint(config, sources, tokenizer, media=beside_text, **run)
     build = partial(_build, config, sources, tokenizer, progress=progress, media=media, **run)
     content, from_cache = load_or_build(cache_dir / key, build)

@@ -86,7 +86,7 @@ def attached_media(
 
     ``verb`` is a config with options of add-ons.
     """
-    media = media_reader(verb, tokenizer, source.base)
+    media = None if verb is None else media_reader(verb, tokenizer, source.base)
     if media is not None:
         media.attach(model)
     return media

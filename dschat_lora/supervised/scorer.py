@@ -9,6 +9,7 @@ import torch
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.media import media_reader
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -20,7 +21,7 @@ from dschat_lora.models.loading import PreTrainedModel, load_tokenizer
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.report.terminal import note
-from dschat_lora.supervised.inference import attached_media, check_measured
+from dschat_lora.supervised.inference import check_measured
 
 
 class Scorer:
@@ -65,7 +66,8 @@ class Scorer:
         if adapted.warning is not None:
             note(f"warning: {adapted.warning}")
         self._network = RewardModel(adapted.model).to(here).eval()
-        self.media = attached_media(verb, self.tokenizer, source, adapted.model)
+        self.media = media_reader(verb, self.tokenizer, source.base) if verb is not None else None
+        self._attached = False
         self._batch_size = batch_size
         self._collate = SampleCollator(int(self.tokenizer.pad_token_id))
         limit = getattr(adapted.model.config, "max_position_embeddings", None)
@@ -86,6 +88,9 @@ class Scorer:
         if beside := next((record for record in records if record.media), None):
             if self.media is None:
                 raise ValueError(f"{beside.location}: the reward model takes text alone")
+            if not self._attached:
+                self.media.attach(self._network.backbone.model)
+                self._attached = True
             media_id = self.media.token_id
         eos_id = int(self.tokenizer.eos_token_id)
         rule = TokenRule(eos_id, self.max_seq_len, "drop", False, media_id=media_id)
