@@ -123,3 +123,7 @@ class Stock:
                 self.model.set_adapter(Path(run).name)
             ids = self.model.generate(**inputs, **options)
         return ids[0, size:].tolist(), size
+
+    def text(self, ids):
+        """Of an answer's tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
