@@ -11,5 +11,8 @@ ADDON = Addon(
         ),
         "generate": "dschat_lora.addons.images.options:PromptImageOptions",
     },
-    provides={"media": {"images": "dschat_lora.addons.images.families:image_reader"}},
+    provides={
+        "media": {"images": "dschat_lora.addons.images.families:image_reader"},
+        "thumbnail": {"images": "dschat_lora.addons.images.pictures:thumbnail"},
+    },
 )

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.messages import is_there
+from dschat_lora.runtime.checks import cache_directory
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -321,3 +323,22 @@ class PictureStore:
         assert re.fullmatch(r"[0-9a-f]{32}", name)
         assert self._folder is not None, "bytes without a file are in the reference"
         return self._folder / name[:2] / name
+
+
+def thumbnail(reference: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """A data URI of a few KB of a picture that a run saw; None where it is not there any more.
+
+    ``config`` has the run's options by name.
+    """
+    if not re.fullmatch(r"[0-9a-f]{32}", str(reference.get("digest"))):
+        return None
+    data = DataConfig(data_output_path=config.get("data_output_path"))
+    buffer = io.BytesIO()
+    try:
+        content = PictureStore(cache_directory(data) / "pictures").load(reference)
+        image = open_picture(content)
+    except ValueError:
+        return None
+    image.thumbnail((96, 96))
+    image.save(buffer, "JPEG", quality=70)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -4,6 +4,7 @@ import base64
 import gc
 import io
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -318,3 +319,38 @@ def test_chat_shows_pictures_with_what_is_asked_next(base, runs, stock, tmp_path
     assert messages[0]["content"][0] == {"type": "image", "image": str(tmp_path / "a.png")}
     expected = stock.text(stock.answer(QUESTIONS[0], COUNT, run=runs[0])[0])
     assert messages[1]["content"].strip() == expected.strip()
+
+
+# The report
+
+
+def test_the_report_shows_the_pictures_of_prompts_that_are_still_there(tmp_path):
+    from dschat_lora.addons.images.pictures import digest
+    from dschat_lora.report.html import render_report
+    from dschat_lora.report.rollouts import FILE, as_member
+    from dschat_lora.report.run_data import read_runs
+
+    path = tmp_path / "a.png"
+    drawn(300, 200).save(path)
+    row = {
+        **{"iteration": 1, "prompt": "What?", "response": "A cat.", "reward": 1.0},
+        **{"rewards": {"r": 1.0}, "advantage": 0.5, "kl": 0.0, "length": 3, "ended": True},
+    }
+    good = {"digest": digest(path.read_bytes()), "path": str(path)}
+    others = [
+        {"digest": "0" * 32, "path": str(path)},  # the file has changed
+        {"digest": "1" * 32},
+        {"digest": "../../etc/passwd"},
+        {},
+        "nonsense",
+    ]
+    rows = [{**row, "media": [good]}, {**row, "response": "A dog", "media": others}]
+    (tmp_path / FILE).write_bytes(as_member(rows))
+    options = {"data_output_path": str(tmp_path / "cache")}
+    (tmp_path / "run.json").write_text(json.dumps({"stage": "rlhf", "config": options}))
+    page = render_report("run", read_runs([tmp_path]), {})
+    (uri,) = set(re.findall(r'<img src="([^"]*)"', page))
+    image = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+    assert image.size == (96, 64)
+    assert len(uri) < 10_000
+    assert "img-src data:" in page
