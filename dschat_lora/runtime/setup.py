@@ -258,7 +258,9 @@ def state_identity(
     """
     if data_rank() != 0:
         return {}
-    return {
+    frozen = getattr(adapted.model, "frozen_rest", None)
+    rest = {} if frozen is None else {"rest": frozen[0]}
+    return rest | {
         "model": base_fingerprint(adapted.model),
         "tokenizer": tokenizer_digest(tokenizer),
         "train_data": data.train.identity,
