@@ -70,11 +70,12 @@ class PictureInputs:
         seen = ids >= FIRST_ID
         if self.family.by_grid:
             changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
+        # Without a picture, too: at ZeRO 3 ranks must call the same modules in the same order.
         has_pictures = bool(seen.any())
-        if not has_pictures and self.model is None:
-            return args, changed
         embeds = model.get_input_embeddings()(ids.masked_fill(seen, 0))  # type: ignore[operator]
-        changed |= {"input_ids": None} | self._embedded(embeds, ids, seen)
+        changed |= {"input_ids": None, "inputs_embeds": embeds}
+        if has_pictures or self.model is not None:
+            changed |= self._embedded(embeds, ids, seen)
         config: Any = model.config
         if getattr(config, "hidden_size_per_layer_input", 0):
             padded = ids.masked_fill(seen, config.pad_token_id)
@@ -91,7 +92,7 @@ class PictureInputs:
             self.tower.to(embeds.device)
         self.device, self.dtype = embeds.device, embeds.dtype
         if not seen.any():
-            # Every rank and every micro-batch must run the hooks of what trains.
+            # Of weight 0, so that every micro-batch has gradients of the same parameters.
             blank = [_flat(layer) for layer in self._run([new_image("RGB", BLANK)], [1])]
             return {"inputs_embeds": embeds + sum(0.0 * layer.sum() for layer in blank)}
         first, *early = [each.to(embeds.dtype) for each in self._features(ids[seen])]
