@@ -208,6 +208,7 @@ def attach_media(adapted: AdaptedModel, media: MediaReader | None) -> None:
     """
     if media is not None:
         media.attach(adapted.model)
+        vars(adapted.model)["media"] = media.facts
     elif found := [n for n in adapted.targets if is_inside(n, getattr(adapted.model, "rest", ()))]:
         raise ValueError(
             f"the adapter has factors of {found[0]}, which rows of text alone do not train; leave "

@@ -135,6 +135,8 @@ def read_data(
         run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
     run.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
+    if prepared.media is not None:
+        run.record.update({"media": dict(prepared.media.facts)})
     return prepared
 
 

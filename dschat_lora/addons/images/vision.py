@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import ImageReader
 from dschat_lora.data.media import FIRST_ID
+from dschat_lora.engine.zero import gathered
 from dschat_lora.models.composite import TextModel, whole_config
 from dschat_lora.models.fingerprint import base_fingerprint
 
@@ -163,7 +164,9 @@ class PictureInputs:
             name: value.to(self.device, self.dtype if value.is_floating_point() else None)
             for name, value in self.reader.processor.inputs(pictures, counts).items()
         }
-        output = self.tower.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
+        # At ZeRO 3, what is the tower's own and not of a module that is called.
+        with gathered([p for p in self.tower.parameters(recurse=False) if not p.numel()]):
+            output = self.tower.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
         return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
 
     def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any) -> Tensor:
