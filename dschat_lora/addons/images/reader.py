@@ -109,6 +109,11 @@ class ImageReader:
         """Of what is read."""
         return Limits(max_pixels=self.options.max_image_pixels)
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """By what library pictures become tensors."""
+        return {"pictures read by": self.processor.backend}
+
     def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
         return with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
