@@ -56,7 +56,7 @@ class MediaReader(Protocol):
         """
 
     def attach(self, model: Any) -> None:
-        """Have a language model take the runs that were numbered or read."""
+        """Have a language model take the runs that were numbered or read, as others may too."""
 
 
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from dschat_lora.addons.images.processors import PictureProcessor
+    from dschat_lora.addons.images.vision import PictureInputs
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
@@ -60,6 +61,7 @@ class ImageReader:
     options: ImageOptions
     store: PictureStore
     entries: list[Entry] = field(default_factory=list)
+    inputs: "PictureInputs | None" = None  # of the models that it is attached to
     _numbers: dict[Key, int | str] = field(default_factory=dict)  # or what is wrong with it
 
     @cached_property

@@ -91,6 +91,7 @@ class PictureInputs:
 
     def _features(self, ids: Tensor) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
+        self.tower.to(ids.device)
         first, _, _ = self._table(ids.device)
         numbers = torch.searchsorted(first, ids, right=True) - 1
         distinct, inverse = numbers.unique(return_inverse=True)
@@ -213,6 +214,8 @@ def mutual_inputs(
 def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
+    The models of a reader share one tower, and its features.
+
     Raises:
         ValueError: if the tower cannot be loaded.
     """
@@ -220,9 +223,9 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
-    tower = load_tower(model, reader.base)
-    inputs = PictureInputs(tower, family, reader)
-    model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
+    if reader.inputs is None:
+        reader.inputs = PictureInputs(load_tower(model, reader.base), family, reader)
+    model.base_model.register_forward_pre_hook(reader.inputs, with_kwargs=True)
     vars(model)["reads_whole"] = family.by_grid or bool(family.mutual)
 
 

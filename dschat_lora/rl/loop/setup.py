@@ -142,6 +142,9 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         group=group,
     )
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
+    if (media := data.prompts.media) is not None:
+        for model in (*(each.model for each in roles.models.values()), roles.rollout):
+            media.attach(model)
     models = Models(sources, roles, settings)
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run, costs = replace(run, config=config), plan_costs(config, models, free=free)
