@@ -25,12 +25,13 @@ class MediaReader(Protocol):
     """Reads what rows hold beside text, for one model."""
 
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
+    digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
-    def row(self, values: dict[str, Any], fields: Sequence[str], location: str) -> dict[str, Any]:
+    def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """A row whose message parts are text, or ``{"type": KIND}`` alone where one belongs.
 
-        ``fields`` are the columns that are read, and ``location`` is their file and line.
+        ``fields`` are the columns that are read; paths are relative to ``folder``.
 
         Raises:
             ValueError: if they hold something that cannot be read, or too many or too few.
@@ -39,7 +40,7 @@ class MediaReader(Protocol):
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all that rows of :meth:`row` hold beside text; None where that is nothing."""
 
-    def number(self, folder: Path) -> None:
+    def number(self, folder: Path, *, workers: int = 1) -> None:
         """Give each a run, and keep in ``folder`` what is needed to read it again."""
 
     def read(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Checks of messages: their role, content and tool calls."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,12 +20,12 @@ class EmptyRowError(RowError):
     """A row whose text is there but empty."""
 
 
-def check_message(location: str, name: str, message: object, *, media: bool = False) -> None:
+def check_message(location: str, name: str, message: object, media: Collection[str] = ()) -> None:
     """Refuse what is no message; ``name`` is the field and the number of the message in it.
 
-    ``content`` is text or a list of text parts, and may be absent beside ``tool_calls``, whose
-    arguments :func:`call_arguments` must read. Keys other than these and ``role`` are for the chat
-    template. With ``media`` parts may be :func:`is_medium` too.
+    ``content`` is text or a list of text parts, and of parts of nothing but a type that is in
+    ``media``. It may be absent beside ``tool_calls``, whose arguments :func:`call_arguments` must
+    read. Keys other than these and ``role`` are for the chat template.
 
     Raises:
         RowError: with what was found and what a message has.
@@ -60,7 +60,7 @@ def check_message(location: str, name: str, message: object, *, media: bool = Fa
 
 
 def content_text(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message's checked content, its parts one after another."""
+    """The text of a message's checked content, its parts one after another, without media."""
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
     return content or ""
@@ -71,18 +71,18 @@ def is_medium(part: Mapping[str, Any]) -> bool:
     return part.keys() == {"type"} and part["type"] in MEDIA
 
 
-def _check_content(location: str, name: str, content: object, media: bool) -> None:
+def _check_content(location: str, name: str, content: object, media: Collection[str]) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
         kind = type(content).__name__
         raise RowError(location, f"{name}: 'content' must be text, found {kind}")
     for number, part in enumerate(content, start=1):
-        if media and isinstance(part, dict) and is_medium(part):
-            continue
         where = f"{name}: part {number} of 'content'"
         found, is_text = type(part).__name__, False
         if isinstance(part, dict):
+            if is_medium(part) and part["type"] in media:
+                continue
             typed = part.get("type")
             found, is_text = repr(typed), isinstance(part.get("text"), str) and typed in _TEXT
             medium = medium_of(part) or next((m for m in MEDIA if m in str(typed)), None)
@@ -103,7 +103,7 @@ def is_there(value: Any) -> bool:
     """Whether a value, as a table may have it for what a row lacks, holds anything."""
     if isinstance(value, dict | list):
         return any(map(is_there, value.values() if isinstance(value, dict) else value))
-    return bool(value) and value == value  # no missing number of pandas
+    return bool(value) and not (isinstance(value, float) and value != value)  # of pandas
 
 
 def called_function(call: dict[str, Any]) -> dict[str, Any]:

@@ -119,10 +119,11 @@ def prepare(
     beside_text = None
     if media is not None:
         beside_text = media.scan(_usable(sources, row_options(config, media)))
+        media = media if beside_text is not None else None
     key = fingerprint(config, sources, tokenizer, media=beside_text, **run)
     build = partial(_build, config, sources, tokenizer, progress=progress, media=media, **run)
     content, from_cache = load_or_build(cache_dir / key, build)
-    if media is not None and beside_text is not None:
+    if media is not None:
         media.read(cache_dir / key)
     train, held_out = (
         TokenSet.read(
@@ -146,7 +147,7 @@ def prepare(
         eval_sources=by_name(content["sources"]["eval"]),
         times=by_name(content["times"]),
         left_out=frozenset(map(bytes.fromhex, content["left_out"])),
-        media=None if beside_text is None else media,
+        media=media,
     )
 
 
@@ -192,7 +193,7 @@ def _build(
     parts.mkdir(exist_ok=True)
     workers = num_workers(config)
     if media is not None:
-        media.number(directory)
+        media.number(directory, workers=workers)
     chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id, media=media)
     tokens = TokenWriter(make_encoder(tokenizer), token_rule(config, eos_id, kind, media))
     uses_all = config.data_split is None and not config.is_mixture

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -11,7 +12,14 @@ from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.media import MediaReader
 from dschat_lora.data.message_layouts import EmptyTextError, flag
-from dschat_lora.data.messages import MEDIA, EmptyRowError, check_message, medium_of
+from dschat_lora.data.messages import (
+    IMAGES,
+    MEDIA,
+    EmptyRowError,
+    check_message,
+    is_there,
+    medium_of,
+)
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.row_formats import TwoWayTokenizer, row_formats
 from dschat_lora.data.sources import Source, find_source
@@ -208,8 +216,7 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         raise RowError(raw.location, raw.problem)
     try:
         values = rename(raw.values, options.columns) if options.columns else raw.values
-        if options.media is None:
-            _check_media(values)
+        _check_media(values, () if options.media is None else IMAGES)
         # Files with rows of several types have null in the columns of the other types.
         values = {name: value for name, value in values.items() if value is not None}
         # A cell of a CSV file that is empty is text.
@@ -223,8 +230,6 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     except RecursionError:
         raise RowError(raw.location, TOO_DEEP) from None
     kind = classify(values, raw.location)
-    if layout and (row := ParsedRow(raw.location, kind, values, layout)).is_encoded:
-        return row
     fields = {
         "text": ("text",),
         "conversation": ("messages",),
@@ -233,21 +238,13 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         "preference": ("prompt", "chosen", "rejected"),
         "prompt": ("prompt",),
     }
+    values = _with_media(values, fields[kind], raw.location, options)
+    if layout and (row := ParsedRow(raw.location, kind, values, layout)).is_encoded:
+        return row
+    parts = () if options.media is None else ("image",)
     present = [name for name in fields[kind] if name in values]
-    if options.media is not None:
-        try:
-            values = options.media.row(values, present, raw.location)
-        except ValueError as error:
-            raise RowError(raw.location, str(error)) from error
-        present = [name for name in fields[kind] if name in values]
     for name in present:
-        _check_field(
-            raw.location,
-            name,
-            values[name],
-            text_only=kind == "text",
-            media=options.media is not None,
-        )
+        _check_field(raw.location, name, values[name], text_only=kind == "text", parts=parts)
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
     if "label" in values and (good := flag(values["label"])) is not None:
@@ -346,19 +343,44 @@ def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
     return not (unpaired and row.values["label"] is False)
 
 
-def _check_media(values: Mapping[str, Any]) -> None:
-    """Refuse a row that is about more than its text."""
+def _with_media(
+    values: dict[str, Any], fields: Sequence[str], location: str, options: RowOptions
+) -> dict[str, Any]:
+    if options.media is None:
+        return values
+    try:
+        present = [name for name in fields if name in values]
+        return options.media.row(values, present, _folder(location.rpartition(":")[0]))
+    except ValueError as error:
+        raise RowError(location, str(error)) from error
+    except RecursionError:
+        raise RowError(location, TOO_DEEP) from None
+
+
+@cache
+def _folder(file: str) -> Path:
+    """The folder of a file of rows; that of the process for rows from elsewhere."""
+    return Path(file).parent if Path(file).is_file() else Path()
+
+
+def _check_media(values: Mapping[str, Any], read: Sequence[str]) -> None:
+    """Refuse a row that is about more than its text, and the columns that are ``read``."""
     columns = [name for name in MEDIA if name in values]
-    if columns and (medium := medium_of(values)) is not None:
+    if any(is_there(values[name]) for name in columns if name in read):
+        columns = [name for name in columns if name not in read]
+    if columns and (medium := medium_of({name: values[name] for name in columns})) is not None:
         plural = medium.removesuffix("s") + "s"
         raise ValueError(f"`{medium}` is not empty; text alone trains, without {plural}")
     for name in columns:
         sign = f"<{name.removesuffix('s')}>"
         if sign in str(values):
-            raise ValueError(f"a text has {sign}, and `{name}` is empty; text alone trains")
+            reason = "" if name in read else "; text alone trains"
+            raise ValueError(f"a text has {sign}, and `{name}` is empty{reason}")
 
 
-def _check_field(location: str, name: str, value: object, *, text_only: bool, media: bool) -> None:
+def _check_field(
+    location: str, name: str, value: object, *, text_only: bool, parts: Sequence[str] = ()
+) -> None:
     if isinstance(value, str) and name != "messages":
         if not value.strip():
             raise EmptyRowError(location, f"`{name}` is empty")
@@ -373,4 +395,4 @@ def _check_field(location: str, name: str, value: object, *, text_only: bool, me
     if not value:
         raise EmptyRowError(location, f"`{name}` is empty")
     for number, message in enumerate(value, start=1):
-        check_message(location, f"`{name}` item {number}", message, media=media)
+        check_message(location, f"`{name}` item {number}", message, parts)

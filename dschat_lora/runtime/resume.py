@@ -113,6 +113,7 @@ _IDENTITY = {
     "dtype": "--dtype",
     "adapter": "the adapter",
     "start": "the adapter that training started from",
+    "media": "what rows hold beside text",
     "packing": "whether rows are packed",
     "rows": "the number of rows",
     "stream": "the sources that are streamed",

@@ -265,6 +265,7 @@ def state_identity(
         "dtype": settings.dtype,
         "adapter": adapted.lora.described(),
         "start": adapter_fingerprint(adapted.model),
+        **({} if data.media is None else {"media": data.media.digest}),
     }
 
 

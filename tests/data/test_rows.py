@@ -3,14 +3,15 @@ import gzip
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.readers import RowError, hub_rows, iter_file, iter_rows
-from dschat_lora.data.rows import EmptyRowError, check_sources, parse_row
+from dschat_lora.data.readers import RawRow, RowError, hub_rows, iter_file, iter_rows
+from dschat_lora.data.rows import EmptyRowError, RowOptions, check_sources, parse_row
 from dschat_lora.data.sources import Source, find_source
 
 PAIR = {"prompt": "p", "completion": "c"}
@@ -282,6 +283,33 @@ def test_a_row_with_images_is_refused_and_one_with_none_is_not(jsonl):
         check_sources(DataConfig(data_path=(str(path),)))
     assert str(error.value) == f"{path}:2: `images` is not empty; text alone trains, without images"
     check_sources(DataConfig(data_path=(str(path),), bad_rows="skip"))
+
+
+def test_a_row_with_images_is_given_to_who_reads_them(jsonl):
+    seen = []
+
+    def read(values, fields, folder):
+        seen.append((values["images"], list(fields), folder))
+        if values["images"] == ["bad"]:
+            raise ValueError("no image")
+        return {**values, "images": ("read",)}
+
+    parts = [{"type": "image"}, {"type": "text", "text": "q"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "images": [n]} for n in ("a", "bad")]
+    path, options = jsonl(rows), RowOptions(media=SimpleNamespace(row=read))
+    first, second = iter_file(path)
+    assert parse_row(first, options).values == {**rows[0], "images": ("read",)}
+    with pytest.raises(RowError) as error:
+        parse_row(second, options)
+    assert str(error.value) == f"{path}:2: no image"
+    assert seen == [([name], ["prompt"], path.parent) for name in ("a", "bad")]
+    for row, reason in [
+        ({**PAIR, "videos": ["a"]}, "`videos` is not empty; text alone trains, without videos"),
+        ({"text": "<image>", "images": []}, "a text has <image>, and `images` is empty"),
+    ]:
+        with pytest.raises(RowError) as error:
+            parse_row(RawRow("f:1", row), options)
+        assert str(error.value) == f"f:1: {reason}"
 
 
 def test_the_check_refuses_a_file_without_rows(jsonl):

@@ -140,19 +140,22 @@ _LIKE = {
 }
 
 
-def save_composite(kind, directory, *, tokenizer=None, vision=None, own=None, seed=0) -> Path:
+def save_composite(
+    kind, directory, *, tokenizer=None, text=None, vision=None, own=None, seed=0
+) -> Path:
     """A random composite model with a tokenizer, under the keys that are published.
 
     Args:
         kind: the type, as a configuration's ``model_type``.
         directory: where it goes.
         tokenizer: the bundled one by default.
+        text: further fields of the text tower.
         vision: further fields of the vision tower.
         own: further fields of the composite, ids of image tokens among them.
         seed: of the weights.
     """
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    text, vision_fields, own_fields = _FIELDS.get(kind, _LIKE.get(kind))
+    text_fields, vision_fields, own_fields = _FIELDS.get(kind, _LIKE.get(kind))
     tokens = {
         "vocab_size": len(tokenizer),
         "vocab_size_per_layer_input": len(tokenizer),
@@ -165,7 +168,7 @@ def save_composite(kind, directory, *, tokenizer=None, vision=None, own=None, se
     ids = [name for name in default if name.endswith(("token_id", "token_index"))]
     config = AutoConfig.for_model(
         kind,
-        text_config=tokens | _TEXT | text,
+        text_config=tokens | _TEXT | text_fields | (text or {}),
         vision_config=_VISION | vision_fields | (vision or {}),
         **dict(zip(ids, range(10_000, 11_000), strict=False)) | own_fields | (own or {}),
     )

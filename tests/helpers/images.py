@@ -126,7 +126,7 @@ _KINDS = {
             "max_soft_tokens": 70,
         },
         {"processor_class": "Gemma4Processor", "image_seq_length": 70},
-        {"pooling_kernel_size": 2},
+        {"pooling_kernel_size": 2, "position_embedding_size": 160},
         {
             "image_token_id": "<|image|>",
             "boi_token_id": "<|image>",
@@ -226,8 +226,10 @@ for _kind, _class in {
 SEEING = tuple(kind for kind in _KINDS if kind not in TORCHVISION)
 
 
-def tiny_vlm(family, folder, *, seed=0):
+def tiny_vlm(family, folder, *, seed=0, text=None):
     """Save a random model of a composite type with its tokenizer and processor; its path.
+
+    Fields of the text tower's configuration can be given.
 
     It is what stock ``AutoModelForImageTextToText.from_pretrained`` loads: two layers of width
     32, vision towers of patches of 8 pixels, a few tokens for a picture of 20 to 60 pixels.
@@ -252,7 +254,9 @@ def tiny_vlm(family, folder, *, seed=0):
         "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{%- endif %}"
     )
     tokenizer.chat_template = template
-    save_composite(family, folder, tokenizer=tokenizer, vision=vision, own=ids, seed=seed)
+    save_composite(
+        family, folder, tokenizer=tokenizer, text=text, vision=vision, own=ids, seed=seed
+    )
     files = {
         "preprocessor_config.json": _HALF
         | image_processor

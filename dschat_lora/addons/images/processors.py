@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ _TORCHVISION = ("mistral3", "lfm2_vl", "gemma4_unified")
 _COUNTS = {"rows", "cols", "num_patches"}
 # What a processor's step of pictures takes beside options of pictures: lfm2_vl's.
 _OWN_OPTIONS = {"use_image_special_tokens"}
+# Sizes of pictures of a sample whose tokens are kept: they depend on nothing else.
+_REMEMBERED = 1000
 
 
 def sees(model: str | Path | PreTrainedConfig) -> bool:
@@ -57,8 +59,13 @@ class PictureProcessor:
         placeholder: what the chat template writes for a picture in a message of the user, without
             white space around it; what ``<image>`` in plain text stands for.
         image_token_id: the token that features take the place of.
-        chat_template: the processor's own if it has one, else the tokenizer's.
+        chat_template: the first that writes pictures, of the tokenizer's and the processor's own.
     """
+
+    backend: str
+    placeholder: str
+    image_token_id: int
+    chat_template: Any
 
     def __init__(
         self, path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
@@ -81,15 +88,20 @@ class PictureProcessor:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"{path}: its processor does not load: {reason}") from error
         self.backend = "pil" if isinstance(images, PilBackend) else "torchvision"
-        self.image_token_id: int = config.image_token_id
+        self.image_token_id = config.image_token_id
         if self.image_token_id >= len(tokenizer):
             raise ValueError(
                 f"{path}: config.json says that token {self.image_token_id} is the image token, "
                 f"but the tokenizer has {len(tokenizer)} tokens"
             )
         self._image_token = tokenizer.convert_ids_to_tokens(self.image_token_id)
-        self.chat_template = self._processor.chat_template or tokenizer.chat_template
-        self.placeholder = self._written(tokenizer)
+        templates = [tokenizer.chat_template, self._processor.chat_template]
+        written = [(self._written(tokenizer, each), each) for each in templates if each]
+        chosen = next((pair for pair in written if pair[0]), None)
+        self.placeholder, self.chat_template = chosen or (
+            self._marked(config),
+            tokenizer.chat_template,
+        )
         self._replacements: dict[tuple[tuple[int, int], ...], list[str]] = {}
 
     @property
@@ -154,9 +166,17 @@ class PictureProcessor:
         if not pictures:
             return text
         sizes = tuple(picture.size for picture in pictures)
+        if len(self._replacements) > _REMEMBERED:
+            self._replacements.clear()
         if sizes not in self._replacements:
-            self._replacements[sizes] = self._process([pictures])[1]
-        # One at a time, for a replacement may hold the token again.
+            written = self._process([pictures])[1]
+            if not all(self._image_token in each for each in written):
+                raise ValueError(
+                    f"the processor writes {token!r} for a picture, but the image token of "
+                    f"config.json is {self._image_token!r}"
+                )
+            self._replacements[sizes] = written
+        # Not by str.replace, for a replacement may hold the token again.
         parts = text.split(token)
         between = [*self._replacements[sizes], ""]
         return "".join(part + by for part, by in zip(parts, between, strict=True))
@@ -205,29 +225,37 @@ class PictureProcessor:
         )
         own = {name: options[name] for name in _OWN_OPTIONS & options.keys()}
         return self._processor._process_images(
-            [list(row) for row in rows], **options["images_kwargs"], **own
+            [list(row) for row in rows],
+            **{**options["images_kwargs"], "do_convert_rgb": True},  # lfm2_vl does not by itself
+            **own,
         )
 
-    def _written(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        token: str = self._processor.image_token
+    def _written(self, tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
+        """What ``template`` writes for a picture, without white space around; "" if nothing."""
         text = {"type": "text", "text": "x"}
         try:
             without, written = (
                 tokenizer.apply_chat_template(
-                    [{"role": "user", "content": parts}],
-                    chat_template=self.chat_template,
-                    tokenize=False,
+                    [{"role": "user", "content": parts}], chat_template=template, tokenize=False
                 )
                 for parts in ([text], [{"type": "image"}, text])
             )
         except (TemplateError, TypeError, ValueError):
-            return token  # a template of text alone, or none
-        start = next(
-            (at for at, pair in enumerate(zip(without, written)) if pair[0] != pair[1]),  # noqa: B905
-            len(without),
-        )
-        placeholder = written[start : len(written) - (len(without) - start)].strip()
-        return placeholder if token in placeholder else token
+            return ""  # a template for text alone
+        # What is between the beginning and the end that both have.
+        begin = _common(without, written)
+        end = len(written) - _common(without[begin:][::-1], written[begin:][::-1])
+        placeholder: str = written[begin:end].strip()
+        return placeholder if self._processor.image_token in placeholder else ""
+
+    def _marked(self, config: PreTrainedConfig) -> str:
+        """The image token, between those that positions of some types need between pictures."""
+        token: str = self._processor.image_token
+        if not hasattr(config, "vision_start_token_id"):
+            return token
+        ids = [config.vision_start_token_id, config.vision_end_token_id]
+        begin, end = self._processor.tokenizer.convert_ids_to_tokens(ids)
+        return f"{begin}{token}{end}"
 
 
 def load_processor(
@@ -240,6 +268,12 @@ def load_processor(
             and that is not installed, or the files of the processor are missing or wrong.
     """
     return PictureProcessor(path, tokenizer, trust_remote_code=trust_remote_code)
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _load(

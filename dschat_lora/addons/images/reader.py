@@ -3,7 +3,7 @@
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
@@ -17,13 +17,16 @@ from dschat_lora.addons.images.pictures import (
     Limits,
     Picture,
     PictureStore,
+    Reference,
     digest,
     open_picture,
+    picture_size,
     read,
 )
 from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.data.media import FIRST_ID, Run
 from dschat_lora.data.messages import IMAGES, is_there
+from dschat_lora.data.workers import map_in_order
 from dschat_lora.runtime.checks import cache_directory
 
 if TYPE_CHECKING:
@@ -34,40 +37,58 @@ if TYPE_CHECKING:
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
+LAST_ID = 2**31  # tokens are stored in 32 bits
+SHAPES_AT_ONCE = 64  # that one process expands in a second or two
+
+
+# Width, height and whether it is a sample's only picture, where the processor's tiles depend on it.
+Shape = tuple[int, int, bool]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What the processor writes for pictures of a shape."""
+
+    text: str  # in the place of its placeholder
+    size: int  # image tokens in it
+    grid: tuple[int, int]  # their rows and columns, for positions by a grid; else (0, 0)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A picture with its run of ids.
+    """A picture with its run of ids."""
 
-    Some processors cut a picture into more tiles where it is a sample's only one: ``alone``.
-    """
-
-    reference: Mapping[str, Any]  # by which it is found again, with the digest of its bytes
-    width: int
-    height: int
-    alone: bool
+    reference: Reference  # by which it is found again, with the digest of its bytes
+    shape: Shape
     first: int = 0
-    size: int = 0  # tokens
-    expansion: str = ""  # the text that is tokenised in place of its placeholder
-    grid: tuple[int, int] = (0, 0)  # rows and columns of its tokens, for positions by a grid
+    size: int = 0
+    grid: tuple[int, int] = (0, 0)
 
-
-# Of a picture: where it lies, or what its bytes are.
-Key = tuple[str, bool]
+    @property
+    def alone(self) -> bool:
+        """Whether it is cut into tiles as a sample's only picture."""
+        return self.shape[2]
 
 
 @dataclass
 class ImageReader:
-    """Reads the pictures of rows for one model; see :class:`dschat_lora.data.media.MediaReader`."""
+    """Reads the pictures of rows for one model; see :class:`dschat_lora.data.media.MediaReader`.
+
+    Attributes:
+        entries: the pictures, in the order of their runs.
+        digest: of the pictures that were scanned, and of all that reads them.
+    """
 
     base: str
     tokenizer: "Tokenizer | None"
     options: ImageOptions
     store: PictureStore
     entries: list[Entry] = field(default_factory=list)
+    digest: str = ""
     inputs: "PictureInputs | None" = None  # of the models that it is attached to
-    _numbers: dict[Key, int | str] = field(default_factory=dict)  # or what is wrong with it
+    # Numbers of entries by where a picture is and by its bytes, or what is wrong with it.
+    _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
+    _expansions: dict[Shape, Expansion] = field(default_factory=dict)
 
     @cached_property
     def processor(self) -> "PictureProcessor":
@@ -92,9 +113,8 @@ class ImageReader:
         """Of what is read."""
         return Limits(max_pixels=self.options.max_image_pixels)
 
-    def row(self, values: dict[str, Any], fields: Sequence[str], location: str) -> dict[str, Any]:
+    def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
-        folder = Path(location.rpartition(":")[0]).parent
         return with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
@@ -106,25 +126,37 @@ class ImageReader:
                 self._find(picture, alone=len(pictures) == 1)
         if not self._numbers:
             return None
-        known = [[each.reference["digest"], each.alone] for each in self.entries]
+        known = [[each.reference["digest"], each.shape] for each in self.entries]
         wrong = [text for text in self._numbers.values() if isinstance(text, str)]
         text = json.dumps([known, wrong, self.processor.described()], sort_keys=True)
-        return digest(text.encode())
+        self.digest = digest(text.encode())
+        return self.digest
 
-    def number(self, folder: Path) -> None:
-        """Give each picture its run of ids, and keep what is known of it."""
-        first, entries = FIRST_ID, list[Entry]()
-        for entry in self.entries:
-            entries.append(self._with_run(entry, first))
-            first += entries[-1].size
-        self.entries = entries
-        text = json.dumps([asdict(entry) for entry in self.entries])
-        (folder / INDEX).write_text(text, encoding="utf-8")
+    def number(self, folder: Path, *, workers: int = 1) -> None:
+        """Give each picture its run of ids, and keep what is known of them."""
+        shapes = list(dict.fromkeys(entry.shape for entry in self.entries))
+        few = len(shapes) < SHAPES_AT_ONCE
+        made = map_in_order(self._expand, shapes, workers=1 if few else workers)
+        self._expansions = dict(zip(shapes, made, strict=True))
+        entries, self.entries = self.entries, []
+        for entry in entries:
+            self._append(entry)
+        kept = {
+            "entries": [[each.reference, each.shape] for each in self.entries],
+            "expansions": [[*shape, *astuple(each)] for shape, each in self._expansions.items()],
+        }
+        (folder / INDEX).write_text(json.dumps(kept), encoding="utf-8")
 
     def read(self, folder: Path) -> None:
         """Take the runs that were kept in ``folder``."""
-        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        self.entries = [Entry(**{**each, "grid": tuple(each["grid"])}) for each in found]
+        kept = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        self._expansions = {
+            (width, height, alone): Expansion(text, size, tuple(grid))
+            for width, height, alone, text, size, grid in kept["expansions"]
+        }
+        self.entries = []
+        for reference, shape in kept["entries"]:
+            self._append(Entry(reference, tuple(shape)))
 
     def insert(
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
@@ -142,7 +174,7 @@ class ImageReader:
                 f"it {count} times {token!r}, which stands for one"
             )
         entries = [self._entry(each, alone=len(pictures) == 1) for each in pictures[:count]]
-        expansions = iter([entry.expansion for entry in entries])
+        expansions = iter([self._expansions[entry.shape].text for entry in entries])
         made = []
         for text in texts:
             first, *rest = text.split(token)
@@ -206,41 +238,47 @@ class ImageReader:
 
         attach(model, self)
 
-    def _key(self, picture: Picture, *, alone: bool) -> Key:
-        where = picture.path or picture.url or digest(read(picture, self.limits))
-        return where, alone and self.processor.counts_pictures
-
-    def _find(self, picture: Picture, *, alone: bool) -> None:
-        key = self._key(picture, alone=alone)
-        if key in self._numbers:
-            return
+    def _find(self, picture: Picture, *, alone: bool) -> int | str:
+        """The number of a picture's entry, which it gets if it is new, or what is wrong with it."""
+        alone = alone and self.processor.counts_pictures
+        where = picture.path or picture.url
+        if where and (where, alone) in self._numbers:
+            return self._numbers[where, alone]
+        number: int | str
         try:
             data = read(picture, self.limits)
-            width, height = open_picture(data, self.limits, picture).size
+            name = digest(data)
+            number = self._numbers.get((name, alone), len(self.entries))
+            if number == len(self.entries):
+                shape = *picture_size(data, self.limits, picture), alone
+                self.entries.append(Entry(self.store.put(picture, data), shape))
         except ValueError as error:
-            self._numbers[key] = str(error)
-            return
-        reference = self.store.put(picture, data)
-        self._numbers[key] = len(self.entries)
-        self.entries.append(Entry(reference, width, height, key[1]))
+            number, name = str(error), where
+        self._numbers[name, alone] = self._numbers[where or name, alone] = number
+        return number
 
     def _entry(self, picture: Picture, *, alone: bool) -> Entry:
-        key = self._key(picture, alone=alone)
-        if key not in self._numbers:
-            self._find(picture, alone=alone)
-            if isinstance(number := self._numbers[key], int):
-                last = self.entries[number - 1] if number else None
-                first = FIRST_ID if last is None else last.first + last.size
-                self.entries[number] = self._with_run(self.entries[number], first)
-        number = self._numbers[key]
+        number = self._find(picture, alone=alone)
         if isinstance(number, str):
             raise ValueError(number)
+        if not self.entries[number].size:
+            new = self.entries.pop()
+            self._expansions.setdefault(new.shape, self._expand(new.shape))
+            self._append(new)
+        open_picture(read(picture, self.limits), self.limits, picture)  # a broken one has its row
         return self.entries[number]
 
-    def _with_run(self, entry: Entry, first: int) -> Entry:
-        expansion, grid = self.processor.expansion((entry.width, entry.height), entry.alone)
-        size = expansion.count(self.processor.image_token)
-        return replace(entry, first=first, size=size, expansion=expansion, grid=grid)
+    def _append(self, entry: Entry) -> None:
+        """Give an entry the ids after those of the last one."""
+        first = self.entries[-1].first + self.entries[-1].size if self.entries else FIRST_ID
+        known = self._expansions[entry.shape]
+        if first + known.size > LAST_ID:
+            raise ValueError(f"the data has more than {LAST_ID - FIRST_ID:,} tokens of pictures")
+        self.entries.append(replace(entry, first=first, size=known.size, grid=known.grid))
+
+    def _expand(self, shape: Shape) -> Expansion:
+        text, grid = self.processor.expansion(shape[:2], shape[2])
+        return Expansion(text, text.count(self.processor.image_token), grid)
 
 
 def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> ImageReader | None:

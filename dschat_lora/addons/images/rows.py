@@ -25,7 +25,8 @@ def with_pictures(
     A picture's place is the part ``{"type": "image"}`` of messages, in a message that has one
     beside parts ``{"type": "text", "text": ...}`` alone, and ``<image>`` of a text. A preference
     has its ``prompt``. Messages without any place have one for each picture of the column in front
-    of the first user message that is text, as TRL has it. A row without pictures stays as it is.
+    of the first user message that is text, as TRL has it. A row without pictures stays as it is,
+    but for its empty columns.
 
     Args:
         values: columns of a row type.
@@ -45,26 +46,25 @@ def with_pictures(
             raise ValueError(f"{where}: {error}") from error
 
     column, items = _column(values)
+    rest = {name: value for name, value in values.items() if name not in IMAGES}
     if not items and not any(_is_image(part) for name in fields for part in _parts(values[name])):
-        return values
+        return rest
     if {type(values[name]) for name in fields} not in ({str}, {list}):
-        return values  # refused where fields are checked
+        return rest  # refused where fields are checked
     if "chosen" in fields:
-        prompt, chosen, rejected = split_preference(values)
-        values = {**values, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+        prompt, chosen, rejected = split_preference(rest)
+        rest |= {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     for name in {"completion", "chosen", "rejected"}.intersection(fields):
-        if any(_is_image(part) or _has_sign(part) for part in _parts(values[name])):
+        if any(_is_image(part) or _has_sign(part) for part in _parts(rest[name])):
             raise ValueError(f"`{name}` has a picture; an answer is text alone")
     pictures = [read(f"`{column}` item {n}", item) for n, item in enumerate(items, 1)]
-    host = next(name for name in ("messages", "text", "prompt") if name in values)
-    text, own = _placed(host, values[host], len(pictures), read)
+    host = "prompt" if "chosen" in fields else fields[0]
+    text, own = _placed(host, rest[host], len(pictures), read)
     if (places := own.count(None)) != len(pictures):
-        counts = (
-            f"`{column}` has {len(pictures)} of the pictures, `{host}` {places} places for them"
-        )
-        raise ValueError(f"{counts}; a place is {IMAGE if isinstance(text, str) else _PLACE}")
+        counts = f"`{column}` has {len(pictures)}, `{host}` places for {places}"
+        place = IMAGE if isinstance(text, str) else '{"type": "image"}'
+        raise ValueError(f"pictures: {counts}; a place is {place}")
     ordered = iter(pictures)
-    rest = {name: value for name, value in values.items() if name not in IMAGES}
     return rest | {host: text, "images": tuple(each or next(ordered) for each in own)}
 
 

@@ -61,7 +61,7 @@ class PictureInputs:
             changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
         if not seen.any():
             return args, changed
-        embedding = model.get_input_embeddings()
+        embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         embeds = embedding(ids.masked_fill(seen, 0))
         features = [each.to(embeds.dtype) for each in self._features(ids[seen])]
         changed["inputs_embeds"] = embeds.masked_scatter(seen[..., None], features[0])
@@ -94,7 +94,7 @@ class PictureInputs:
         self.tower.to(ids.device)
         first, _, _ = self._table(ids.device)
         numbers = torch.searchsorted(first, ids, right=True) - 1
-        distinct, inverse = numbers.unique(return_inverse=True)
+        distinct, inverse = torch.unique(numbers, return_inverse=True)
         found = self._of_pictures(distinct.tolist())
         starts = torch.tensor([0, *(len(each[0]) for each in found)], device=ids.device).cumsum(0)
         places = starts[inverse] + ids - first[numbers]
@@ -226,14 +226,14 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     if reader.inputs is None:
         reader.inputs = PictureInputs(load_tower(model, reader.base), family, reader)
     model.base_model.register_forward_pre_hook(reader.inputs, with_kwargs=True)
-    vars(model)["reads_whole"] = family.by_grid or bool(family.mutual)
+    model.reads_whole = family.by_grid or bool(family.mutual)
 
 
 def load_tower(model: TextModel, path: str) -> PreTrainedModel:
     """The composite model below its head without its language model, frozen."""
     whole = copy.deepcopy(whole_config(model.config))
     kind = model.place.shell.__mro__[2]  # transformers' class
-    tower = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
+    tower: Any = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
     loaded, report = tower.from_pretrained(
         path, config=whole, dtype=model.dtype, output_loading_info=True
     )
@@ -251,11 +251,11 @@ class _Tower(PreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for part in _Shell.text_parts(self):  # type: ignore[arg-type]
+        for part in _Shell.text_parts(self):
             name = next(name for name, module in self.named_modules() if module is part)
             above, _, last = name.rpartition(".")
             delattr(self.get_submodule(above), last)
-        self.all_tied_weights_keys = {}
+        self.all_tied_weights_keys: dict[str, str] = {}
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
