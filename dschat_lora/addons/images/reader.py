@@ -196,7 +196,7 @@ class ImageReader:
     def restored(self, columns: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
         """Such columns with the pictures of the row's prompt, decoded, as TRL has them.
 
-        They are in the messages' parts, and in ``images`` or ``image``.
+        They are in the messages, all of which have parts, and in ``images`` or ``image``.
         """
         pictures = [self.picture(entry) for entry in self.entries_of(ids)]
         made, rest = dict(columns), iter(pictures)
@@ -330,8 +330,10 @@ def _named(value: Any) -> str:
 
 
 def _with_parts(message: Mapping[str, Any], pictures: Iterator[Any]) -> dict[str, Any]:
-    """A message with the next pictures in its parts, as far as there are any."""
+    """A message in parts, of which pictures get the next ones, as far as there are any."""
     content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         return dict(message)
     places = [isinstance(part, dict) and part.get("type") == "image" for part in content]

@@ -1,8 +1,9 @@
-"""Step 3 with pictures in prompts: sampler, trainer and stock transformers agree, and what users see."""
+"""Step 3 with pictures in prompts: sampler, trainer and stock models agree, and what users see."""
 
 import json
 from types import SimpleNamespace
 
+import datasets
 import peft
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import dschat_lora
+from dschat_lora.addons.images.vision import PictureInputs
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.media import FIRST_ID, media_reader
@@ -19,7 +21,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import lora_layers
 from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.report.rollouts import read_rollouts
+from dschat_lora.report.rollouts import read_rollouts, show_rollouts, summary_text
 from dschat_lora.rl.learn.roles import build_roles
 from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.response.batch import collate
@@ -169,16 +171,18 @@ def test_kept_logprobs_are_those_of_the_trainer_and_of_stock_transformers(kind, 
     sampling = Sampling(max_new_tokens=5)
     prompts, copies = found.prompts, 2
     longest = max(map(len, prompts)) + 5
-    # All rows at once, copies of a prompt read once; three rows, which are refilled; with drafts.
-    for largest, drafts in (((12, longest), 0), ((3, longest), 0), ((3, longest), 4)):
+    # All rows at once, copies of a prompt read once; three rows, which are refilled; with drafts;
+    # without a cache.
+    for rows, drafts, caches in ((12, 0, True), (3, 0, True), (3, 4, True), (12, 0, False)):
         decoder = Decoder(
             roles.rollout.eval(),
             eos_ids=[],
             pad_id=0,
             device=torch.device("cpu"),
-            largest=largest,
+            largest=(rows, longest),
             num_drafts=drafts,
         )
+        decoder.refills = caches
         seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
         answers = decoder(prompts, sampling, seeds=seeds, keep_logprobs=True)
         responses = [
@@ -330,7 +334,7 @@ def runs(made):
     def of(kind, algorithm="grpo"):
         if (kind, algorithm) not in found:
             home = made(kind)
-            options = {"algorithm": algorithm, "save_interval": 2, "save_total_limit": 0}
+            options = {"algorithm": algorithm, "save_interval": 3, "save_total_limit": 0}
             found[kind, algorithm] = train(home, f"out-{algorithm}", save_start(home), **options)
         return found[kind, algorithm]
 
@@ -362,3 +366,132 @@ def test_steps_are_those_of_a_plain_loop_in_stock_transformers_and_peft(
     assert written.keys() == wanted.keys()
     for name, weight in written.items():
         torch.testing.assert_close(weight, wanted[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "qwen3_vl" else pytest.param(k, marks=pytest.mark.thorough) for k in FEW]
+)
+def test_a_run_that_is_resumed_goes_on_to_the_bit(kind, made, runs):
+    home, run = made(kind), runs(kind)
+    resumed = train(
+        home,
+        "resumed",
+        home / "start",
+        resume=next(run.path.glob("*/step-00000003")),
+        save_interval=0,
+    )
+    assert [each["step"] for each in resumed.record["resumed"]] == [3]  # within an iteration
+    whole, own = (
+        load_file(next((each.path / "actor").rglob("adapter_model.safetensors")))
+        for each in (run, resumed)
+    )
+    assert whole.keys() == own.keys()
+    assert all(torch.equal(own[name], weight) for name, weight in whole.items())
+
+
+def test_features_of_a_picture_are_computed_once_in_a_run(made, monkeypatch):
+    seen = []
+    see = PictureInputs._see
+    monkeypatch.setattr(
+        PictureInputs, "_see", lambda self, numbers: seen.extend(numbers) or see(self, numbers)
+    )
+    train(made("llava_next"), "once")
+    assert sorted(seen) == [0, 1, 2]
+
+
+def test_logs_show_a_picture_once_with_its_path(made, runs, capsys):
+    run = runs("qwen3_vl")
+    home, rows = made("qwen3_vl"), read_rollouts(run.path)
+    for row in rows:
+        names, _ = PROMPTS[row["extra"]["number"]]
+        assert row["prompt"].count("<|image_pad|>") == len(names)
+        paths = [str(home / name) for name in names]
+        assert [each["path"] for each in row.get("media", [])] == paths
+    two = [row for row in rows if row["extra"]["number"] in (0, 1)]
+    assert len({row["prompt"] for row in two}) == 1
+    # Equal texts with other pictures are other prompts.
+    assert "24 responses to 5 prompts in 2 iterations" in summary_text(rows)
+    show_rollouts(run.path, json=False, best=1)
+    assert f"with {home}" in capsys.readouterr().out
+
+
+SYSTEM = "Answer with a letter."
+
+
+def documented_rows(home):
+    """Rows as TRL's example of GRPO with pictures makes them."""
+
+    def make_conversation(example):
+        prompt = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": example["problem"]},
+        ]
+        return {"prompt": prompt}
+
+    rows = {
+        "image": [str(home / "a.png"), str(home / "b.png")],
+        "problem": ["Which?", "And this?"],
+        "solution": ["a", "b"],
+    }
+    return (
+        datasets.Dataset.from_dict(rows)
+        .cast_column("image", datasets.Image())
+        .map(make_conversation)
+    )
+
+
+def test_trls_documented_example_runs_with_its_rows_and_reward_functions(made):
+    home, calls = made("llava_next"), []
+
+    def accuracy_reward(completions, solution: list[str], **kwargs):
+        calls.append({"completions": completions, "solution": solution, **kwargs})
+        contents = [completion[0]["content"] for completion in completions]
+        return [float(text == sol) for text, sol in zip(contents, solution, strict=True)]
+
+    def pixels(completions, image):
+        return [each.size[0] for each in image]
+
+    rows = documented_rows(home)
+    run = dschat_lora.rlhf(
+        str(home / "model"),
+        rows,
+        rewards=[accuracy_reward, pixels],
+        output_dir=home / "documented",
+        data_output_path=str(home / "cache"),
+        quiet=True,
+        **OPTIONS
+        | {
+            "max_steps": 2,
+            "per_device_generation_batch_size": 4,
+            "per_device_training_batch_size": 4,
+        },
+    )
+    (call,) = calls
+    wanted = {row["solution"]: row for row in rows}
+    for prompt, own, solution in zip(call["prompts"], call["image"], call["solution"], strict=True):
+        row = wanted[solution]
+        assert list(own.getdata()) == list(row["image"].getdata())
+        assert prompt == [
+            {"role": "system", "content": [text(SYSTEM)]},
+            {"role": "user", "content": [{"type": "image", "image": own}, text(row["problem"])]},
+        ]
+    assert {row["rewards"]["pixels"] for row in read_rollouts(run.path)} == {40, 30}
+
+
+REFUSED = {
+    "--rollout_engine transformers": {"rollout_engine": "transformers"},
+    "--rollout_engine http://": {"rollout_engine": "http://127.0.0.1:9"},
+    "distillation": {"algorithm": "distill", "teacher_model_name_or_path": "model"},
+    "an environment": {"environment": lambda messages, **more: None},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_reads_text_alone_refuses_rows_with_pictures_by_name(what, made):
+    home, options = made("llava_next"), dict(REFUSED[what])
+    if "teacher_model_name_or_path" in options:
+        options |= {"teacher_model_name_or_path": str(home / "model"), "rewards": ()}
+        options |= {"num_generations": 1}
+    with pytest.raises(ValueError, match=f"^{what}.* reads text alone") as error:
+        train(home, "refused", **options)
+    assert "\n" not in str(error.value)
