@@ -29,6 +29,10 @@ class MediaReader(Protocol):
     digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What is recorded of how inputs beside text are read."""
+
     def row(
         self, values: dict[str, Any], fields: Sequence[str], folder: Path | None
     ) -> dict[str, Any]:
@@ -69,8 +73,17 @@ class MediaReader(Protocol):
     def describe(self, token: int) -> tuple[str, Run]:
         """What a token of a run stands for, in words, and the run."""
 
+    def columns(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of a row as JSON holds them, of which :meth:`row` made ``row``."""
+
+    def restored(self, columns: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+        """Such columns with what the ids of the row's prompt stand for in its places."""
+
+    def described(self, ids: Sequence[int]) -> list[dict[str, str]]:
+        """Of each input beside text its ``digest``, and its ``path`` if it has one."""
+
     def attach(self, model: Any) -> None:
-        """Have a language model take the runs of this reader."""
+        """Have a language model take the runs that were numbered or read, as others may too."""
 
 
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:

@@ -6,6 +6,7 @@ from typing import Any
 from dschat_lora.config.addons import groups_of
 from dschat_lora.config.groups import OptimConfig
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.data.media import media_reader
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
@@ -22,6 +23,7 @@ from dschat_lora.models.blocks import (
 from dschat_lora.models.build import (
     AdaptedModel,
     Task,
+    attach_media,
     build_causal_lm,
     build_reward_model,
     check_targets,
@@ -91,6 +93,8 @@ def set_up(
         ValueError: if data or model cannot be used.
     """
     config = run.config
+    for own in groups_of(config, "choose_layers"):
+        config = replace(config, lora=own.choose_layers(config.lora))
     if config.model.attn_implementation == "flex_attention":
         prepare_to_compile(run, FLEX_ATTENTION)
     if config.model.compile:
@@ -117,7 +121,8 @@ def set_up(
     if config.optim.learning_rate == "auto" or config.optim.lr_probe:
         config = replace(config, optim=_ruled(config, model_config, run))
     tokenizer = load_tokenizer(source.tokenizer, config.model)
-    data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind, base=source.base)
+    media = media_reader(config, tokenizer, source.base)
+    data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind, media=media)
     settings = engine_settings(
         config,
         dtype=config.model.dtype,
@@ -138,8 +143,7 @@ def set_up(
         meta=builds_shapes_alone(config.run, [settings]),
         group=group,
     )
-    if data.media is not None:
-        data.media.attach(adapted.model)
+    attach_media(adapted, data.media)
     option, asked = "gradient_checkpointing", config
     config = resolve_recomputation(
         run,

@@ -6,7 +6,11 @@ ADDON = Addon(
     "images",
     options={
         **dict.fromkeys(
-            ("sft", "reward", "dpo", "rlhf", "audit", "eval", "score", "serve", "chat"),
+            ("sft", "reward", "dpo", "rlhf"),
+            "dschat_lora.addons.images.options:TrainingImageOptions",
+        ),
+        **dict.fromkeys(
+            ("audit", "eval", "score", "serve", "chat"),
             "dschat_lora.addons.images.options:ImageOptions",
         ),
         "generate": "dschat_lora.addons.images.options:PromptImageOptions",

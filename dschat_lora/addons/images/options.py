@@ -1,9 +1,9 @@
 """Options of rows with pictures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dschat_lora.config.groups import require_numbers
+from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, require_numbers
 from dschat_lora.config.options import option
 
 
@@ -20,6 +20,33 @@ class ImageOptions:
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 1", "max_image_pixels")
+
+
+@dataclass(frozen=True)
+class TrainingImageOptions(ImageOptions):
+    train_vision: bool = option(
+        False, help="adapt the linear layers of the part that sees and of its projector, too"
+    )
+    vision_learning_rate: float | None = option(
+        None,
+        help="rate of adapters there, by --train_vision or --target_modules; default: as others",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(self, "> 0", "vision_learning_rate")
+
+    def choose_layers(self, lora: LoraConfig) -> LoraConfig:
+        """The choice of layers with those of the part that sees, where they are to train.
+
+        Raises:
+            ValueError: if nothing is adapted.
+        """
+        if not self.train_vision:
+            return lora
+        if lora.lora_dim == 0:
+            raise ValueError("--train_vision is for adapters: give --lora_dim")
+        return replace(lora, target_modules=(*lora.target_modules, ALL_BESIDE))
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,26 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from PIL.Image import Image
+from PIL.Image import new as new_image
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import Entry, ImageReader
 from dschat_lora.data.media import FIRST_ID
+from dschat_lora.engine.zero import gathered
 from dschat_lora.models.backbone import cache_argument
-from dschat_lora.models.composite import TextModel, _Shell, whole_config
+from dschat_lora.models.composite import TextModel, whole_config
+from dschat_lora.models.fingerprint import base_fingerprint
 
 # Most that features of frozen towers take, which are kept for later passes.
 KEPT_BYTES = 2**30
+BLANK = (64, 64)  # width and height of a picture that counts for nothing
 # Name of the state in the cache: by how much positions are ahead of the number of tokens.
 _AHEAD = -1
 # Features of a picture: (tokens, H), those of its embeddings first, then of early layers.
@@ -39,19 +44,27 @@ class PictureInputs:
     """Called before the language model: gives it features in place of runs of token ids.
 
     A forward pre-hook; equal for copies of the model, which share the tower.
+
+    Attributes:
+        model: whose modules the tower's are, where adapters are in them; else the tower is frozen.
     """
 
     def __init__(
-        self, load: Callable[[], PreTrainedModel], family: Family, reader: ImageReader
+        self,
+        load: Callable[[], nn.Module],
+        family: Family,
+        reader: ImageReader,
+        model: TextModel | None,
     ) -> None:
-        self._load, self.family, self.reader = load, family, reader
+        self._load, self.family, self.reader, self.model = load, family, reader, model
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         self._tables: dict[torch.device, Table] = {}
         # By the first id; the last used is the last.
         self._kept: OrderedDict[int, Features] = OrderedDict()
         self._kept_bytes = 0
 
     @cached_property
-    def tower(self) -> PreTrainedModel:
+    def tower(self) -> nn.Module:
         """The composite model's own class below its head, without its language model.
 
         It is loaded when it is first used.
@@ -59,8 +72,11 @@ class PictureInputs:
         with torch.inference_mode(False):
             return self._load()
 
-    def __deepcopy__(self, memo: object) -> "PictureInputs":
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PictureInputs":
+        if self.model is None:
+            return self
+        tower, model = copy.deepcopy(self.tower, memo), copy.deepcopy(self.model, memo)
+        return PictureInputs(lambda: tower, self.family, self.reader, model)
 
     def __call__(
         self, model: nn.Module, positional: tuple[Any, ...], inputs: dict[str, Any]
@@ -80,25 +96,36 @@ class PictureInputs:
         if self.family.by_grid:
             plain = inputs.get("position_ids")
             changed["position_ids"] = self._positions(ids, plain, cache, table)
-        if not seen.any():
-            return positional, changed
-        embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        embeds = embedding(ids.masked_fill(seen, 0))
-        features = [each.to(embeds.dtype) for each in self._features(ids[seen], table)]
-        changed["inputs_embeds"] = embeds.masked_scatter(seen[..., None], features[0])
-        changed["input_ids"] = None
-        if features[1:]:
-            changed |= {"visual_pos_masks": seen, "deepstack_visual_embeds": features[1:]}
+        # Without a picture, too: at ZeRO 3 ranks must call the same modules in the same order.
+        has_pictures = bool(seen.any())
+        embeds = model.get_input_embeddings()(ids.masked_fill(seen, 0))  # type: ignore[operator]
+        changed |= {"input_ids": None, "inputs_embeds": embeds}
+        if has_pictures or self.model is not None:
+            changed |= self._embedded(embeds, ids, seen, table)
         config: Any = model.config
         if getattr(config, "hidden_size_per_layer_input", 0):
             padded = ids.masked_fill(seen, config.pad_token_id)
             changed["per_layer_inputs"] = model.get_per_layer_inputs(padded, embeds)  # type: ignore[operator]
-        if self.family.mutual == "all" or (
-            self.family.mutual == "windows" and config.use_bidirectional_attention == "vision"
-        ):
-            in_windows = self.family.mutual == "windows"
+        in_windows = self.family.mutual == "windows"
+        mutual = not in_windows or config.use_bidirectional_attention == "vision"
+        if has_pictures and self.family.mutual and mutual:
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
         return positional, changed
+
+    def _embedded(self, embeds: Tensor, ids: Tensor, seen: Tensor, table: Table) -> dict[str, Any]:
+        """Inputs with features in place of what is ``seen`` of (B, T, H) embeddings."""
+        if self.model is None and embeds.device != self.device:
+            self.tower.to(embeds.device)
+        self.device, self.dtype = embeds.device, embeds.dtype
+        if not seen.any():
+            # Of weight 0, so that every micro-batch has gradients of the same parameters.
+            blank = [_flat(layer) for layer in self._run([new_image("RGB", BLANK)], [1])]
+            return {"inputs_embeds": embeds + sum(0.0 * layer.sum() for layer in blank)}
+        first, *early = [each.to(embeds.dtype) for each in self._features(ids[seen], table)]
+        inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(seen[..., None], first)}
+        if early:
+            inputs |= {"visual_pos_masks": seen, "deepstack_visual_embeds": early}
+        return inputs
 
     def _table(self, device: torch.device) -> Table:
         """The pictures that are known."""
@@ -113,6 +140,7 @@ class PictureInputs:
 
     def _features(self, ids: Tensor, table: Table) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
+        self.tower.to(ids.device)
         numbers = torch.searchsorted(table.first, ids, right=True) - 1
         distinct, inverse = torch.unique(numbers, return_inverse=True)
         found = self._of_pictures([table.entries[number] for number in distinct.tolist()])
@@ -121,10 +149,15 @@ class PictureInputs:
         return [torch.cat(layer)[places] for layer in zip(*found, strict=True)]
 
     def _of_pictures(self, entries: Sequence[Entry]) -> list[Features]:
+        if self.model is not None:
+            return self._see(entries)  # its values change
         lacking = [entry for entry in entries if entry.first not in self._kept]
-        for entry, features in zip(lacking, self._see(lacking), strict=True):
-            self._kept[entry.first] = features
-            self._kept_bytes += sum(x.nbytes for x in features)
+        if lacking:
+            with torch.no_grad():
+                made = self._see(lacking)
+            for entry, features in zip(lacking, made, strict=True):
+                self._kept[entry.first] = features
+                self._kept_bytes += sum(x.nbytes for x in features)
         for entry in entries:
             self._kept.move_to_end(entry.first)
         found = [self._kept[entry.first] for entry in entries]
@@ -134,34 +167,36 @@ class PictureInputs:
         return found
 
     def _see(self, entries: Sequence[Entry]) -> list[Features]:
-        """Features of these entries."""
-        found: dict[int, Features] = {}
-        for alone in (True, False):
-            own = [entry for entry in entries if entry.alone == alone]
-            # One of several is cut as such, though the others are not here.
-            for entry, features in zip(own, self._of_kind(own, alone), strict=True):
-                found[entry.first] = features
+        """Features of these entries; the tower is run once."""
+        counts = self.reader.processor.counts_pictures
+        # One of several is cut as such, though the others are not here.
+        alone = [entry for entry in entries if entry.alone or not counts]
+        others = [entry for entry in entries if counts and not entry.alone]
+        order = [*alone, *others, *(others if len(others) == 1 else ())]
+        layers = self._run(
+            [self.reader.picture(entry) for entry in order],
+            [1] * len(alone) + ([len(order) - len(alone)] if others else []),
+        )
+        sizes = [entry.size for entry in order]
+        split = [torch.split(_flat(layer), sizes) for layer in layers]
+        firsts = [entry.first for entry in order]
+        found = dict(zip(firsts, zip(*split, strict=True), strict=True))
         return [found[entry.first] for entry in entries]
 
-    def _of_kind(self, own: Sequence[Entry], alone: bool) -> list[Features]:
-        """Features of entries that are, each, a sample's only picture, or are one of several."""
-        if not own:
-            return []
-        twice = len(own) == 1 and not alone and self.reader.processor.counts_pictures
-        entries = [*own] * (2 if twice else 1)
-        pictures = [self.reader.picture(entry) for entry in entries]
-        counts = [1] * len(pictures) if alone else [len(pictures)]
-        device, dtype = self.tower.device, self.tower.dtype
+    def _run(self, pictures: Sequence[Image], counts: Sequence[int]) -> list[Any]:
+        """What the tower makes of pictures, ``counts`` of each sample: features of each layer."""
+        if self.model is not None:  # in which adapters were put in place of parts
+            for path in self.model.rest:
+                above, _, last = path.rpartition(".")
+                setattr(self.tower, last, getattr(self.model.get_submodule(above), last))
         inputs = {
-            name: value.to(device, dtype if value.is_floating_point() else None)
+            name: value.to(self.device, self.dtype if value.is_floating_point() else None)
             for name, value in self.reader.processor.inputs(pictures, counts).items()
         }
-        with torch.no_grad():
-            output = self.tower.get_image_features(**inputs, return_dict=True)
-        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        sizes = [entry.size for entry in entries]
-        split = [torch.split(_flat(layer), sizes) for layer in layers]
-        return list(zip(*split, strict=True))[: len(own)]
+        # At ZeRO 3, what is the tower's own and not of a module that is called.
+        with gathered([p for p in self.tower.parameters(recurse=False) if not p.numel()]):
+            output = self.tower.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
+        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
 
     def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any, table: Table) -> Tensor:
         """(3, B, T) positions by time, row and column of (B, T) ids.
@@ -173,7 +208,7 @@ class PictureInputs:
             plain = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if not table.entries:
             if cache is not None:
-                cache.update_recurrent_state(torch.zeros_like(ids[:, -1:]), _AHEAD)
+                _keep_ahead(cache, torch.zeros_like(ids[:, -1:]))
             return plain.expand(3, *ids.shape)
         seen, (_, first, lengths, grids) = ids >= FIRST_ID, table
         numbers = (torch.searchsorted(first, ids.contiguous(), right=True) - 1).clamp(min=0)
@@ -240,10 +275,12 @@ def mutual_inputs(
 def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
-    It is loaded here where pictures are known, else when the first one comes.
+    Those of a reader share a frozen one, and its features. A tower with adapters is among the
+    model's own modules. It is loaded here where pictures are known, else when the first one comes.
 
     Raises:
-        ValueError: if the tower cannot be loaded, or a reward model's type has none that sees.
+        ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
+            tower without adapters is to have a rate.
     """
     whole = whole_config(model.config)
     assert whole is not None, "a model that sees is composite"
@@ -260,40 +297,29 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
             f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
             f"{whole.model_type} models, for which there is sdpa or eager alone"
         )
-    inputs = PictureInputs(partial(load_tower, model, reader.base), family, reader)
-    if reader.entries:
-        assert inputs.tower is not None, "it is loaded"
+    rate = getattr(reader.options, "vision_learning_rate", None)  # of training alone
+    model.rest_rate = rate
+    if rate is not None and not model.rest:
+        raise ValueError(
+            f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
+            "none: give --train_vision or name its layers in --target_modules"
+        )
+    inputs = reader.inputs
+    if model.rest or inputs is None:
+
+        def load() -> nn.Module:
+            tower = model.load_rest(reader.base, meta=bool(model.rest))
+            return tower.get_submodule(model.text_path.rpartition(".")[0])
+
+        inputs = PictureInputs(load, family, reader, model if model.rest else None)
+    if not model.rest:
+        reader.inputs = inputs
+    if not model.rest and reader.entries:
+        parameters = list(inputs.tower.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        model.frozen_rest = base_fingerprint(inputs.tower), size
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
     model.reads_whole = FIRST_ID if family.by_grid or family.mutual else None
-
-
-def load_tower(model: TextModel, path: str) -> PreTrainedModel:
-    """The composite model below its head without its language model, frozen."""
-    whole = copy.deepcopy(whole_config(model.config))
-    kind = model.place.shell.__mro__[2]  # transformers' class
-    tower: Any = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
-    loaded, report = tower.from_pretrained(
-        path, config=whole, dtype=model.dtype, output_loading_info=True
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"--model_name_or_path {path}: its files lack {missing[0]}")
-    above = model.text_path.rpartition(".")[0]
-    return loaded.requires_grad_(False).eval().get_submodule(above).to(model.device)
-
-
-class _Tower(PreTrainedModel):  # type: ignore[misc]
-    """Mixed into a composite class: its language model and head are not built."""
-
-    _keys_to_ignore_on_load_unexpected = (".*",)
-    _tied_weights_keys = None
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        for part in _Shell.text_parts(self):
-            name = next(name for name, module in self.named_modules() if module is part)
-            above, _, last = name.rpartition(".")
-            delattr(self.get_submodule(above), last)
-        self.all_tied_weights_keys: dict[str, str] = {}
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -280,7 +280,7 @@ def test_a_picture_is_known_while_a_prompt_holds_it_and_its_ids_are_not_used_aga
     assert [entry.first for entry in reader.entries] == [held.first, *firsts[-3:]]
     (again,) = insert(reader, pictures[1])
     assert again.first > max(firsts)
-    assert reader.picture(reader._of(held.first)).tobytes() == pictures[0].tobytes()
+    assert reader.picture(reader.entry_of(held.first)).tobytes() == pictures[0].tobytes()
 
 
 def test_bytes_of_pictures_that_nobody_holds_are_bounded(reader, monkeypatch):
@@ -342,7 +342,6 @@ def test_the_report_shows_the_pictures_of_prompts_that_are_still_there(tmp_path)
         {"digest": "1" * 32},
         {"digest": "../../etc/passwd"},
         {},
-        "nonsense",
     ]
     rows = [{**row, "media": [good]}, {**row, "response": "A dog", "media": others}]
     (tmp_path / FILE).write_bytes(as_member(rows))
