@@ -115,7 +115,6 @@ class PictureInputs:
 
     def _features(self, ids: Tensor) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
-        self.tower.to(ids.device)
         first, _, _ = self._table(ids.device)
         numbers = torch.searchsorted(first, ids, right=True) - 1
         distinct, inverse = torch.unique(numbers, return_inverse=True)
