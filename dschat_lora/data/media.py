@@ -67,12 +67,6 @@ class MediaReader(Protocol):
                 the texts are not the ``whole`` row.
         """
 
-    def shown(self, text: str, runs: Sequence[Run]) -> str:
-        """A text of :meth:`insert` with a few words in place of each of its runs."""
-
-    def describe(self, token: int) -> tuple[str, Run]:
-        """What a token of a run stands for, in words, and the run."""
-
     def columns(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         """The columns of a row as JSON holds them, of which :meth:`row` made ``row``."""
 
@@ -82,8 +76,14 @@ class MediaReader(Protocol):
     def described(self, ids: Sequence[int]) -> list[dict[str, str]]:
         """Of each input beside text its ``digest``, and its ``path`` if it has one."""
 
+    def shown(self, text: str, runs: Sequence[Run]) -> str:
+        """A text of :meth:`insert` with a few words in place of each of its runs."""
+
+    def describe(self, token: int) -> tuple[str, Run]:
+        """What a token of a run stands for, in words, and the run."""
+
     def attach(self, model: Any) -> None:
-        """Have a language model take the runs that were numbered or read, as others may too."""
+        """Have a language model take the runs of this reader, as others may too."""
 
 
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:

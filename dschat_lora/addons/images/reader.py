@@ -164,6 +164,9 @@ class ImageReader:
     def entries(self, entries: list[Entry]) -> None:
         self._entries = entries
 
+    def __deepcopy__(self, memo: object) -> "ImageReader":
+        return self  # the decoders of a tokenizer's copies share it
+
     @cached_property
     def processor(self) -> "PictureProcessor":
         """The model's own."""

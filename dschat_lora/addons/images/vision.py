@@ -54,7 +54,7 @@ class PictureInputs:
         load: Callable[[], nn.Module],
         family: Family,
         reader: ImageReader,
-        model: TextModel | None,
+        model: TextModel | None = None,
     ) -> None:
         self._load, self.family, self.reader, self.model = load, family, reader, model
         self.device, self.dtype = torch.device("cpu"), torch.float32
@@ -140,7 +140,6 @@ class PictureInputs:
 
     def _features(self, ids: Tensor, table: Table) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
-        self.tower.to(ids.device)
         numbers = torch.searchsorted(table.first, ids, right=True) - 1
         distinct, inverse = torch.unique(numbers, return_inverse=True)
         found = self._of_pictures([table.entries[number] for number in distinct.tolist()])
@@ -152,12 +151,11 @@ class PictureInputs:
         if self.model is not None:
             return self._see(entries)  # its values change
         lacking = [entry for entry in entries if entry.first not in self._kept]
-        if lacking:
-            with torch.no_grad():
-                made = self._see(lacking)
-            for entry, features in zip(lacking, made, strict=True):
-                self._kept[entry.first] = features
-                self._kept_bytes += sum(x.nbytes for x in features)
+        with torch.no_grad():
+            made = self._see(lacking) if lacking else []
+        for entry, features in zip(lacking, made, strict=True):
+            self._kept[entry.first] = features
+            self._kept_bytes += sum(x.nbytes for x in features)
         for entry in entries:
             self._kept.move_to_end(entry.first)
         found = [self._kept[entry.first] for entry in entries]
@@ -177,18 +175,18 @@ class PictureInputs:
             [self.reader.picture(entry) for entry in order],
             [1] * len(alone) + ([len(order) - len(alone)] if others else []),
         )
-        sizes = [entry.size for entry in order]
-        split = [torch.split(_flat(layer), sizes) for layer in layers]
-        firsts = [entry.first for entry in order]
-        found = dict(zip(firsts, zip(*split, strict=True), strict=True))
+        split = [torch.split(_flat(layer), [entry.size for entry in order]) for layer in layers]
+        made = zip(order, zip(*split, strict=True), strict=True)
+        found = {entry.first: features for entry, features in made}
         return [found[entry.first] for entry in entries]
 
     def _run(self, pictures: Sequence[Image], counts: Sequence[int]) -> list[Any]:
         """What the tower makes of pictures, ``counts`` of each sample: features of each layer."""
+        tower = self.tower
         if self.model is not None:  # in which adapters were put in place of parts
             for path in self.model.rest:
                 above, _, last = path.rpartition(".")
-                setattr(self.tower, last, getattr(self.model.get_submodule(above), last))
+                setattr(tower, last, getattr(self.model.get_submodule(above), last))
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None)
             for name, value in self.reader.processor.inputs(pictures, counts).items()
@@ -208,7 +206,7 @@ class PictureInputs:
             plain = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if not table.entries:
             if cache is not None:
-                _keep_ahead(cache, torch.zeros_like(ids[:, -1:]))
+                cache.update_recurrent_state(torch.zeros_like(ids[:, -1:]), _AHEAD)
             return plain.expand(3, *ids.shape)
         seen, (_, first, lengths, grids) = ids >= FIRST_ID, table
         numbers = (torch.searchsorted(first, ids.contiguous(), right=True) - 1).clamp(min=0)
@@ -275,8 +273,8 @@ def mutual_inputs(
 def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
-    Those of a reader share a frozen one, and its features. A tower with adapters is among the
-    model's own modules. It is loaded here where pictures are known, else when the first one comes.
+    Those of a reader share a frozen one, and its features, which is loaded here where pictures are
+    known, else when the first one comes. A tower with adapters is among the model's own modules.
 
     Raises:
         ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
@@ -304,17 +302,17 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
             f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
             "none: give --train_vision or name its layers in --target_modules"
         )
-    inputs = reader.inputs
-    if model.rest or inputs is None:
+    inputs = None if model.rest else reader.inputs
+    if inputs is None:
+        above = model.text_path.rpartition(".")[0]
 
         def load() -> nn.Module:
-            tower = model.load_rest(reader.base, meta=bool(model.rest))
-            return tower.get_submodule(model.text_path.rpartition(".")[0])
+            return model.load_rest(reader.base, meta=bool(model.rest)).get_submodule(above)
 
         inputs = PictureInputs(load, family, reader, model if model.rest else None)
     if not model.rest:
         reader.inputs = inputs
-    if not model.rest and reader.entries:
+    if reader.entries and not model.rest:
         parameters = list(inputs.tower.parameters())
         size = sum(p.numel() * p.element_size() for p in parameters)
         model.frozen_rest = base_fingerprint(inputs.tower), size
