@@ -28,6 +28,10 @@ class MediaReader(Protocol):
     digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What is recorded of how inputs beside text are read."""
+
     def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """A row whose message parts are text, or ``{"type": KIND}`` alone where one belongs.
 
@@ -65,8 +69,11 @@ class MediaReader(Protocol):
     def described(self, ids: Sequence[int]) -> list[dict[str, str]]:
         """Of each input beside text its ``digest``, and its ``path`` if it has one."""
 
-    def attach(self, model: Any) -> None:
-        """Have a language model take the runs that were numbered or read, as others may too."""
+    def attach(self, model: Any, base: str | None = None) -> None:
+        """Have a language model take the runs that were numbered or read, as others may too.
+
+        ``base`` is the one that it is on, if not the reader's.
+        """
 
 
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:

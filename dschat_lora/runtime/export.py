@@ -13,6 +13,7 @@ from dschat_lora.checkpoint.model_card import public_name
 from dschat_lora.config.groups import ModelConfig, OptimConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.data.media import FIRST_ID
 from dschat_lora.data.samples import TokenSet
 from dschat_lora.engine.distributed import world_size
 from dschat_lora.lora.rates import adapter_learning_rate
@@ -65,7 +66,10 @@ def export_trained(
             base=source.base,
             tokenizer=tokenizer,
             card={
-                "data": {"training data": " ".join(map(public_name, data_path))},
+                "data": {
+                    "training data": " ".join(map(public_name, data_path)),
+                    **getattr(adapted.model, "media", {}),
+                },
                 "training": card_settings(run.config, prefix=prefix),
                 "metrics": metrics,
                 "versions": package_versions(),
@@ -117,8 +121,12 @@ def card_settings(config: StageConfig, *, prefix: str = "") -> dict[str, Any]:
 
 
 def first_ids(samples: TokenSet, count: int, *, max_length: int) -> list[int]:
-    """Token ids of the first ``count`` samples in a row, at most ``max_length`` and 256."""
+    """Token ids of the first ``count`` samples in a row, at most ``max_length`` and 256.
+
+    Without what stands for inputs beside text, which the written model alone does not take.
+    """
     ids = [int(i) for n in range(min(count, len(samples))) for i in samples[n].input_ids]
+    ids = [i for i in ids if i < FIRST_ID]
     return ids[: min(256, max_length)]
 
 

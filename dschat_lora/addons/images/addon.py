@@ -8,5 +8,5 @@ ADDON = Addon(
         ("sft", "reward", "dpo", "rlhf", "audit", "generate"),
         "dschat_lora.addons.images.options:ImageOptions",
     ),
-    provides={"media": {"images": "dschat_lora.addons.images.reader:image_reader"}},
+    provides={"media": {"images": "dschat_lora.addons.images.families:image_reader"}},
 )

@@ -47,6 +47,7 @@ class Limits:
 
 
 LIMITS = Limits()
+NO_PILLOW = "pictures need Pillow: pip install 'dschat_lora[images]'"
 _ORIENTATION = 0x0112  # tag of EXIF; 5 to 8 are turned by a right angle
 
 
@@ -233,7 +234,7 @@ def _reading(name: object) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ValueError("pictures need Pillow: pip install 'dschat_lora[images]'") from error
+        raise ValueError(NO_PILLOW) from error
     except _BROKEN as error:
         raise ValueError(f"{name}: {_reason(error)}") from error
 
@@ -243,7 +244,7 @@ def _upright(image: "Image.Image", limits: Limits) -> "Image.Image":
 
     _check_size(image, limits)
     made = ImageOps.exif_transpose(image).convert("RGB")
-    made.info.clear()  # a transparent colour, say, which is none of RGB
+    made.info.clear()  # so that equal pixels are equal bytes of a PNG
     return made
 
 

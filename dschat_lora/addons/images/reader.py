@@ -5,15 +5,16 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import islice
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION
 from dschat_lora.addons.images.options import ImageOptions
 from dschat_lora.addons.images.pictures import (
+    NO_PILLOW,
     Limits,
     Picture,
     PictureStore,
@@ -27,7 +28,6 @@ from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.data.media import FIRST_ID, Run
 from dschat_lora.data.messages import IMAGES, is_there
 from dschat_lora.data.workers import map_in_order
-from dschat_lora.runtime.checks import cache_directory
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -85,14 +85,19 @@ class ImageReader:
     store: PictureStore
     entries: list[Entry] = field(default_factory=list)
     digest: str = ""
-    inputs: "PictureInputs | None" = None  # of the models that it is attached to
+    towers: "dict[str, PictureInputs]" = field(
+        default_factory=dict
+    )  # by base, those that are frozen
     # Numbers of entries by where a picture is and by its bytes, or what is wrong with it.
     _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
     _expansions: dict[Shape, Expansion] = field(default_factory=dict)
+    _sound: set[int] = field(default_factory=set)  # entries that were decoded once
 
     @cached_property
     def processor(self) -> "PictureProcessor":
         """The model's own."""
+        if find_spec("PIL") is None:
+            raise ValueError(NO_PILLOW)
         from dschat_lora.addons.images.processors import load_processor
 
         assert self.tokenizer is not None
@@ -113,13 +118,18 @@ class ImageReader:
         """Of what is read."""
         return Limits(max_pixels=self.options.max_image_pixels)
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """By what library pictures become tensors."""
+        return {"pictures read by": self.processor.backend}
+
     def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
         return with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
-        self.entries, self._numbers = [], {}
+        self.entries, self._numbers, self._sound = [], {}, set()
         for values in rows:
             pictures = values.get("images", ())
             for picture in pictures:
@@ -232,11 +242,11 @@ class ImageReader:
         """
         return open_picture(self.store.load(dict(entry.reference), self.limits), self.limits)
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: Any, base: str | None = None) -> None:
         """Have a language model take the pictures; its tower is loaded if it has none."""
         from dschat_lora.addons.images.vision import attach
 
-        attach(model, self)
+        attach(model, self, base or self.base)
 
     def _find(self, picture: Picture, *, alone: bool) -> int | str:
         """The number of a picture's entry, which it gets if it is new, or what is wrong with it."""
@@ -265,8 +275,11 @@ class ImageReader:
             new = self.entries.pop()
             self._expansions.setdefault(new.shape, self._expand(new.shape))
             self._append(new)
-        open_picture(read(picture, self.limits), self.limits, picture)  # a broken one has its row
-        return self.entries[number]
+        entry = self.entries[number]
+        if number not in self._sound:  # decoded here, where what is broken is known by its row
+            open_picture(self.store.load(entry.reference, self.limits), self.limits, picture)
+            self._sound.add(number)
+        return entry
 
     def _append(self, entry: Entry) -> None:
         """Give an entry the ids after those of the last one."""
@@ -279,22 +292,6 @@ class ImageReader:
     def _expand(self, shape: Shape) -> Expansion:
         text, grid = self.processor.expansion(shape[:2], shape[2])
         return Expansion(text, text.count(self.processor.image_token), grid)
-
-
-def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> ImageReader | None:
-    """What reads pictures for the model at ``base``; None where it sees none.
-
-    Without a tokenizer it reads rows alone.
-    """
-    kind = model_type(base)
-    if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
-        return None
-    data = getattr(config.data, "data", config.data)
-    folder = cache_directory(data) / "pictures"
-    reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(folder))
-    if tokenizer is not None:
-        tokenizer.decode = RunDecoder(tokenizer, reader)  # type: ignore[method-assign]
-    return reader
 
 
 @dataclass
@@ -341,19 +338,3 @@ def _with_parts(message: Mapping[str, Any], pictures: Iterator[Any]) -> dict[str
     given = iter([{"type": "image", "image": each} for each in found])
     parts = [next(given, part) if at else part for part, at in zip(content, places, strict=True)]
     return {**message, "content": parts}
-
-
-def model_type(base: str) -> str | None:
-    """The type of a model by its ``config.json``; None where that is not on this machine."""
-    path = Path(base) / "config.json"
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = None if Path(base).is_absolute() else try_to_load_from_cache(base, "config.json")
-        if not isinstance(found, str):
-            return None
-        path = Path(found)
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None

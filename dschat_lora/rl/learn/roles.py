@@ -57,11 +57,13 @@ class Roles:
         """The roles that train, by name."""
         return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
 
-    def take(self, media: MediaReader | None) -> None:
+    def take(self, media: MediaReader, sources: Sources) -> None:
         """Have all models take what prompts hold beside text."""
-        for model in (*(each.model for each in self.models.values()), self.rollout):
-            if media is not None:
-                media.attach(model)
+        scored = sources.critic or sources.actor
+        for name, each in self.models.items():
+            base = scored.base if name in ("critic", "reward") else sources.actor.base
+            media.attach(each.model, base)
+        media.attach(self.rollout, sources.actor.base)
 
     def whole(self) -> nn.Module:
         """All of them as one module, whose ``parameters()`` gives shared tensors once."""

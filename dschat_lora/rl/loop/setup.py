@@ -143,7 +143,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         group=group,
     )
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
-    roles.take(data.prompts.media)
+    if data.prompts.media is not None:
+        roles.take(data.prompts.media, sources)
     models = Models(sources, roles, settings)
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run, costs = replace(run, config=config), plan_costs(config, models, free=free)

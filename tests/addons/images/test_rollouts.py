@@ -156,13 +156,13 @@ def test_kept_logprobs_are_those_of_the_trainer_and_of_stock_transformers(kind, 
     home = made(kind)
     found = read(home)
     roles = build_roles(
-        config_of(actor={"lora_dim": 3, "target_modules": ATTENTION}),
+        config_of(actor={"lora_dim": 3, "target_modules": ATTENTION}, ppo={"algorithm": "grpo"}),
         Sources(found.source, None),
         found.tokenizer,
         dtype=torch.float32,
         meta=False,
     )
-    roles.take(found.media)
+    roles.take(found.media, Sources(found.source, None))
     for name, parameter in roles.actor.model.named_parameters():
         if "lora_B" in name:
             seeded = torch.Generator().manual_seed(SEED + len(name))
