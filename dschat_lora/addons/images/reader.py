@@ -93,6 +93,9 @@ class ImageReader:
     _expansions: dict[Shape, Expansion] = field(default_factory=dict)
     _sound: set[int] = field(default_factory=set)  # entries that were decoded once
 
+    def __deepcopy__(self, memo: object) -> "ImageReader":
+        return self  # the decoders of a tokenizer's copies share it
+
     @cached_property
     def processor(self) -> "PictureProcessor":
         """The model's own."""
