@@ -82,8 +82,11 @@ class MediaReader(Protocol):
     def describe(self, token: int) -> tuple[str, Run]:
         """What a token of a run stands for, in words, and the run."""
 
-    def attach(self, model: Any) -> None:
-        """Have a language model take the runs of this reader, as others may too."""
+    def attach(self, model: Any, base: str | None = None) -> None:
+        """Have a language model take the runs that were numbered or read, as others may too.
+
+        ``base`` is the one that it is on, if not the reader's.
+        """
 
 
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:

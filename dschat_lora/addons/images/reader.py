@@ -148,7 +148,9 @@ class ImageReader:
     kind: str = "pictures"
     _entries: list[Entry] = field(default_factory=list)
     digest: str = ""
-    inputs: "PictureInputs | None" = None  # of the models that it is attached to
+    towers: "dict[str, PictureInputs]" = field(
+        default_factory=dict
+    )  # by base, those that are frozen
     # Numbers of entries by where a picture is and by its bytes, or what is wrong with it.
     _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
     _expansions: dict[Shape, Expansion] = field(default_factory=dict)
@@ -355,11 +357,11 @@ class ImageReader:
         """
         return open_picture(self.store.load(dict(entry.reference), self.limits), self.limits)
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: Any, base: str | None = None) -> None:
         """Have a language model take the pictures; its tower is loaded if it has none."""
         from dschat_lora.addons.images.vision import attach
 
-        attach(model, self)
+        attach(model, self, base or self.base)
 
     def _find(self, picture: Picture, *, alone: bool) -> int | str:
         """The number of a picture's entry, which it gets if it is new, or what is wrong with it."""

@@ -13,6 +13,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import (
     AdaptedModel,
     as_trained,
+    attach_media,
     build_causal_lm,
     build_reward_model,
     check_targets,
@@ -57,11 +58,14 @@ class Roles:
         """The roles that train, by name."""
         return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
 
-    def take(self, media: MediaReader | None) -> None:
-        """Have all models take what prompts hold beside text."""
-        for model in (*(each.model for each in self.models.values()), self.rollout):
-            if media is not None:
-                media.attach(model)
+    def take(self, media: MediaReader | None, sources: Sources) -> None:
+        """Have all models take what prompts hold beside text, if they do."""
+        scored = sources.critic or sources.actor
+        for name, each in self.models.items():
+            base = scored.base if name in ("critic", "reward") else sources.actor.base
+            attach_media(each, media, base)
+        if media is not None:
+            media.attach(self.rollout, sources.actor.base)
 
     def whole(self) -> nn.Module:
         """All of them as one module, whose ``parameters()`` gives shared tensors once."""
