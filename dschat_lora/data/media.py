@@ -31,6 +31,10 @@ class MediaReader(Protocol):
     def facts(self) -> Mapping[str, str]:
         """What is recorded of how inputs beside text are read."""
 
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What the inputs are known by when a run goes on: a digest of each, by its name."""
+
     def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """A row whose message parts are text, or ``{"type": KIND}`` alone where one belongs.
 

@@ -262,15 +262,20 @@ def state_identity(
         return {}
     frozen = getattr(adapted.model, "frozen_rest", None)
     rest = {} if frozen is None else {"rest": frozen[0]}
-    return rest | {
-        "model": base_fingerprint(adapted.model),
-        "tokenizer": tokenizer_digest(tokenizer),
-        "train_data": data.train.identity,
-        "eval_data": data.eval.identity,
-        "dtype": settings.dtype,
-        "adapter": adapted.lora.described(),
-        "start": adapter_fingerprint(adapted.model),
-    }
+    media = {} if data.media is None else {"media": dict(data.media.identity)}
+    return (
+        media
+        | rest
+        | {
+            "model": base_fingerprint(adapted.model),
+            "tokenizer": tokenizer_digest(tokenizer),
+            "train_data": data.train.identity,
+            "eval_data": data.eval.identity,
+            "dtype": settings.dtype,
+            "adapter": adapted.lora.described(),
+            "start": adapter_fingerprint(adapted.model),
+        }
+    )
 
 
 def resolve_logits(
