@@ -116,7 +116,7 @@ class PictureInputs:
         """(M, H) of M ids, of the embeddings and of early layers."""
         first, _, _ = self._table(ids.device)
         numbers = torch.searchsorted(first, ids, right=True) - 1
-        distinct, inverse = numbers.unique(return_inverse=True)
+        distinct, inverse = torch.unique(numbers, return_inverse=True)
         found = self._of_pictures(distinct.tolist())
         starts = torch.tensor([0, *(len(each[0]) for each in found)], device=ids.device).cumsum(0)
         places = starts[inverse] + ids - first[numbers]
@@ -264,7 +264,7 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     above = tower.get_submodule(model.text_path.rpartition(".")[0])
     inputs = PictureInputs(above, family, reader, model if model.rest else None)
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
-    vars(model)["reads_whole"] = family.by_grid or bool(family.mutual)
+    model.__dict__["reads_whole"] = family.by_grid or bool(family.mutual)
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
