@@ -4,9 +4,12 @@ from dschat_lora.config.addons import Addon
 
 ADDON = Addon(
     "images",
-    options=dict.fromkeys(
-        ("sft", "reward", "dpo", "rlhf", "audit", "generate"),
-        "dschat_lora.addons.images.options:ImageOptions",
-    ),
+    options={
+        **dict.fromkeys(("audit", "generate"), "dschat_lora.addons.images.options:ImageOptions"),
+        **dict.fromkeys(
+            ("sft", "reward", "dpo", "rlhf"),
+            "dschat_lora.addons.images.options:TrainedImageOptions",
+        ),
+    },
     provides={"media": {"images": "dschat_lora.addons.images.reader:image_reader"}},
 )

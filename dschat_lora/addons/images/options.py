@@ -17,6 +17,12 @@ class ImageOptions:
         50_000_000, help="most pixels of a picture, which is refused before it is decoded"
     )
 
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 1", "max_image_pixels")
+
+
+@dataclass(frozen=True)
+class TrainedImageOptions(ImageOptions):
     train_vision: bool = option(
         False, help="adapt the linear layers of the part that sees and of its projector, too"
     )
@@ -26,7 +32,7 @@ class ImageOptions:
     )
 
     def __post_init__(self) -> None:
-        require_numbers(self, ">= 1", "max_image_pixels")
+        super().__post_init__()
         require_numbers(self, "> 0", "vision_learning_rate")
 
     def choose_layers(self, lora: LoraConfig) -> LoraConfig:

@@ -249,7 +249,7 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
-    rate = reader.options.vision_learning_rate
+    rate = getattr(reader.options, "vision_learning_rate", None)
     model.rest_rate = rate
     tower = model.load_rest(reader.base, meta=bool(model.rest))
     if not model.rest:
