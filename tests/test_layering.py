@@ -54,7 +54,7 @@ FLOORS = [
             "algos config",
             "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
             "tokenizers torch transformers",
-            "arrow_rows digests json_stream layouts message_layouts messages readers "
+            "arrow_rows digests json_stream layouts media message_layouts messages readers "
             "row_formats rows sources tar_rows templates thoughts tool_calls",
         ),
         "engine": Room(
@@ -171,6 +171,11 @@ FLOORS = [
             "datasets numpy scipy sklearn torch transformers",
             "addon config data validation verbs",
         ),
+        "addons.images": Room(
+            "config data models runtime",
+            "PIL httpx huggingface_hub jinja2 numpy safetensors tokenizers torch transformers",
+            "addon families options",
+        ),
         "addons.nlg": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"
             " supervised",
@@ -221,8 +226,8 @@ OWNERS = {
     "datasets": {"data", "addons.glue"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.glue", "addons.nlg", "checkpoint", "data", "generation", "models", "rl.draw"),
-        "runtime",
+        *("addons.glue", "addons.images", "addons.nlg", "checkpoint", "data", "generation"),
+        *("models", "rl.draw", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -234,7 +239,7 @@ VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    "addons.nlg.verbs",
+    *("addons.images.families", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
 }

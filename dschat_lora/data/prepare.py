@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -119,10 +120,16 @@ def prepare(
     beside_text = None
     if media is not None:
         beside_text = media.scan(_usable(sources, row_options(config, media)))
+        media = media if beside_text is not None else None
+    if media is not None and config.streaming:
+        raise ValueError(
+            "--streaming reads rows of text alone, and some of these hold more, such as images: "
+            "drop --streaming"
+        )
     key = fingerprint(config, sources, tokenizer, media=beside_text, **run)
     build = partial(_build, config, sources, tokenizer, progress=progress, media=media, **run)
     content, from_cache = load_or_build(cache_dir / key, build)
-    if media is not None and beside_text is not None:
+    if media is not None:
         media.read(cache_dir / key)
     train, held_out = (
         TokenSet.read(
@@ -146,16 +153,27 @@ def prepare(
         eval_sources=by_name(content["sources"]["eval"]),
         times=by_name(content["times"]),
         left_out=frozenset(map(bytes.fromhex, content["left_out"])),
-        media=None if beside_text is None else media,
+        media=media,
     )
 
 
 def _usable(sources: Sequence[Source], options: RowOptions) -> Iterator[dict[str, Any]]:
     """The rows of all sources, but for those that are refused where they are read."""
     for source in sources:
+        files = source.files if source.rows is None and not options.columns else ()
+        if files and not any(map(_names_images, files)):
+            continue  # as of text alone, which may be much
         for row in iter_rows(source):
             with suppress(RowError):
                 yield parse_row(row, options).values
+
+
+def _names_images(file: Path) -> bool:
+    """False where a file of text has not the word that columns and parts of images have."""
+    if data_suffix(file) not in (".jsonl", ".json", ".csv", ".txt") or not file.stat().st_size:
+        return True
+    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
+        return content.find(b"image") >= 0
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
@@ -192,7 +210,7 @@ def _build(
     parts.mkdir(exist_ok=True)
     workers = num_workers(config)
     if media is not None:
-        media.number(directory)
+        media.number(directory, workers=workers)
     chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id, media=media)
     tokens = TokenWriter(make_encoder(tokenizer), token_rule(config, eos_id, kind, media))
     uses_all = config.data_split is None and not config.is_mixture

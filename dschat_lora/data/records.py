@@ -151,8 +151,8 @@ def with_media(
             )
         except ValueError as error:
             raise RowError(row.location, str(error)) from error
-        spans = zip(record.spans, texts, strict=True)
-        spans = tuple(span._replace(text=text) for span, text in spans)
+        pairs = zip(record.spans, texts, strict=True)
+        spans = tuple(span._replace(text=text) for span, text in pairs)
         made.append(record._replace(spans=spans, media=runs))
     return tuple(made)
 

@@ -105,8 +105,8 @@ def _tokenize_sample(
         pieces[-1] = ended(pieces[-1], rule.eos_id)
     length, is_text = sum(map(len, pieces)), record.kind == "text"
     before = length - len(pieces[-1]) * record.spans[-1].target
-    cuts = length > rule.max_seq_len and rule.overlong != "error"
-    if cuts and has_media([*chain.from_iterable(pieces)][rule.max_seq_len :]):
+    beyond = [*chain.from_iterable(pieces)][rule.max_seq_len :]
+    if rule.overlong == "truncate" and has_media(beyond):
         return Tokenized(None, length, before, doubled_bos=doubled)
     if length > rule.max_seq_len and is_text and rule.overlong == "split" and not record.media:
         tokens, size = np.array([*chain.from_iterable(pieces)], dtype=np.int32), rule.max_seq_len

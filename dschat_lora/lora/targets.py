@@ -23,8 +23,10 @@ _REGEX_CHARACTERS = frozenset("*?+()[]{}|\\^$")
 # By model type, the layer whose outputs are all of q, then all of k, then all of v. Others pack
 # them head by head (GPT-NeoX, BLOOM, Falcon).
 _PACKED = {"gpt2": "c_attn", "mpt": "Wqkv", "openai-gpt": "c_attn", "phi3": "qkv_proj"}
-# What the weights of one expert are called, by the fused weight of all.
-NAMES_OF_EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
+# What the weights of one expert are called, by the fused weight of all, and that itself.
+NAMES_OF_EXPERTS = frozenset(
+    ("gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3")
+)
 _FUSED = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj") | {"w2": "down_proj"}
 # Types with Mamba blocks, whose kernel on a GPU reads the weight of this layer, not its output.
 # PEFT refuses it in five of them.

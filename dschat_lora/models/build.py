@@ -375,17 +375,15 @@ def peft_warning(model: nn.Module) -> str | None:
     """What to say where stock PEFT drops factors of ``model``; None where it takes them all.
 
     PEFT applies to their names what transformers applies to those of a checkpoint, and a pattern
-    meant for other names may hit them. Of a composite model that is another mapping, which the text
-    model alone does not have.
+    meant for other names may hit them.
     """
-    if getattr(model, "text_path", None) is not None:
-        return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, rename_source_key
     except ImportError:  # a transformers that renames nothing so
         return None
-    rules = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    whole = getattr(model, "on_meta", lambda: model)()  # of a text model, the composite one
+    rules = [r for r in get_model_conversion_mapping(whole) if isinstance(r, WeightRenaming)]
     renamed = {
         name: new.removesuffix(".weight")
         for name in lora_layers(model)

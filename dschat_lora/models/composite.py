@@ -31,6 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of
+from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.stored_weights import (
     StoredWeights,
     add_tensors,
@@ -417,19 +418,21 @@ def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             input_ids: Tensor | None = None,
             attention_mask: Tensor | None = None,
             position_ids: Tensor | None = None,
+            cache: Any = None,
             past_key_values: Any = None,
             logits_to_keep: int = 0,
             **inputs: Any,
         ) -> CausalLMOutputWithPast:
+            name = str(cache_argument(self.base_model))
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **{name: past_key_values if cache is None else cache},
                 **inputs,
             )
             logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
-            return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+            return CausalLMOutputWithPast(logits=logits, **{name: outputs.get(name)})
 
     return TextForCausalLM
 
@@ -511,8 +514,8 @@ def _prune(module: nn.Module, kept: tuple[nn.Module, ...], prefix: str = "") -> 
     """Remove all but ``kept`` parts; returns the paths of what went."""
     gone = []
     for name, child in list(module.named_children()):
-        if child in kept:
-            continue
+        if child in kept or not [*child.parameters(), *child.buffers()]:
+            continue  # what has no values, such as a soft cap of logits, may belong to the head
         if any(each in kept for each in child.modules()):
             gone += _prune(child, kept, f"{prefix}{name}.")
         else:

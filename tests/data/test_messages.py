@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_lora.data.messages import EmptyRowError, check_message
+from dschat_lora.data.messages import EmptyRowError, check_message, content_text
 from dschat_lora.data.readers import RowError
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -86,3 +86,12 @@ def test_others_are_named_with_what_they_should_be(message, reason):
 def test_an_answer_that_says_nothing_is_empty(content):
     with pytest.raises(EmptyRowError, match="the assistant's 'content' is empty"):
         check_message("f:1", "`messages` item 2", {"role": "assistant", "content": content})
+
+
+def test_parts_of_media_that_are_read_hold_nothing_but_their_type():
+    message = {"role": "user", "content": [{"type": "image"}, PART]}
+    check_message("f:1", "`messages` item 2", message, ["image"])
+    for part in ({"type": "image", "url": "x"}, {"type": "video"}):
+        with pytest.raises(RowError, match="part 1 of 'content' is"):
+            check_message("f:1", "m", {"role": "user", "content": [part, PART]}, ["image"])
+    assert content_text(message["content"]) == PART["text"]

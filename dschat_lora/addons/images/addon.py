@@ -11,5 +11,5 @@ ADDON = Addon(
             "dschat_lora.addons.images.options:TrainedImageOptions",
         ),
     },
-    provides={"media": {"images": "dschat_lora.addons.images.reader:image_reader"}},
+    provides={"media": {"images": "dschat_lora.addons.images.families:image_reader"}},
 )

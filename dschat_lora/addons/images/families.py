@@ -1,6 +1,12 @@
 """Types of models whose pictures are trained, and how they differ beside features in embeddings."""
 
-from typing import Literal, NamedTuple
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from dschat_lora.addons.images.reader import ImageReader
+    from dschat_lora.data.encoder import Tokenizer
 
 
 class Family(NamedTuple):
@@ -30,3 +36,38 @@ WITH_TORCHVISION = {
     "lfm2_vl": Family(),
     "gemma4_unified": Family(mutual="windows"),
 }
+
+
+def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "ImageReader | None":
+    """What reads pictures for the model at ``base``; None where it sees none.
+
+    Without a tokenizer it reads rows alone.
+    """
+    kind = model_type(base)
+    if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
+        return None
+    from dschat_lora.addons.images.reader import ImageReader, PictureStore, RunDecoder
+    from dschat_lora.runtime.checks import cache_directory
+
+    data = getattr(config.data, "data", config.data)
+    folder = cache_directory(data) / "pictures"
+    reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(folder))
+    if tokenizer is not None:
+        tokenizer.decode = RunDecoder(tokenizer, reader)  # type: ignore[method-assign]
+    return reader
+
+
+def model_type(base: str) -> str | None:
+    """The type of a model by its ``config.json``; None where that is not on this machine."""
+    path = Path(base) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = None if Path(base).is_absolute() else try_to_load_from_cache(base, "config.json")
+        if not isinstance(found, str):
+            return None
+        path = Path(found)
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None

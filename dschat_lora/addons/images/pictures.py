@@ -47,6 +47,8 @@ class Limits:
 
 
 LIMITS = Limits()
+NO_PILLOW = "pictures need Pillow: pip install 'dschat_lora[images]'"
+_ORIENTATION = 0x0112  # tag of EXIF; 5 to 8 are turned by a right angle
 
 
 @dataclass(frozen=True)
@@ -185,25 +187,45 @@ def open_picture(
         ValueError: beginning with ``name``, if it is no picture, broken or too large.
     """
     with _reading(name):
-        from PIL import Image, UnidentifiedImageError
+        return _upright(_opened(data), limits)
 
-        # Pixels are counted here, before they are decoded.
-        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-        Image.init()
-        formats = [each for each in FORMATS if each in Image.OPEN]  # some need a newer Pillow
-        try:
-            return _upright(Image.open(io.BytesIO(data), formats=formats), limits)
-        except UnidentifiedImageError:
-            head = data[:1000].lower()
-            reason = f"it is none of {', '.join(FORMATS)}; it begins with {data[:16]!r}"
-            if head.startswith(b"version https://git-lfs"):
-                reason = "it is a pointer of Git LFS; `git lfs pull` fetches the file itself"
-            elif b"<svg" in head:
-                reason = "it is SVG, which has no pixels; make it a PNG"
-            raise ValueError(reason) from None
-        except Image.DecompressionBombError:
-            most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-            raise ValueError(f"it has more than {most:,} pixels, the most of Pillow") from None
+
+def picture_size(
+    data: bytes, limits: Limits = LIMITS, name: object = "the picture"
+) -> tuple[int, int]:
+    """Width and height of what :func:`open_picture` gives, whose pixels are not decoded.
+
+    Raises:
+        ValueError: beginning with ``name``, if it is no picture or too large.
+    """
+    with _reading(name):
+        image = _opened(data)
+        _check_size(image, limits)
+        turned = image.getexif().get(_ORIENTATION, 1) in range(5, 9)
+        width, height = image.size
+        return (height, width) if turned else (width, height)
+
+
+def _opened(data: bytes) -> "Image.Image":
+    from PIL import Image, UnidentifiedImageError
+
+    # Pixels are counted here, before they are decoded.
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    Image.init()
+    formats = [each for each in FORMATS if each in Image.OPEN]  # some need a newer Pillow
+    try:
+        return Image.open(io.BytesIO(data), formats=formats)
+    except UnidentifiedImageError:
+        head = data[:1000].lower()
+        reason = f"it is none of {', '.join(FORMATS)}; it begins with {data[:16]!r}"
+        if head.startswith(b"version https://git-lfs"):
+            reason = "it is a pointer of Git LFS; `git lfs pull` fetches the file itself"
+        elif b"<svg" in head:
+            reason = "it is SVG, which has no pixels; make it a PNG"
+        raise ValueError(reason) from None
+    except Image.DecompressionBombError:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise ValueError(f"it has more than {most:,} pixels, the most of Pillow") from None
 
 
 @contextmanager
@@ -212,7 +234,7 @@ def _reading(name: object) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ValueError("pictures need Pillow: pip install 'dschat_lora[images]'") from error
+        raise ValueError(NO_PILLOW) from error
     except _BROKEN as error:
         raise ValueError(f"{name}: {_reason(error)}") from error
 
@@ -220,13 +242,17 @@ def _reading(name: object) -> Iterator[None]:
 def _upright(image: "Image.Image", limits: Limits) -> "Image.Image":
     from PIL import ImageOps
 
+    _check_size(image, limits)
+    made = ImageOps.exif_transpose(image).convert("RGB")
+    made.info.clear()  # so that equal pixels are equal bytes of a PNG
+    return made
+
+
+def _check_size(image: "Image.Image", limits: Limits) -> None:
     width, height = image.size
     if not 0 < width * height <= limits.max_pixels:
         allowed = f"1 to {limits.max_pixels:,} are allowed (--max_image_pixels)"
         raise ValueError(f"it has {width:,} x {height:,} pixels; {allowed}")
-    made = ImageOps.exif_transpose(image).convert("RGB")
-    made.info.clear()  # a transparent colour, say, which is none of RGB
-    return made
 
 
 def _reason(error: BaseException) -> str:

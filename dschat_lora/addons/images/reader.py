@@ -1,71 +1,102 @@
 """Rows with pictures as text with runs of token ids."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
+from itertools import islice
+from operator import attrgetter
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION
 from dschat_lora.addons.images.options import ImageOptions
 from dschat_lora.addons.images.pictures import (
+    NO_PILLOW,
     Limits,
     Picture,
     PictureStore,
+    Reference,
     digest,
     open_picture,
+    picture_size,
     read,
 )
 from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.data.media import FIRST_ID, Run
-from dschat_lora.runtime.checks import cache_directory
+from dschat_lora.data.messages import IMAGES, is_there
+from dschat_lora.data.workers import map_in_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from dschat_lora.addons.images.processors import PictureProcessor
+    from dschat_lora.addons.images.vision import PictureInputs
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
 MOST_NAMED = 10_000  # in a checkpoint
+LAST_ID = 2**31  # tokens are stored in 32 bits
+SHAPES_AT_ONCE = 64  # that one process expands in a second or two
+
+
+# Width, height and whether it is a sample's only picture, where the processor's tiles depend on it.
+Shape = tuple[int, int, bool]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What the processor writes for pictures of a shape."""
+
+    text: str  # in the place of its placeholder
+    size: int  # image tokens in it
+    grid: tuple[int, int]  # their rows and columns, for positions by a grid; else (0, 0)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A picture with its run of ids.
+    """A picture with its run of ids."""
 
-    Some processors cut a picture into more tiles where it is a sample's only one: ``alone``.
-    """
-
-    reference: Mapping[str, Any]  # by which it is found again, with the digest of its bytes
-    width: int
-    height: int
-    alone: bool
+    reference: Reference  # by which it is found again, with the digest of its bytes
+    shape: Shape
     first: int = 0
-    size: int = 0  # tokens
-    expansion: str = ""  # the text that is tokenised in place of its placeholder
-    grid: tuple[int, int] = (0, 0)  # rows and columns of its tokens, for positions by a grid
+    size: int = 0
+    grid: tuple[int, int] = (0, 0)
 
-
-# Of a picture: where it lies, or what its bytes are.
-Key = tuple[str, bool]
+    @property
+    def alone(self) -> bool:
+        """Whether it is cut into tiles as a sample's only picture."""
+        return self.shape[2]
 
 
 @dataclass
 class ImageReader:
-    """Reads the pictures of rows for one model; see :class:`dschat_lora.data.media.MediaReader`."""
+    """Reads the pictures of rows for one model; see :class:`dschat_lora.data.media.MediaReader`.
+
+    Attributes:
+        entries: the pictures, in the order of their runs.
+        digest: of the pictures that were scanned, and of all that reads them.
+    """
 
     base: str
     tokenizer: "Tokenizer | None"
     options: ImageOptions
     store: PictureStore
     entries: list[Entry] = field(default_factory=list)
-    _numbers: dict[Key, int | str] = field(default_factory=dict)  # or what is wrong with it
+    digest: str = ""
+    inputs: "PictureInputs | None" = None  # of the models that it is attached to
+    # Numbers of entries by where a picture is and by its bytes, or what is wrong with it.
+    _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
+    _expansions: dict[Shape, Expansion] = field(default_factory=dict)
+    _sound: set[int] = field(default_factory=set)  # entries that were decoded once
 
     @cached_property
     def processor(self) -> "PictureProcessor":
         """The model's own."""
+        if find_spec("PIL") is None:
+            raise ValueError(NO_PILLOW)
         from dschat_lora.addons.images.processors import load_processor
 
         assert self.tokenizer is not None
@@ -101,7 +132,7 @@ class ImageReader:
         found = {"the processor": digest(described.encode())[:8]}
         digests = [entry.reference["digest"] for entry in self.entries]
         if len(digests) > MOST_NAMED:
-            return found | {"pictures": digest("".join(digests).encode())}
+            return {"pictures and their processor": self.digest}
         names = (Path(entry.reference.get("path", "within a row")).name for entry in self.entries)
         pairs = enumerate(zip(names, digests, strict=True), 1)
         return found | {f"picture {n}, {name}": each[:8] for n, (name, each) in pairs}
@@ -112,32 +143,44 @@ class ImageReader:
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
-        self.entries, self._numbers = [], {}
+        self.entries, self._numbers, self._sound = [], {}, set()
         for values in rows:
             pictures = values.get("images", ())
             for picture in pictures:
                 self._find(picture, alone=len(pictures) == 1)
         if not self._numbers:
             return None
-        known = [[each.reference["digest"], each.alone] for each in self.entries]
+        known = [[each.reference["digest"], each.shape] for each in self.entries]
         wrong = [text for text in self._numbers.values() if isinstance(text, str)]
         text = json.dumps([known, wrong, self.processor.described()], sort_keys=True)
-        return digest(text.encode())
+        self.digest = digest(text.encode())
+        return self.digest
 
-    def number(self, folder: Path) -> None:
-        """Give each picture its run of ids, and keep what is known of it."""
-        first, entries = FIRST_ID, list[Entry]()
-        for entry in self.entries:
-            entries.append(self._with_run(entry, first))
-            first += entries[-1].size
-        self.entries = entries
-        text = json.dumps([asdict(entry) for entry in self.entries])
-        (folder / INDEX).write_text(text, encoding="utf-8")
+    def number(self, folder: Path, *, workers: int = 1) -> None:
+        """Give each picture its run of ids, and keep what is known of them."""
+        shapes = list(dict.fromkeys(entry.shape for entry in self.entries))
+        few = len(shapes) < SHAPES_AT_ONCE
+        made = map_in_order(self._expand, shapes, workers=1 if few else workers)
+        self._expansions = dict(zip(shapes, made, strict=True))
+        entries, self.entries = self.entries, []
+        for entry in entries:
+            self._append(entry)
+        kept = {
+            "entries": [[each.reference, each.shape] for each in self.entries],
+            "expansions": [[*shape, *astuple(each)] for shape, each in self._expansions.items()],
+        }
+        (folder / INDEX).write_text(json.dumps(kept), encoding="utf-8")
 
     def read(self, folder: Path) -> None:
         """Take the runs that were kept in ``folder``."""
-        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        self.entries = [Entry(**{**each, "grid": tuple(each["grid"])}) for each in found]
+        kept = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        self._expansions = {
+            (width, height, alone): Expansion(text, size, tuple(grid))
+            for width, height, alone, text, size, grid in kept["expansions"]
+        }
+        self.entries = []
+        for reference, shape in kept["entries"]:
+            self._append(Entry(reference, tuple(shape)))
 
     def insert(
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
@@ -155,12 +198,55 @@ class ImageReader:
                 f"it {count} times {token!r}, which stands for one"
             )
         entries = [self._entry(each, alone=len(pictures) == 1) for each in pictures[:count]]
-        expansions = iter([entry.expansion for entry in entries])
+        expansions = iter([self._expansions[entry.shape].text for entry in entries])
         made = []
         for text in texts:
             first, *rest = text.split(token)
             made.append(first + "".join(next(expansions) + part for part in rest))
         return made, tuple(Run(entry.first, entry.size) for entry in entries)
+
+    def columns(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of a row as JSON holds them: pictures by their paths, messages as read."""
+        if not row.get("images"):
+            return dict(values)
+        read = {name: row[name] for name in values if name in row and name not in IMAGES}
+        named = {
+            name: [*map(_named, held)] if isinstance(held, list | tuple) else _named(held)
+            for name, held in values.items()
+            if name in IMAGES and is_there(held)
+        }
+        return {**values, **read, **named}
+
+    def restored(self, columns: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+        """Such columns with the pictures of the row's prompt, decoded, as TRL has them.
+
+        They are in the messages, all of which have parts, and in ``images`` or ``image``.
+        """
+        pictures = [self.picture(entry) for entry in self.entries_of(ids)]
+        made, rest = dict(columns), iter(pictures)
+        for name in ("prompt", "messages"):
+            if pictures and isinstance(messages := columns.get(name), list):
+                made[name] = [_with_parts(message, rest) for message in messages]
+        for name in IMAGES:
+            held = columns.get(name)
+            if isinstance(held, list) and len(held) == len(pictures):
+                made[name] = pictures
+            elif isinstance(held, str) and len(pictures) == 1:
+                made[name] = pictures[0]
+        return made
+
+    def described(self, ids: Sequence[int]) -> list[dict[str, str]]:
+        """Digest and path of each picture."""
+        return [dict(entry.reference) for entry in self.entries_of(ids)]
+
+    def entry_of(self, number: int) -> Entry:
+        """That of the picture whose run has an id."""
+        return self.entries[bisect_right(self.entries, number, key=attrgetter("first")) - 1]
+
+    def entries_of(self, ids: Sequence[int]) -> list[Entry]:
+        """Those of all pictures in a text, in order."""
+        found = [(i, self.entry_of(i)) for i in ids if i >= FIRST_ID]
+        return [entry for i, entry in found if i == entry.first]
 
     def picture(self, entry: Entry) -> "Image":
         """The picture of an entry, decoded.
@@ -168,7 +254,7 @@ class ImageReader:
         Raises:
             ValueError: if its file has changed since.
         """
-        return open_picture(self.store.load(entry.reference, self.limits), self.limits)
+        return open_picture(self.store.load(dict(entry.reference), self.limits), self.limits)
 
     def attach(self, model: Any) -> None:
         """Have a language model take the pictures; its tower is loaded if it has none."""
@@ -176,85 +262,93 @@ class ImageReader:
 
         attach(model, self)
 
-    def _key(self, picture: Picture, *, alone: bool) -> Key:
-        where = picture.path or picture.url or digest(read(picture, self.limits))
-        return where, alone and self.processor.counts_pictures
-
-    def _find(self, picture: Picture, *, alone: bool) -> None:
-        key = self._key(picture, alone=alone)
-        if key in self._numbers:
-            return
+    def _find(self, picture: Picture, *, alone: bool) -> int | str:
+        """The number of a picture's entry, which it gets if it is new, or what is wrong with it."""
+        alone = alone and self.processor.counts_pictures
+        where = picture.path or picture.url
+        if where and (where, alone) in self._numbers:
+            return self._numbers[where, alone]
+        number: int | str
         try:
             data = read(picture, self.limits)
-            width, height = open_picture(data, self.limits, picture).size
+            name = digest(data)
+            number = self._numbers.get((name, alone), len(self.entries))
+            if number == len(self.entries):
+                shape = *picture_size(data, self.limits, picture), alone
+                self.entries.append(Entry(self.store.put(picture, data), shape))
         except ValueError as error:
-            self._numbers[key] = str(error)
-            return
-        reference = self.store.put(picture, data)
-        self._numbers[key] = len(self.entries)
-        self.entries.append(Entry(reference, width, height, key[1]))
+            number, name = str(error), where
+        self._numbers[name, alone] = self._numbers[where or name, alone] = number
+        return number
 
     def _entry(self, picture: Picture, *, alone: bool) -> Entry:
-        key = self._key(picture, alone=alone)
-        if key not in self._numbers:
-            self._find(picture, alone=alone)
-            if isinstance(number := self._numbers[key], int):
-                last = self.entries[number - 1] if number else None
-                first = FIRST_ID if last is None else last.first + last.size
-                self.entries[number] = self._with_run(self.entries[number], first)
-        number = self._numbers[key]
+        number = self._find(picture, alone=alone)
         if isinstance(number, str):
             raise ValueError(number)
-        return self.entries[number]
+        if not self.entries[number].size:
+            new = self.entries.pop()
+            self._expansions.setdefault(new.shape, self._expand(new.shape))
+            self._append(new)
+        entry = self.entries[number]
+        if number not in self._sound:  # decoded here, where what is broken is known by its row
+            open_picture(self.store.load(entry.reference, self.limits), self.limits, picture)
+            self._sound.add(number)
+        return entry
 
-    def _with_run(self, entry: Entry, first: int) -> Entry:
-        expansion, grid = self.processor.expansion((entry.width, entry.height), entry.alone)
-        size = expansion.count(self.processor.image_token)
-        return replace(entry, first=first, size=size, expansion=expansion, grid=grid)
+    def _append(self, entry: Entry) -> None:
+        """Give an entry the ids after those of the last one."""
+        first = self.entries[-1].first + self.entries[-1].size if self.entries else FIRST_ID
+        known = self._expansions[entry.shape]
+        if first + known.size > LAST_ID:
+            raise ValueError(f"the data has more than {LAST_ID - FIRST_ID:,} tokens of pictures")
+        self.entries.append(replace(entry, first=first, size=known.size, grid=known.grid))
 
-
-def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> ImageReader | None:
-    """What reads pictures for the model at ``base``; None where it sees none.
-
-    Without a tokenizer it reads rows alone.
-    """
-    kind = model_type(base)
-    if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
-        return None
-    data = getattr(config.data, "data", config.data)
-    folder = cache_directory(data) / "pictures"
-    reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(folder))
-    if tokenizer is not None:
-        tokenizer.decode = RunDecoder(tokenizer, reader.token_id)  # type: ignore[method-assign]
-    return reader
+    def _expand(self, shape: Shape) -> Expansion:
+        text, grid = self.processor.expansion(shape[:2], shape[2])
+        return Expansion(text, text.count(self.processor.image_token), grid)
 
 
 @dataclass
 class RunDecoder:
-    """``decode`` of a tokenizer that reads an id of a run as the token that stands for pictures."""
+    """``decode`` of a tokenizer that reads a run, or a tile of it, as one image token."""
 
     tokenizer: Any
-    token_id: int
+    reader: ImageReader
 
     def __call__(self, token_ids: Any, *args: Any, **options: Any) -> Any:
         """As the tokenizer's own."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, list | tuple):
-            ids = [self.token_id if i >= FIRST_ID else i for i in ids]
+            pairs = zip(ids, [-1, *ids[:-1]], strict=True)
+            ids = [self._shown(i) for i, last in pairs if not self._goes_on(i, last)]
         return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
 
+    def _shown(self, number: int) -> int:
+        return self.reader.token_id if number >= FIRST_ID else number
 
-def model_type(base: str) -> str | None:
-    """The type of a model by its ``config.json``; None where that is not on this machine."""
-    path = Path(base) / "config.json"
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
+    def _goes_on(self, number: int, last: int) -> bool:
+        """Whether an id is of the picture whose id stands before it."""
+        is_next = number > FIRST_ID and number == last + 1
+        return is_next and self.reader.entry_of(number).first != number
 
-        found = None if Path(base).is_absolute() else try_to_load_from_cache(base, "config.json")
-        if not isinstance(found, str):
-            return None
-        path = Path(found)
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
+
+def _named(value: Any) -> str:
+    """A picture of a column by its path or address; others have none."""
+    if isinstance(value, Mapping):
+        value = value.get("path") or value.get("url")
+    name = str(value) if isinstance(value, str | PathLike) else ""
+    return name if name and not name.startswith("data:") and len(name) < 1000 else "(picture)"
+
+
+def _with_parts(message: Mapping[str, Any], pictures: Iterator[Any]) -> dict[str, Any]:
+    """A message in parts, of which pictures get the next ones, as far as there are any."""
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return dict(message)
+    places = [isinstance(part, dict) and part.get("type") == "image" for part in content]
+    found = list(islice(pictures, sum(places)))
+    given = iter([{"type": "image", "image": each} for each in found])
+    parts = [next(given, part) if at else part for part, at in zip(content, places, strict=True)]
+    return {**message, "content": parts}

@@ -11,12 +11,13 @@ import torch
 from PIL.Image import Image
 from PIL.Image import new as new_image
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import ImageReader
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.engine.zero import gathered
+from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.composite import TextModel, whole_config
 from dschat_lora.models.fingerprint import base_fingerprint
 
@@ -55,19 +56,19 @@ class PictureInputs:
         return PictureInputs(tower, self.family, self.reader, model)
 
     def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+        self, model: nn.Module, positional: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The language model's inputs with pictures."""
-        ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+        ids, cache = inputs.get("input_ids"), inputs.get(str(cache_argument(model)))
         if ids is None:
             return None
         changed = dict(inputs)
         if cache is not None and ids.shape[1] == 1:
             if not self.family.by_grid:
                 return None
-            if (ahead := cache.get_recurrent_state(_AHEAD)) is not None:
+            if (ahead := _ahead_of(cache)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
-                return args, changed
+                return positional, changed
         seen = ids >= FIRST_ID
         if self.family.by_grid:
             changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
@@ -85,7 +86,7 @@ class PictureInputs:
         mutual = not in_windows or config.use_bidirectional_attention == "vision"
         if has_pictures and self.family.mutual and mutual:
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
-        return args, changed
+        return positional, changed
 
     def _embedded(self, embeds: Tensor, ids: Tensor, seen: Tensor) -> dict[str, Any]:
         """Inputs with features in place of what is ``seen`` of (B, T, H) embeddings."""
@@ -192,7 +193,7 @@ class PictureInputs:
         steps = (torch.zeros_like(within), within // width, within % width)
         positions = [torch.where(seen, text - within + step, text) for step in steps]
         if cache is not None:
-            cache.update_recurrent_state(ahead[:, -1:], _AHEAD)
+            _keep_ahead(cache, ahead[:, -1:])
         return torch.stack(positions)
 
 
@@ -207,16 +208,17 @@ def mutual_inputs(
     groups = begins.cumsum(1) * seen  # pictures are never next to each other
     if (spans := inputs.get("spans")) is not None:
         return {"spans": replace(spans, mutual=-groups[0] if in_windows else groups[0])}
-    mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+    named = str(cache_argument(model))
+    mask, cache = inputs.get("attention_mask"), inputs.get(named)
     if not isinstance(mask, dict) and (mask is None or mask.ndim == 2):
         make = sys.modules[type(model).__module__].create_masks_for_vision_model
         made = make(
             config=model.config,
             inputs_embeds=inputs["inputs_embeds"],
             attention_mask=mask,
-            past_key_values=cache,
             position_ids=inputs.get("position_ids"),
             block_sequence_ids=groups - 1,
+            **{named: cache},
         )
         return {"attention_mask": made}
     masks = mask if isinstance(mask, dict) else {"full_attention": mask}
@@ -224,13 +226,14 @@ def mutual_inputs(
     columns = torch.arange(seen.shape[1], device=seen.device).expand_as(seen)
     if hasattr(cache, "read_prompts"):
         columns = inputs["position_ids"]
-    keys = groups.new_zeros(len(groups), next(iter(masks.values())).shape[-1])
+    width = next(each.shape[-1] for each in masks.values() if each is not None)
+    keys = groups.new_zeros(len(groups), width)
     keys.scatter_reduce_(1, columns, groups, "amax")
     at = torch.arange(keys.shape[1], device=seen.device)
     shown = (groups[:, :, None] == keys[:, None]) & seen[:, :, None] & (at > columns[:, :, None])
     made = {
         kind: each
-        if in_windows and kind == "full_attention"
+        if each is None or (in_windows and kind == "full_attention")
         else each.masked_fill(shown[:, None], 0)
         for kind, each in masks.items()
     }
@@ -240,31 +243,47 @@ def mutual_inputs(
 def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
-    That is loaded, unless adapters are in it: then it is among the model's modules.
+    Those of a reader share a frozen one, and its features. A tower with adapters is among the
+    model's own modules.
 
     Raises:
-        ValueError: if the tower cannot be loaded, or one without adapters is to have a rate.
+        ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
+            tower without adapters is to have a rate.
     """
     whole = whole_config(model.config)
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
+    if model.place.head is None:
+        raise ValueError(
+            f"{reader.base}: transformers has no sequence classifier of {whole.model_type}, so "
+            "reward models and critics of it take rows without pictures alone; those of gemma3 "
+            "and qwen3_5 take pictures"
+        )
     family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
-    rate = getattr(reader.options, "vision_learning_rate", None)
-    model.rest_rate = rate
-    tower = model.load_rest(reader.base, meta=bool(model.rest))
+    if family.mutual and model.config._attn_implementation == "flex_attention":
+        raise ValueError(
+            f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
+            f"{whole.model_type} models, for which there is sdpa or eager alone"
+        )
+    rate = model.rest_rate = getattr(reader.options, "vision_learning_rate", None)
+    trains = model.can_generate() and any(p.requires_grad for p in model.parameters())
+    if rate is not None and trains and not model.rest:
+        raise ValueError(
+            f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
+            "none: give --train_vision or name its layers in --target_modules"
+        )
+    inputs = reader.inputs
+    if model.rest or inputs is None:
+        tower = model.load_rest(reader.base, meta=bool(model.rest))
+        above = tower.get_submodule(model.text_path.rpartition(".")[0])
+        inputs = PictureInputs(above, family, reader, model if model.rest else None)
     if not model.rest:
-        if rate is not None:
-            raise ValueError(
-                f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
-                "none: give --train_vision or name its layers in --target_modules"
-            )
-        parameters = list(tower.parameters())
+        reader.inputs = inputs
+        parameters = list(inputs.tower.parameters())
         size = sum(p.numel() * p.element_size() for p in parameters)
-        model.frozen_rest = base_fingerprint(tower), size
-    above = tower.get_submodule(model.text_path.rpartition(".")[0])
-    inputs = PictureInputs(above, family, reader, model if model.rest else None)
+        model.frozen_rest = base_fingerprint(inputs.tower), size
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
-    model.__dict__["reads_whole"] = family.by_grid or bool(family.mutual)
+    model.reads_whole = family.by_grid or bool(family.mutual)
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
@@ -272,3 +291,19 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([each.flatten(0, -2) for each in features])
+
+
+def _ahead_of(cache: Any) -> Tensor | None:
+    """What :func:`_keep_ahead` has kept."""
+    if isinstance(cache, Cache):
+        return vars(cache).get("positions_ahead")
+    found: Tensor | None = cache.get_recurrent_state(_AHEAD)
+    return found
+
+
+def _keep_ahead(cache: Any, ahead: Tensor) -> None:
+    """Keep (B, 1) of each row in a cache of ours, whose rows move, or of transformers' own."""
+    if isinstance(cache, Cache):
+        vars(cache)["positions_ahead"] = ahead
+    else:
+        cache.update_recurrent_state(ahead, _AHEAD)

@@ -174,9 +174,20 @@ FORMS = {
             ("base64", RED64, "R"),
             ("image", {"bytes": RED, "path": None}, "R"),
             ("value", "red.png", "r"),
+            ("bytes", RED, "R"),
             ("source", {"type": "base64", "media_type": "image/png", "data": RED64}, "R"),
         ]
     },
+    "a part as datasets have pictures": (
+        {
+            "messages": [
+                u([{**HERE, "bytes": RED, "path": "gone.png"}, text("What?")]),
+                ONE[1],
+            ]
+        },
+        ONE,
+        "R",
+    ),
     "OpenAI: image_url": (
         {
             "messages": [
@@ -696,6 +707,10 @@ BAD = [
     ),
     (part(image="gone.png"), "`messages` item 1: picture 'gone.png' in '{folder}': No such file"),
     (part(image="red.png", url=URI), "`messages` item 1: an image part has 'image' and 'url'"),
+    (
+        {"messages": [u([HERE, {**text("q"), "image": "red.png"}]), a("b")], "image": "red.png"},
+        "`messages` item 1: part 2 of 'content' is 'image'; text alone is read",
+    ),
     (part(image=7), f"`messages` item 1: {FORM}, found int"),
     (part(text="red"), f"`messages` item 1: {FORM}, found an object of ['text']"),
     (

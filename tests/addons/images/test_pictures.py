@@ -193,6 +193,12 @@ def test_pixels_are_counted_before_they_are_decoded(monkeypatch):
     assert open_picture(GOOD["png"], Limits(max_pixels=35)).size == (7, 5)
 
 
+def test_pil_images_of_equal_pixels_have_equal_bytes():
+    images = [drawn(), Image.open(BytesIO(GOOD["png, transparent colour"]))]
+    images.append(Image.open(BytesIO(encoded(drawn(), icc_profile=b"profile", dpi=(9, 9)))))
+    assert len({read(Picture(image=image)) for image in images}) == 1
+
+
 def test_a_broken_pil_image_is_one_line():
     closed = drawn()
     closed.close()

@@ -1,0 +1,157 @@
+"""Reward models and KTO on rows with pictures, against stock transformers and PEFT."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification
+
+from addons.images.training import EXACT, PICTURES, Seeing, answer, pair_row, train_steps
+from dschat_lora.checkpoint.adapter import read_adapter
+from dschat_lora.config.stages import DpoConfig, DpoStageConfig, RewardConfig, RewardStageConfig
+from dschat_lora.data.batch import PairCollator
+from dschat_lora.data.unpaired_batch import UnpairedCollator
+from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.models.build import build_reward_model
+from dschat_lora.models.causal_lm import CausalLMLogprobs
+from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.supervised.kto import kto_objective
+from dschat_lora.supervised.pair_objectives import answer_logprobs, reward_objective, score_ends
+
+NAMES = list(PICTURES)
+BATCHES = (("one", "several", "none"), ("another", "none"), ("like", "one", "several"))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_reward_model_is_that_of_stock_transformers_and_peft(kind, tmp_path):
+    seeing = Seeing(kind, tmp_path)
+    rows = map(pair_row, NAMES)
+    samples = seeing.data(rows, "pairs", config_class=RewardStageConfig)
+    pairs = dict(zip(NAMES, samples, strict=True))
+    model = seeing.ours(build=build_reward_model)
+    adapter = seeing.write(model, task="SEQ_CLS")
+    theirs = seeing.stock(adapter, AutoModelForSequenceClassification, num_labels=1)
+    network = RewardModel(model)
+    batches = [PairCollator(1, "shared")([[pairs[name] for name in names]]) for names in BATCHES]
+
+    def plain_scores(names):
+        rows = {name: pair_row(name) for name in names}
+        return torch.cat(
+            [
+                theirs(
+                    **seeing.inputs(rows[name]["prompt"] + rows[name][side], PICTURES[name])[0]
+                ).logits[0]
+                for side in ("chosen", "rejected")
+                for name in names
+            ]
+        )
+
+    with torch.no_grad():
+        for batch, names in zip(batches, BATCHES, strict=True):
+            torch.testing.assert_close(
+                score_ends(network, batch), plain_scores(names), rtol=0, atol=EXACT
+            )
+
+    def loss(batch):
+        return reward_objective(RewardConfig()).loss(network, batch).total / batch.num_samples
+
+    def plain_loss(names):
+        chosen, rejected = plain_scores(names).chunk(2)
+        return -F.logsigmoid(chosen - rejected).mean()
+
+    losses = train_steps(network.parameters(), map(partial(partial, loss), batches))
+    wanted = train_steps(theirs.parameters(), map(partial(partial, plain_loss), BATCHES))
+    torch.testing.assert_close(losses, wanted, rtol=0, atol=EXACT)
+    theirs.save_pretrained(tmp_path / "theirs")
+    own = {name: p.detach() for name, p in adapter_parameters(model).items()}
+    found = read_adapter(tmp_path / "theirs").tensors
+    torch.testing.assert_close(own, found, rtol=0, atol=EXACT)
+
+
+def test_reward_model_of_a_type_without_a_classifier_takes_no_pictures(tmp_path):
+    seeing = Seeing("llava_next", tmp_path)
+    seeing.data([pair_row("one")], "pairs", config_class=RewardStageConfig)
+    with pytest.raises(ValueError, match="transformers has no sequence classifier of llava_next"):
+        seeing.ours(build=build_reward_model)
+
+
+def unpaired_row(name, label):
+    """The better answer to a question, or the worse one."""
+    row = pair_row(name)
+    said = row["chosen" if label else "rejected"]
+    return {"prompt": row["prompt"], "completion": said, "label": label, "images": row["images"]}
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_kto_is_that_of_stock_transformers_and_peft(kind, tmp_path, one_rank):
+    seeing, names = Seeing(kind, tmp_path), ("one", "none", "several", "like")
+    labels = (True, False, False, True)
+    rows = list(map(unpaired_row, names, labels))
+    options = ("--loss_type", "kto")
+    samples = seeing.data(rows, "unpaired", *options, config_class=DpoStageConfig)
+    model = seeing.ours()
+    theirs = seeing.stock(seeing.write(model))
+    network = CausalLMLogprobs(model)
+    config = DpoConfig(loss_type="kto", beta=0.5, desirable_weight=1.5)
+    said = [row["completion"][0]["content"][0]["text"] for row in rows]
+    decoded = [seeing.tokenizer.decode(sample.mismatched_ids[:-1]) for sample in samples]
+    # Each prompt with its own pictures is answered with what another one was; some tokenizers
+    # lose spaces.
+    by_letters = {text.replace(" ", ""): text for text in said}
+    texts = [by_letters[text.replace(" ", "")] for text in decoded]
+    assert texts != said
+    batch = UnpairedCollator(1)([samples[:3], samples[3:]])
+
+    def plain_logprobs(mismatched):
+        answers = texts if mismatched else said
+        return torch.stack(
+            [
+                seeing.logprobs(theirs, [*row["prompt"], answer(text)], PICTURES[name]).sum()
+                for row, name, text in zip(rows, names, answers, strict=True)
+            ]
+        )
+
+    with torch.no_grad():
+        known = [answer_logprobs(network, each) for each in (batch.answers, batch.mismatched)]
+        start = [plain_logprobs(mismatched) for mismatched in (False, True)]
+    torch.testing.assert_close(known, start, rtol=1e-6, atol=EXACT)
+    engine = FakeEngine(network)
+
+    def loss():
+        def reference(each):
+            return known[0] if each is batch.answers else known[1]
+
+        objective = kto_objective(config, reference)
+        return objective.loss_of(engine, [batch])(network, batch).total / batch.num_samples
+
+    def plain_loss():
+        with torch.no_grad():
+            kl = (plain_logprobs(True) - start[1]).mean().clamp(min=0)
+        signs = torch.tensor([1.0 if label else -1.0 for label in labels])
+        weights = torch.tensor([1.5 if label else 1.0 for label in labels])
+        lead = signs * (plain_logprobs(False) - start[0] - kl)
+        return (weights * (1 - torch.sigmoid(0.5 * lead))).mean()
+
+    losses = train_steps(network.parameters(), [loss] * 3)
+    wanted = train_steps(theirs.parameters(), [plain_loss] * 3)
+    torch.testing.assert_close(losses, wanted, rtol=0, atol=EXACT)
+
+
+class FakeEngine:
+    """Stands for an engine around a network on the CPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, **inputs):
+        return self.module(**inputs)
+
+    def eval(self):
+        self.module.eval()
+
+    def train(self):
+        self.module.train()
