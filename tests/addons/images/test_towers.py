@@ -141,7 +141,7 @@ class Seeing:
             yield ids[None], stock, labels
 
 
-@pytest.fixture(scope="module", params=SEEING)
+@pytest.fixture(scope="module")
 def seen(request, tmp_path_factory):
     return Seeing(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -178,6 +178,11 @@ def stock_loss(stock, seen):
     return sum(losses)
 
 
+@pytest.mark.parametrize(
+    "seen",
+    [pytest.param(each, marks=pytest.mark.smoke if each == "qwen3_vl" else ()) for each in SEEING],
+    indirect=True,
+)
 def test_adapters_of_tower_and_text_are_those_of_stock_peft(seen):
     model = seen.ours("all-linear", "all-beside")
     theirs = seen.stock(seen.write(model))
@@ -231,7 +236,8 @@ def test_a_merged_model_is_the_unmerged_one_in_stock_transformers(seen, rest, tm
     limit = 2e-4 if seen.family == "gemma4" else EXACT
     assert furthest(model, seen.stock(base=tmp_path / "merged"), seen) < limit
     assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
-    load_processor(str(tmp_path / "merged"), seen.tokenizer)
+    merged = str(tmp_path / "merged")
+    load_processor(merged, load_tokenizer(merged, ModelConfig()))
 
 
 @pytest.mark.parametrize("seen", SOME, indirect=True)
@@ -241,7 +247,7 @@ def test_adapters_of_the_text_model_alone_leave_the_tower_out(seen):
     assert furthest(model, seen.stock(seen.write(model)), seen) < EXACT
 
 
-@MOSTLY_SOME
+@pytest.mark.parametrize("seen", SOME[:1], indirect=True)
 def test_features_of_a_frozen_tower_are_computed_once_and_those_of_a_trained_one_each_time(seen):
     ids, _, _ = next(seen.rows())
     for rest, calls in ((), 1), (BESIDE, 2):
@@ -321,7 +327,9 @@ def test_train_vision_adds_the_layers_that_see_to_those_that_are_chosen():
 
 
 @pytest.mark.parametrize("seen", SOME[:1], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.thorough)]
+)
 def test_towers_are_of_the_type_of_the_model(seen, dtype):
     ids, stock, _ = next(seen.rows())
     theirs = AutoModelForImageTextToText.from_pretrained(seen.base, dtype=dtype).eval()
