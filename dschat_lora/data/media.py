@@ -26,12 +26,15 @@ class MediaReader(Protocol):
 
     kind: str  # what they are called, in the plural
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
-    digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
     @property
     def facts(self) -> Mapping[str, str]:
         """What is recorded of how inputs beside text are read."""
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What the inputs are known by when a run goes on: a digest of each, by its name."""
 
     def row(
         self, values: dict[str, Any], fields: Sequence[str], folder: Path | None

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
+MOST_NAMED = 10_000  # in a checkpoint
 LAST_ID = 2**31  # tokens are stored in 32 bits
 SHAPES_AT_ONCE = 64  # that one process expands in a second or two
 # Of pictures that come one after another: those that are known though no run of them is held, and
@@ -198,6 +199,21 @@ class ImageReader:
     def facts(self) -> Mapping[str, str]:
         """By what library pictures become tensors."""
         return {"pictures read by": self.processor.backend}
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What pictures are read by, and a digest of each by its number and the name of its file.
+
+        Of more than ``MOST_NAMED`` it is one of all.
+        """
+        described = json.dumps(self.processor.described(), sort_keys=True)
+        found = {"the processor": digest(described.encode())[:8]}
+        digests = [entry.reference["digest"] for entry in self.entries]
+        if len(digests) > MOST_NAMED:
+            return {"pictures and their processor": self.digest}
+        names = (Path(entry.reference.get("path", "within a row")).name for entry in self.entries)
+        pairs = enumerate(zip(names, digests, strict=True), 1)
+        return found | {f"picture {n}, {name}": each[:8] for n, (name, each) in pairs}
 
     def summary(self) -> str:
         """That it takes pictures, and the backend of its processor."""

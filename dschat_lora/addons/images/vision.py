@@ -304,7 +304,7 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
     if model.rest:
         tower = model.load_rest(base, meta=True).get_submodule(above)
         inputs = PictureInputs(lambda: tower, family, reader, model)
-    elif rate is not None and any(p.requires_grad for p in model.parameters()):
+    elif rate is not None and model.can_generate() and _trains(model):
         raise ValueError(
             f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
             "none: give --train_vision or name its layers in --target_modules"
@@ -320,6 +320,10 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
         model.frozen_rest = inputs.frozen
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
     model.reads_whole = FIRST_ID if family.by_grid or family.mutual else None
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
 
 
 def _frozen(tower: nn.Module) -> tuple[str, int]:
