@@ -45,6 +45,8 @@ GYMNASIUM = ["gymnasium>=1.0,<2"]
 MCP = ["mcp>=2,<3"]
 OPENENV = ["openenv-core>=0.3,<0.4"]
 VERIFIERS = ["verifiers>=0.4,<0.5"]
+# Rows with pictures, by image processors that need Pillow alone.
+IMAGES = ["pillow>=11,<14", "transformers>=5.23,<6"]
 # Bases in GGUF files of most architectures.
 GGUF = ["gguf>=0.19,<1"]
 # What the benchmark compares with.
@@ -67,6 +69,7 @@ TEST = [
     *NOTEBOOK,
     *PLANNING,
     *AUDIT,
+    *IMAGES,
     "nbclient>=0.10,<1",
     "nbformat>=5.10,<6",
     "loralib>=0.1.2,<0.2",
@@ -116,6 +119,7 @@ setup(
         "audit": AUDIT,
         "evaluation": EVALUATION,
         "glue": GLUE,
+        "images": IMAGES,
         "nlg": NLG,
         "planning": PLANNING,
         "serving": SERVING,

@@ -153,6 +153,8 @@ def _merged_model(
         check_finite(state[name], f"the model is not saved: {name}")
     with torch.device("meta"):
         merged = _auto_class(model).from_config(model.config, dtype=dtype)
+    if getattr(model, "rest", ()):
+        merged.put_rest(model.on_meta())
     if untied_by_merge(model):
         merged.config.tie_word_embeddings = False
     # Not strict: of tied weights the state may have one.

@@ -212,6 +212,10 @@ class ModelConfig(LoadConfig):
         parse_rope_scaling(self.rope_scaling)
 
 
+# A value of --target_modules: linear layers of a composite model beside its text model.
+ALL_BESIDE = "all-beside"
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     section = "LoRA"

@@ -28,6 +28,10 @@ class MediaReader(Protocol):
     digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What is recorded of how inputs beside text are read."""
+
     def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """A row whose message parts are text, or ``{"type": KIND}`` alone where one belongs.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -159,9 +160,20 @@ def prepare(
 def _usable(sources: Sequence[Source], options: RowOptions) -> Iterator[dict[str, Any]]:
     """The rows of all sources, but for those that are refused where they are read."""
     for source in sources:
+        files = source.files if source.rows is None and not options.columns else ()
+        if files and not any(map(_names_images, files)):
+            continue  # as of text alone, which may be much
         for row in iter_rows(source):
             with suppress(RowError):
                 yield parse_row(row, options).values
+
+
+def _names_images(file: Path) -> bool:
+    """False where a file of text has not the word that columns and parts of images have."""
+    if data_suffix(file) not in (".jsonl", ".json", ".csv", ".txt") or not file.stat().st_size:
+        return True
+    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
+        return content.find(b"image") >= 0
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:

@@ -11,7 +11,13 @@ from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps
 from dschat_lora.generation.kv_cache import KVCache
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.models.backbone import attends, attention_windows, recurrent_layers
+from dschat_lora.models.backbone import (
+    WITHOUT_MASK,
+    attends,
+    attention_windows,
+    cache_argument,
+    recurrent_layers,
+)
 
 ROW_BUCKETS = (8, 16, 32, 64, 128)
 COLUMN_BUCKET = 128  # columns of a step are read in multiples of it, where steps are recorded
@@ -323,11 +329,11 @@ def next_logits(
     ``masks`` are by kind of attention layer, of which most models have one.
     """
     inputs: dict[str, object] = {"input_ids": ids, "use_cache": True, "logits_to_keep": last}
-    if not attends(model.config):
-        inputs["cache_params"] = cache
-    else:
-        mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        inputs |= {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+    inputs[str(cache_argument(model))] = cache
+    if attends(model.config):
+        # Recurrent layers take none: no row has padding that they read.
+        mask = dict.fromkeys(WITHOUT_MASK) | masks if len(masks) > 1 else next(iter(masks.values()))
+        inputs |= {"position_ids": positions, "attention_mask": mask}
     logits: Tensor = model(**inputs).logits
     return logits[:, -last:]
 

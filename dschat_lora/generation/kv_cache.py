@@ -13,7 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dschat_lora.models.backbone import attends, attention_windows, recurrent_layers
+from dschat_lora.models.backbone import (
+    attends,
+    attention_windows,
+    cache_argument,
+    recurrent_layers,
+)
 
 # Whether models gave with our cache what they give without, where that was tried.
 TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -30,12 +35,11 @@ def takes_cache(model: PreTrainedModel) -> bool:
     All that its layers keep of earlier tokens must be in the cache.
     """
     accepted = inspect.signature(model.forward).parameters.keys()
-    own = {"position_ids", "past_key_values"} if attends(model.config) else {"cache_params"}
+    own = {"logits_to_keep"} | ({"position_ids"} if attends(model.config) else set())
     layers = recurrent_layers(model)
     if layers:
         # Versions before have no such method of a cache; some types keep states in the layers.
-        names = (inspect.signature(layer.forward).parameters.keys() for layer in layers)
-        caches = all({"cache_params", "past_key_values"} & each for each in names)
+        caches = all(map(cache_argument, layers))
         # Each length of prompts is read by a pass of its own, of which ranks have unlike numbers.
         keeps = caches and hasattr(Cache, "get_conv_state") and not in_shards(model)
     else:
@@ -44,7 +48,8 @@ def takes_cache(model: PreTrainedModel) -> bool:
         keeps = backend and not kinds & {"linear_attention", "conv"}
     return (
         keeps
-        and own | {"logits_to_keep"} <= accepted
+        and own <= accepted
+        and cache_argument(model) is not None
         and attention_windows(model.config) is not None
         and model.config._attn_implementation in ("sdpa", "eager")
         and TRIED.get(model, True)

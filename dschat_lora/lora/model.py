@@ -215,7 +215,8 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
     names = {name for name in originals if name is not None}
     layers, parameters = lora_layers(model), _target_parameters(model)
     # Of the text model of a composite one, which has more than this model.
-    within = getattr(model, "text_path", None)
+    text = getattr(model, "text_path", None)
+    within = () if text is None else (text, *getattr(model, "rest", ()))
     return AdapterLayout(
         target_modules=minimal_endings(layers.keys() - parameters.keys(), names, within=within),
         target_parameters=sorted(parameters.values())

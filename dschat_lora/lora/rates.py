@@ -9,7 +9,7 @@ from torch import nn
 from dschat_lora.config.groups import LoraConfig, OptimConfig, ScheduleConfig
 from dschat_lora.lora.layers import LoraEmbedding, full_shape
 from dschat_lora.lora.model import adapter_parameters
-from dschat_lora.lora.names import is_of_expert
+from dschat_lora.lora.names import is_inside, is_of_expert
 
 # The upper end of what published recipes use to train every weight of a language model.
 FULL_FINE_TUNING_RATE = 5e-5
@@ -179,9 +179,12 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     ``--expert_learning_rate`` gives them another rate. With ``--layerwise_lr_decay`` each layer has
     groups of its own, ``lora.2`` for one, at that to the power of :func:`layers_from_top`.
 
+    Factors beside the text model of a composite one may have a rate of their own, too.
+
     Returns:
         Dicts with ``name`` ("base", "base_no_decay", "lora", "lora_B", "experts", "experts_B",
-        "lora_no_decay"), ``params``, ``lr`` and ``weight_decay``; no group is empty.
+        "rest", "rest_B", "lora_no_decay"), ``params``, ``lr`` and ``weight_decay``; no group is
+        empty.
 
     Raises:
         ValueError: if there is a rate of experts, and none is adapted.
@@ -205,7 +208,11 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
             f"--expert_learning_rate {expert_rate:g} is for experts, and the adapter has factors "
             "of none; drop the option"
         )
-    layers, expert_rate = (own & matrices) - experts, expert_rate or rate
+    rest_rate: float | None = getattr(model, "rest_rate", None)
+    parts = getattr(model, "rest", ()) if rest_rate is not None else ()
+    rest = {name for name in own & matrices if is_inside(name, parts)}
+    layers = (own & matrices) - experts - rest
+    expert_rate, rest_rate = expert_rate or rate, rest_rate or rate
     decay = optim.weight_decay
     groups = [
         group("base", base & matrices, base_rate(optim), decay),
@@ -214,6 +221,8 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         group("lora_B", layers & fast, rate * ratio, decay),
         group("experts", experts - fast, expert_rate, decay),
         group("experts_B", experts & fast, expert_rate * ratio, decay),
+        group("rest", rest - fast, rest_rate, decay),
+        group("rest_B", rest & fast, rest_rate * ratio, decay),
         group("lora_no_decay", own - matrices, rate, 0.0),
     ]
     if optim.layerwise_lr_decay != 1:

@@ -9,7 +9,7 @@ from typing import Any
 import regex
 from torch import nn
 
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import ALL_BESIDE, LoraConfig
 from dschat_lora.lora.experts import expert_weights, fused_experts
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.layers import full_shape, is_conv1d, is_transposed
@@ -23,8 +23,10 @@ _REGEX_CHARACTERS = frozenset("*?+()[]{}|\\^$")
 # By model type, the layer whose outputs are all of q, then all of k, then all of v. Others pack
 # them head by head (GPT-NeoX, BLOOM, Falcon).
 _PACKED = {"gpt2": "c_attn", "mpt": "Wqkv", "openai-gpt": "c_attn", "phi3": "qkv_proj"}
-# What the weights of one expert are called, by the fused weight of all.
-NAMES_OF_EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
+# What the weights of one expert are called, by the fused weight of all, and that itself.
+NAMES_OF_EXPERTS = frozenset(
+    ("gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3")
+)
 _FUSED = dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up_proj") | {"w2": "down_proj"}
 # Types with Mamba blocks, whose kernel on a GPU reads the weight of this layer, not its output.
 # PEFT refuses it in five of them.
@@ -89,6 +91,31 @@ def _check_not_frozen(
             )
 
 
+def may_reach(model: nn.Module, config: LoraConfig, parts: Collection[str]) -> bool:
+    """Whether the options may choose layers in ``parts`` that ``model`` does not have yet.
+
+    So do those that name one, and those that match nothing in the model.
+    """
+    rules = (*_entries(config), config.lora_module_name or "", *config.modules_to_save)
+    if ALL_BESIDE in rules or any(last_name(part) in rule for part in parts for rule in rules):
+        return True
+    try:
+        choose_targets(model, config)
+    except ValueError:
+        return True
+    return False
+
+
+def _meant(hits: set[str], rule: str, model: nn.Module) -> set[str]:
+    """Of what a rule matches in a composite model what is in its text model.
+
+    All of it where the rule names another part, or nothing of it is there.
+    """
+    rest: tuple[str, ...] = getattr(model, "rest", ())
+    own = {name for name in hits if not is_inside(name, rest)}
+    return hits if not own or any(last_name(part) in rule for part in rest) else own
+
+
 def _entries(config: LoraConfig) -> tuple[str, ...]:
     """The rules of ``--target_modules``; names may be joined by commas."""
     targets = config.target_modules
@@ -130,6 +157,11 @@ def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Mo
     embeddings = nn.Embedding | ParallelEmbedding
     linear = [name for name, m in candidates.items() if not isinstance(m, embeddings)]
     targets = _entries(config)
+    if ALL_BESIDE in targets:
+        own = tuple(target for target in targets if target != ALL_BESIDE)
+        chosen = {name for name in linear if is_inside(name, getattr(model, "rest", ()))}
+        _require_match(chosen, "--target_modules", ALL_BESIDE, linear)
+        return chosen | _chosen(model, replace(config, target_modules=own), candidates)
     if config.lora_module_name is not None:
         part = config.lora_module_name
         if targets != (ALL_LINEAR,):
@@ -137,17 +169,17 @@ def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Mo
                 f"--lora_module_name {part!r} and --target_modules {' '.join(targets)!r} both "
                 "choose the adapted layers; give one"
             )
-        chosen = {name for name in linear if part in name}
+        chosen = _meant({name for name in linear if part in name}, part, model)
         _require_match(chosen, "--lora_module_name", part, linear)
     elif targets == (ALL_LINEAR,):
         blocks = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         chosen = {name for name in linear if is_inside(name, blocks, strictly=True)}
-        chosen -= router_names(model)
+        chosen = _meant(chosen - router_names(model), ALL_LINEAR, model)
         _require_match(chosen, "--target_modules", ALL_LINEAR, linear)
     elif len(targets) == 1 and _REGEX_CHARACTERS & set(targets[0]):
-        chosen = _matching_regex(targets[0], list(candidates))
+        chosen = _meant(_matching_regex(targets[0], list(candidates)), targets[0], model)
     else:
-        chosen = _matching_names(targets, list(candidates), set(expert_weights(model)))
+        chosen = _matching_names(model, targets, list(candidates))
     return chosen - bypassed_layers(model, chosen, config)
 
 
@@ -176,11 +208,11 @@ def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
         ValueError: if an ending matches nothing, or a list of modules.
     """
     modules = {name: m for name, m in model.named_modules() if name}
-    matched = []
+    matched: list[str] = []
     for ending in endings:
         hits = [name for name in modules if is_ending(name, ending)]
         _require_match(hits, "--modules_to_save", ending, modules)
-        matched += hits
+        matched += _meant(set(hits), ending, model)
     for name in matched:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
@@ -235,18 +267,20 @@ def _outputs(module: nn.Module) -> int:
 
 
 def minimal_endings(
-    names: Collection[str], all_names: Collection[str], *, within: str | None = None
+    names: Collection[str], all_names: Collection[str], *, within: Collection[str] = ()
 ) -> list[str] | str:
     """PEFT's ``target_modules`` that hit ``names`` of all module paths, and nothing else.
 
-    Paths ``within`` a module may have others of the same endings beside it that are not listed.
+    Paths ``within`` modules may have others of the same endings beside it that are not listed.
 
     Returns:
         The shortest dotted endings, sorted; one regular expression of whole paths where no
         list can tell a path from another that ends in it.
     """
-    if within is not None and names:
-        return _pattern_within(within, names, all_names)
+    if within and names:
+        found = (_pattern_within(part, names, all_names) for part in within)
+        outside = sorted(re.escape(name) for name in names if not is_inside(name, within))
+        return "|".join(filter(None, (*outside, *found)))
     endings = _endings(names, all_names, is_ending)
     if endings is None:
         return "|".join(re.escape(name) for name in sorted(names))
@@ -254,7 +288,11 @@ def minimal_endings(
 
 
 def _pattern_within(parent: str, names: Collection[str], all_names: Collection[str]) -> str:
-    """A regular expression of ``names``, with endings in one group at its end, as vLLM reads it."""
+    """A regular expression of those of ``names`` within ``parent``; empty for none.
+
+    Endings are in one group at its end, as vLLM reads it.
+    """
+    names = [name for name in names if is_inside(name, [parent])]
     inside, own = (
         {name.removeprefix(f"{parent}.") for name in each if name.startswith(f"{parent}.")}
         for each in (all_names, names)
@@ -342,8 +380,8 @@ def _matching_regex(pattern: str, names: list[str]) -> set[str]:
     return chosen
 
 
-def _matching_names(targets: tuple[str, ...], names: list[str], fused: set[str]) -> set[str]:
-    chosen: set[str] = set()
+def _matching_names(model: nn.Module, targets: tuple[str, ...], names: list[str]) -> set[str]:
+    chosen, fused = set[str](), set(expert_weights(model))
     for target in targets:
         if target == ALL_LINEAR or _REGEX_CHARACTERS & set(target):
             raise ValueError(
@@ -354,7 +392,7 @@ def _matching_names(targets: tuple[str, ...], names: list[str], fused: set[str])
         whole = f"{path}{dot}{_FUSED.get(last)}"
         hits |= {name for name in fused.intersection(names) if is_ending(name, whole)}
         _require_match(hits, "--target_modules", target, names)
-        chosen |= hits
+        chosen |= _meant(hits, target, model)
     return chosen
 
 

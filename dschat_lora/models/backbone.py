@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -297,6 +297,21 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None] | None:
     if window is None or not getattr(config, "use_sliding_window", True):
         return {"full_attention": None}
     return {k: None if k == "full_attention" else window for k in kinds or {"sliding_attention"}}
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """The argument by which a module of transformers takes a cache; None where it takes none.
+
+    It is ``cache`` since transformers 5.24.
+    """
+    return _cache_argument(type(module).forward)
+
+
+@cache
+def _cache_argument(forward: Callable[..., Any]) -> str | None:
+    accepted = inspect.signature(forward).parameters
+    names = ("cache", "past_key_values", "cache_params")
+    return next((name for name in names if name in accepted), None)
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:

@@ -11,13 +11,20 @@ from transformers import PreTrainedModel
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.quantization import Kind
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.data.media import MediaReader
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_quantized
 from dschat_lora.lora.model import adapter_parameters, apply_lora, lora_layers, with_expert_settings
 from dschat_lora.lora.names import is_inside
-from dschat_lora.lora.targets import adaptable_parts, expert_names
+from dschat_lora.lora.targets import (
+    adaptable_parts,
+    choose_saved,
+    choose_targets,
+    expert_names,
+    may_reach,
+)
 from dschat_lora.models.causal_lm import balancing_loss
-from dschat_lora.models.composite import Task, left_out_words
+from dschat_lora.models.composite import Task, TextModel, left_out_words
 from dschat_lora.models.four_bit_base import kind_of, packed_how, whole_weights_warning
 from dschat_lora.models.loading import Tokenizer, load_causal_lm, load_config, share_parameters
 from dschat_lora.models.other_base import base_warning
@@ -85,6 +92,7 @@ def build_causal_lm(
         model = load_causal_lm(
             source.base, model_config, config, dtype=dtype, meta=meta, group=group
         )
+    _load_rest(model, source, lora, meta=meta)
     adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="CAUSAL_LM")
     if config.add_eot_token:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -140,6 +148,7 @@ def build_reward_model(
         group=group,
     )
     lora = _with_head(lora)
+    _load_rest(model, source, lora, meta=meta)
     adapted = _adapt(model, source, tokenizer, config, lora, seed=seed, task="SEQ_CLS")
     return replace(adapted, stored_as=kind, rope_scaling=config.rope_scaling)
 
@@ -186,8 +195,44 @@ def check_targets(
         model = load_reward_model(
             source.base, model_config, config, dtype=torch.float32, seed=0, meta=True, group=group
         )
+    _load_rest(model, source, lora, meta=True)
     targets = apply_lora(model, lora, seed=0)
     _check_experts(model, targets, lora, expert_learning_rate)
+
+
+def attach_media(adapted: AdaptedModel, media: MediaReader | None) -> None:
+    """Have a model take what rows hold beside text, if they do.
+
+    Raises:
+        ValueError: if layers are adapted that text does not run through, and there is nothing else.
+    """
+    if media is not None:
+        media.attach(adapted.model)
+        vars(adapted.model)["media"] = media.facts
+    elif found := [n for n in adapted.targets if is_inside(n, getattr(adapted.model, "rest", ()))]:
+        raise ValueError(
+            f"the adapter has factors of {found[0]}, which rows of text alone do not train; leave "
+            "such layers out, or merge the adapter first"
+        )
+
+
+def _load_rest(
+    model: PreTrainedModel, source: ModelSource, lora: LoraConfig, *, meta: bool
+) -> None:
+    """Load what stands beside the text model of a composite one, if layers of it are adapted."""
+    if not isinstance(model, TextModel):
+        return
+    if source.adapter is not None:
+        stored = source.planned or lora_config_of(source.adapter)
+        names = (*stored.target_modules, *stored.modules_to_save)
+        if any(is_inside(name, model.place.left_out) for name in names):
+            model.put_rest(model.load_rest(source.base, meta=meta))
+    elif lora.lora_dim and may_reach(model, lora, model.place.left_out):
+        model.put_rest(model.load_rest(source.base, meta=True))
+        chosen = [*choose_targets(model, lora), *choose_saved(model, lora.modules_to_save)]
+        reached = any(is_inside(name, model.rest) for name in chosen)
+        if not (reached and meta):
+            model.put_rest(model.load_rest(source.base, meta=False) if reached else None)
 
 
 def check_balancing(source: ModelSource, config: ModelConfig) -> None:
@@ -330,17 +375,15 @@ def peft_warning(model: nn.Module) -> str | None:
     """What to say where stock PEFT drops factors of ``model``; None where it takes them all.
 
     PEFT applies to their names what transformers applies to those of a checkpoint, and a pattern
-    meant for other names may hit them. Of a composite model that is another mapping, which the text
-    model alone does not have.
+    meant for other names may hit them.
     """
-    if getattr(model, "text_path", None) is not None:
-        return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, rename_source_key
     except ImportError:  # a transformers that renames nothing so
         return None
-    rules = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    whole = getattr(model, "on_meta", lambda: model)()  # of a text model, the composite one
+    rules = [r for r in get_model_conversion_mapping(whole) if isinstance(r, WeightRenaming)]
     renamed = {
         name: new.removesuffix(".weight")
         for name in lora_layers(model)

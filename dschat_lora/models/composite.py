@@ -31,7 +31,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.models.stored_weights import StoredWeights, add_tensors, cached
+from dschat_lora.models.backbone import cache_argument
+from dschat_lora.models.stored_weights import (
+    StoredWeights,
+    add_tensors,
+    cached,
+    empty_parameters,
+    load_parts,
+)
 
 # PEFT's names of the two kinds of model.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
@@ -121,7 +128,12 @@ def left_out_words(model: PreTrainedModel) -> str | None:
     if whole is None or not isinstance(model, TextModel):
         return None
     rest = ", ".join(model.place.left_out)
-    return f"the text model of {whole.model_type}, {model.text_path}, trains; {rest} not loaded"
+    state = "not loaded"
+    if model.rest:
+        state = "loaded, with adapters"
+    elif model.frozen_rest is not None:
+        state = f"frozen, {model.frozen_rest[1] / 2**20:.3g} MiB in {str(model.dtype)[6:]}"
+    return f"the text model of {whole.model_type}, {model.text_path}, trains; {rest} {state}"
 
 
 def merged_words(model: PreTrainedModel) -> str | None:
@@ -132,9 +144,8 @@ def merged_words(model: PreTrainedModel) -> str | None:
     if model.place.head is None:
         kind = whole.model_type
         return f"it is the text model alone: transformers has no reward model of {kind}"
-    return (
-        f"it is a {whole.model_type} model as before: {', '.join(model.place.left_out)} unchanged"
-    )
+    kept = "merged too" if model.rest else "unchanged"
+    return f"it is a {whole.model_type} model as before: {', '.join(model.place.left_out)} {kept}"
 
 
 def check_alone(model: PreTrainedModel) -> None:
@@ -172,6 +183,9 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
 
     place: TextModelPlace
     paths: Mapping[str, str]  # of the model below its head, and of the head
+    rest: tuple[str, ...] = ()  # paths of what else of the composite model is here, to be adapted
+    frozen_rest: tuple[str, int] | None = None  # digest and bytes of what is read beside the model
+    rest_rate: float | None = None  # of adapters in the rest, where it is not that of others
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -218,9 +232,39 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
         """Put another output head in place."""
         replace_part(self, self.paths["lm_head"], value)
 
+    def put_rest(self, whole: nn.Module | None) -> None:
+        """Have the modules of a composite model beside its text model here too; None: none."""
+        for path in self.place.left_out:
+            above, _, last = path.rpartition(".")
+            if whole is not None:
+                setattr(self.get_submodule(above), last, getattr(whole.get_submodule(above), last))
+            elif self.rest:
+                delattr(self.get_submodule(above), last)
+        self.rest = () if whole is None else self.place.left_out
+
     def on_meta(self) -> PreTrainedModel:
-        """The composite class without the rest; its names are those that files are read by."""
-        return _on_meta(self.place.shell, _with_text(self.config))
+        """The composite class of what is here; its names are those that files are read by."""
+        kind = self.place.shell.__mro__[2] if self.rest else self.place.shell
+        return _on_meta(kind, _with_text(self.config))
+
+    def load_rest(self, path: str, *, meta: bool) -> PreTrainedModel:
+        """The composite model at ``path`` without its text model, frozen, in this one's type.
+
+        Raises:
+            ValueError: if the files lack some of it.
+        """
+        whole = copy.deepcopy(whole_config(self.config))
+        kind: Any = self.place.shell.__mro__[2]  # transformers' class
+        with torch.device("meta") if meta else empty_parameters(), _unbuildable_left_out():
+            built: PreTrainedModel = kind._from_config(whole, dtype=self.dtype)
+        for part in (self.place.path, self.place.head):
+            above, _, last = (part or "").rpartition(".")
+            if last:
+                delattr(built.get_submodule(above), last)
+        built.all_tied_weights_keys = {}
+        if not meta:
+            load_parts(built, path)
+        return built.requires_grad_(False).eval()
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -371,19 +415,21 @@ def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
             input_ids: Tensor | None = None,
             attention_mask: Tensor | None = None,
             position_ids: Tensor | None = None,
+            cache: Any = None,
             past_key_values: Any = None,
             logits_to_keep: int = 0,
             **inputs: Any,
         ) -> CausalLMOutputWithPast:
+            name = str(cache_argument(self.base_model))
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **{name: past_key_values if cache is None else cache},
                 **inputs,
             )
             logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
-            return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+            return CausalLMOutputWithPast(logits=logits, **{name: outputs.get(name)})
 
     return TextForCausalLM
 
@@ -465,8 +511,8 @@ def _prune(module: nn.Module, kept: tuple[nn.Module, ...], prefix: str = "") -> 
     """Remove all but ``kept`` parts; returns the paths of what went."""
     gone = []
     for name, child in list(module.named_children()):
-        if child in kept:
-            continue
+        if child in kept or not [*child.parameters(), *child.buffers()]:
+            continue  # what has no values, such as a soft cap of logits, may belong to the head
         if any(each in kept for each in child.modules()):
             gone += _prune(child, kept, f"{prefix}{name}.")
         else:

@@ -66,7 +66,10 @@ def export_trained(
             base=source.base,
             tokenizer=tokenizer,
             card={
-                "data": {"training data": " ".join(map(public_name, data_path))},
+                "data": {
+                    "training data": " ".join(map(public_name, data_path)),
+                    **getattr(adapted.model, "media", {}),
+                },
                 "training": card_settings(run.config, prefix=prefix),
                 "metrics": metrics,
                 "versions": package_versions(),

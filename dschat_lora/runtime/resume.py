@@ -107,6 +107,7 @@ _TURNS = {"rows_per_step": "a step", "responses": "an iteration"}
 _IDENTITY = {
     "stage": "the stage",
     "model": "the base model's weights",
+    "rest": "the base model's weights beside its text model",
     "tokenizer": "the tokenizer",
     "train_data": "the training data",
     "eval_data": "the evaluation data",
@@ -203,7 +204,7 @@ def check_identity(
         )
     if then.get("dtype") != now.get("dtype"):
         # The weights are then of another type too, which says nothing of the model.
-        then, now = {**then, "model": None}, {**now, "model": None}
+        then, now = ({**each, "model": None, "rest": None} for each in (then, now))
     differences = {}
     for name in _IDENTITY:
         before, value = then.get(name), now.get(name)

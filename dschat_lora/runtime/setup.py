@@ -135,6 +135,8 @@ def read_data(
         run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
     run.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
+    if prepared.media is not None:
+        run.record.update({"media": dict(prepared.media.facts)})
     return prepared
 
 
@@ -258,7 +260,9 @@ def state_identity(
     """
     if data_rank() != 0:
         return {}
-    return {
+    frozen = getattr(adapted.model, "frozen_rest", None)
+    rest = {} if frozen is None else {"rest": frozen[0]}
+    return rest | {
         "model": base_fingerprint(adapted.model),
         "tokenizer": tokenizer_digest(tokenizer),
         "train_data": data.train.identity,

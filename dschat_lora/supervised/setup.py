@@ -22,6 +22,7 @@ from dschat_lora.models.blocks import (
 from dschat_lora.models.build import (
     AdaptedModel,
     Task,
+    attach_media,
     build_causal_lm,
     build_reward_model,
     check_targets,
@@ -91,6 +92,8 @@ def set_up(
         ValueError: if data or model cannot be used.
     """
     config = run.config
+    for own in groups_of(config, "choose_layers"):
+        config = replace(config, lora=own.choose_layers(config.lora))
     if config.model.attn_implementation == "flex_attention":
         prepare_to_compile(run, FLEX_ATTENTION)
     if config.model.compile:
@@ -138,8 +141,7 @@ def set_up(
         meta=builds_shapes_alone(config.run, [settings]),
         group=group,
     )
-    if data.media is not None:
-        data.media.attach(adapted.model)
+    attach_media(adapted, data.media)
     option, asked = "gradient_checkpointing", config
     config = resolve_recomputation(
         run,

@@ -22,7 +22,7 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.generation.generate import Decoder, check_cache
 from dschat_lora.generation.sampling import Responses, Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
-from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.build import build_causal_lm, peft_warning
 from dschat_lora.models.causal_lm import CausalLMLoss, Policy
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.learn.engines import Engines, Network, resolve_architecture
@@ -110,7 +110,13 @@ class Family:
     def trained(self):
         """Our model after three steps, its losses, the same of PEFT's, and whether it packs."""
         model = self.ours()
-        theirs = self.stock(self.write(model, "start"))
+        start = self.write(model, "start")
+        theirs = self.stock(start)
+        # PEFT drops factors of layers that transformers renames, of which to_peft tells.
+        own = load_file(start / "adapter_model.safetensors")
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:
+                parameter.data.copy_(own[name.replace(".default.", ".")])
         network = CausalLMLoss(model).eval()
         run = SimpleNamespace(
             log=SimpleNamespace(say=self.said.append), record=SimpleNamespace(update=lambda _: None)
@@ -302,6 +308,8 @@ def merge(family):
 
 def to_peft(family):
     """Stock PEFT has our logits with our adapter, which are not the base's."""
+    dropped = peft_warning(family.trained.model)
+    assert dropped is None, dropped
     theirs = family.stock(family.adapter)
     with theirs.disable_adapter():
         moved = _distance(theirs, family.trained.model)

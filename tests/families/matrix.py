@@ -61,7 +61,8 @@ def main(file, *arguments):
     os.environ.update({"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"})
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    kinds = [each for each in arguments if not each.startswith("-")] or TYPES
+    kinds = [each for each in arguments if not each.startswith("-")]
+    kinds = kinds or [each for each in TYPES if each in CAUSAL]
     checks = IN_PROCESS if "--quick" in arguments else (*IN_PROCESS, *COMMANDS)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -12,6 +12,8 @@ from helpers.spread import ALL
 SOME = ("diffllama", "falcon", "mamba2", "qwen3_next", "llama4_text")
 # What is refused, in words of the line.
 REFUSED = {(kind, "merge"): "blocks share" for kind in ("zamba", "zamba2")}
+_RENAMED = ("inkling2_loop_text", "inkling2_text", "laguna")
+REFUSED |= {(kind, "to_peft"): "stock PEFT drops the factors" for kind in _RENAMED}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,7 +30,7 @@ def test_family_is_that_of_transformers_and_peft(family, check):
     if words is None:
         check(family)
         return
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, AssertionError), match=words):
         check(family)
 
 

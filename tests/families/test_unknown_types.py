@@ -87,7 +87,8 @@ class Means(_Means, GenerationMixin):
 
     def forward(self, input_ids=None, attention_mask=None, **others):
         hidden = self.model(input_ids, attention_mask).last_hidden_state
-        return CausalLMOutput(logits=self.lm_head(hidden))
+        logits = self.lm_head(hidden)
+        return CausalLMOutput(logits=logits[..., :-8] if self.config.way == "padded" else logits)
 
 
 AutoConfig.register("running_means", MeansConfig)
@@ -132,8 +133,9 @@ def test_a_wrong_type_is_refused_in_one_line(way, words):
     assert "\n" not in str(refused.value)
 
 
-def test_a_model_without_output_embeddings_gives_its_own_logits():
-    model = Means(MeansConfig("no head")).eval()
+@pytest.mark.parametrize("way", ["no head", "padded"])
+def test_a_model_without_its_head_or_with_padded_rows_of_it_gives_its_own_logits(way):
+    model = Means(MeansConfig(way)).eval()
     assert head_error(model, vocab_size=VOCAB, device=CPU) == float("inf")
 
 

@@ -51,8 +51,8 @@ def test_responses_are_those_of_rows_that_read_their_own_copy_of_the_prompt(make
     def found():
         return run(make(), PROMPTS, Sampling(20), seeds=seeds, eos_ids=range(3, 8))
 
-    def update(cache, *args):
-        keys, values = plain(cache, *args)
+    def update(cache, *args, **others):
+        keys, values = plain(cache, *args, **others)
         shared.append(hasattr(keys, "prompts"))
         return keys, values
 

@@ -10,6 +10,7 @@ from dschat_lora.generation.generate import Decoder, check_cache
 from dschat_lora.generation.kv_cache import RecurrentStates, takes_cache
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.slots import SlotRows
+from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from helpers.spread import ALL
 from helpers.unusual import CONFIGS, FEW, UNCACHED, VOCAB, unusual_model
@@ -49,6 +50,20 @@ def test_answers_are_those_of_generate_and_as_probable_as_in_training(kind):
     for number, (answer, own) in enumerate(zip(drawn.tokens(), drawn.logprobs(), strict=True)):
         expected = trainers_logprobs(model, PROMPTS[number // 2], answer)
         assert own == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (lambda self, ids, past_key_values=None, cache=None: ids, "cache"),
+        (lambda self, ids, past_key_values=None: ids, "past_key_values"),
+        (lambda self, ids, cache_params=None: ids, "cache_params"),
+        (lambda self, ids, state=None: ids, None),
+    ],
+)
+def test_a_cache_goes_by_the_name_that_the_version_of_transformers_has_for_it(forward, name):
+    kind = type("Named", (torch.nn.Module,), {"forward": forward})
+    assert cache_argument(kind()) == name
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNCACHED])

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -14,6 +15,7 @@ from transformers import (
 from transformers.models.timm_wrapper import TimmWrapperModel
 
 from dschat_lora.assets import BUNDLED_MODEL
+from helpers.kinds import tiny_config
 
 _TEXT = {
     "hidden_size": 32,
@@ -51,6 +53,9 @@ _LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+# Of text models with heads of 16.
+_WIDER = _MROPE | {"mrope_section": [4, 2, 2]}
+_INDEXED = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
 _AUDIO = {"hidden_size": 16, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 2}
 # By model type: the text tower's fields, the vision tower's, and the composite's own.
 _FIELDS = {
@@ -132,10 +137,48 @@ _FIELDS = {
         {},
     ),
 }
-COMPOSITES = tuple(_FIELDS)
+# Likewise, of types whose text model is tried by itself too: changes of that tiny model.
+_ALSO_ALONE = {
+    "gemma4_unified": (
+        {"tie_word_embeddings": True},
+        {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64},
+        {"audio_config": None, "tie_word_embeddings": True},
+    ),
+    "qwen4_exp": (
+        {"rope_parameters": _WIDER | {"partial_rotary_factor": 1.0}},
+        _QWEN | {"out_hidden_size": 64},
+        {},
+    ),
+    "minimax_m3_vl": ({}, {"hidden_size": 24}, {"projector_hidden_size": 16}),
+    "cohere_compass": (
+        {"rope_parameters": dict.fromkeys(_KINDS, _WIDER), "tie_word_embeddings": True},
+        _QWEN | {"out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+        {"tie_word_embeddings": True},
+    ),
+    "inkling_mm_model": (
+        {},
+        {"text_hidden_size": 64, "num_hidden_layers": 4},
+        {"audio_config": {"text_hidden_size": 64, "n_mel_bins": 4, "mel_vocab_size": 8}},
+    ),
+    "inkling2": ({}, {"projection_hidden_dim": 16, "text_hidden_size": 64}, {}),
+    "apertus1p5": (
+        {},
+        {"codebook_size": 64, "base_channels": 32, "channel_multiplier": [1, 1]},
+        {"image_token_offset": 700, "audio_token_offset": 764}
+        | {"audio_config": {"codebook_size": 64}},
+    ),
+    "hy_v4_vl": (
+        {"rope_parameters": _MROPE, **_INDEXED},
+        {"out_hidden_size": 64, "max_image_size": 64},
+        {},
+    ),
+}
+# Of inkling2 PEFT drops factors, as the start-up says.
+_KNOWN = {*CONFIG_MAPPING} - {"inkling2"}
+COMPOSITES = (*_FIELDS, *(kind for kind in _ALSO_ALONE if kind in _KNOWN))
+# Likewise, of types that tests with pictures take.
 _LIKE = {
     "idefics3": _FIELDS["smolvlm"],
-    "gemma4_unified": (_FIELDS["gemma4"][0], {}, {"tie_word_embeddings": True}),
     "lfm2_vl": ({"layer_types": ["conv", "full_attention"]}, {}, {}),
 }
 
@@ -155,7 +198,7 @@ def save_composite(
         seed: of the weights.
     """
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    text_fields, vision_fields, own_fields = _FIELDS.get(kind, _LIKE.get(kind))
+    text_fields, vision_fields, own_fields = (_FIELDS | _ALSO_ALONE | _LIKE)[kind]
     tokens = {
         "vocab_size": len(tokenizer),
         "vocab_size_per_layer_input": len(tokenizer),
@@ -163,12 +206,17 @@ def save_composite(
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    # Ids of images, which no text of the tokenizer has.
     default = AutoConfig.for_model(kind).to_dict()
+    if kind in _FIELDS or kind in _LIKE:
+        text_fields = tokens | _TEXT | text_fields
+    else:
+        base = tiny_config(default["text_config"]["model_type"], **text_fields)
+        text_fields = base.to_dict() | tokens
+    # Ids of images, which no text of the tokenizer has.
     ids = [name for name in default if name.endswith(("token_id", "token_index"))]
     config = AutoConfig.for_model(
         kind,
-        text_config=tokens | _TEXT | text_fields | (text or {}),
+        text_config=text_fields | (text or {}),
         vision_config=_VISION | vision_fields | (vision or {}),
         **dict(zip(ids, range(10_000, 11_000), strict=False)) | own_fields | (own or {}),
     )

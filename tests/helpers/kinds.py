@@ -48,14 +48,34 @@ _SLIDING = ["sliding_attention", _FULL]
 _TINY_SHARED = {"vocab_size_per_layer_input": 1024, "hidden_size_per_layer_input": 8}
 # At least as many as there are tokens: of equal scores, which a tiny indexer has, any is taken.
 _SELECTED = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Of inkling: layers with windows have heads of their own.
+_WINDOWS = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
+_WINDOWS |= {"sliding_window_size": 8, "rel_extent": 8, "unpadded_vocab_size": 1000}
 # Types that need something else, and what.
 _OTHERS = {
+    "apertus1p5_text": {"output_vocab_size": 1000},
     "axk2": _SELECTED,
     "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
     "bamba": {"attn_layer_indices": [1]},
     "beam": {"mlp_layer_types": ["sparse"] * 2},
+    "cohere_compass_text": {"rope_parameters": {_FULL: _ROPE, "sliding_attention": _ROPE}}
+    | {"layer_types": _SLIDING},
     "cwm": {"bos_token_id": 3},
     "deepseek_v32": _SELECTED,
+    "deepseek_v4": _SELECTED
+    | {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "num_key_value_heads": 1}
+    | {"num_hidden_layers": 3, "mlp_layer_types": ["hash_moe", "moe", "moe"]}
+    | {
+        "layer_types": ["sliding_attention", _SPARSE, _HEAVY],
+        "compress_rates": {_SPARSE: 4, _HEAVY: 8},
+    },
+    "dory": dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 1)
+    | {"num_hidden_layers": 3, "layer_types": [*_SLIDING, _FULL]},
+    "dots3_note_text": _SELECTED
+    | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 16}
+    | {"swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3_text": {"layer_types": _SLIDING},
     "gemma3n_text": {
@@ -68,11 +88,24 @@ _OTHERS = {
         **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [*_SLIDING] * 2},
         **{"head_dim": 16, "global_head_dim": 16},
     },
+    "gemma4_unified_text": {"layer_types": _SLIDING, "head_dim": 16, "global_head_dim": 16},
     "glm_moe_dsa": _SELECTED,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": {"layer_types": [_LINEAR, _FULL]},
+    "hy_v4": _SELECTED | {"indexer_types": ["full", "shared"]},
+    "inkling_text": _WINDOWS,
+    "inkling2_text": _WINDOWS,
+    "inkling2_loop_text": _WINDOWS
+    | {
+        "num_hidden_layers": 4,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_gate_rank": 8,
+    }
+    | {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "n_layers_per_attn_res_block": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {"num_experts_per_token": 2},
+    "lara_mini": {"num_hidden_layers": 3, "layer_types": [_LINEAR, *_SLIDING]},
     "lfm2": {"layer_types": ["conv", _FULL], "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": ["conv", _FULL], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", _FULL]},
@@ -81,9 +114,28 @@ _OTHERS = {
         **{"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32},
     },
     "ministral": {"layer_types": _SLIDING},
+    "minimax_m3_vl_text": {
+        **{"layer_types": ["minimax_m3_sparse", _FULL], "mlp_layer_types": ["sparse", "dense"]},
+        **{
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 4,
+            "dense_intermediate_size": 96,
+        },
+    },
     "modernbert-decoder": {"bos_token_id": 3, "local_attention": 8, "layer_types": _SLIDING},
     "nemotron_h": {"layer_types": [_LINEAR, "moe", _FULL, "mlp"], "num_hidden_layers": 4},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "qwen4_exp_text": {
+        **{
+            "ple_layer_ids": [1],
+            "ngram_vocab_size_base": 50,
+            "split_ngram_parts": 2,
+            "hc_lowrank": 8,
+        },
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 64, "indexer_compress_ratio": 4},
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
     "zamba": {
@@ -118,23 +170,26 @@ def tiny_config(kind, **others):
 
 # Causal language models that are tried.
 TYPES = (
-    *("afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "beam"),
-    *("biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "ctrl", "cwm"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "ernie4_5"),
-    *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo"),
-    *("flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4"),
-    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
-    *("gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe"),
-    *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hrm_text"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe"),
-    *("kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text"),
-    *("longcat_flash", "mamba", "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax"),
-    *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt"),
-    *("nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe"),
-    *("openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "recurrent_gemma"),
-    *("seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "xglm", "youtu"),
-    *("zamba", "zamba2", "zaya"),
+    *("afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2"),
+    *("bailing_hybrid", "bamba", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere"),
+    *("cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "deepseek_v2", "deepseek_v3"),
+    *("deepseek_v32", "deepseek_v4", "diffllama", "doge", "dory", "dots1", "dots3_note_text"),
+    *("ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1"),
+    *("falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text"),
+    *("gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite"),
+    *("glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss"),
+    *("gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
+    *("granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
+    *("hy_v4", "hyperclovax", "inkling2_loop_text", "inkling2_text", "inkling_text", "jais2"),
+    *("jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lara_mini", "lfm2", "lfm2_moe"),
+    *("lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum"),
+    *("mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral"),
+    *("ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron"),
+    *("nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "openai-gpt", "opt"),
+    *("persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "sarvam_mla"),
+    *("sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma"),
+    *("xglm", "youtu", "zamba", "zamba2", "zaya"),
 )
 _REASONS = {
     "a decoder of an encoder-decoder model": (
@@ -148,19 +203,15 @@ _REASONS = {
         *("roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"),
     ),
     "a composite with images or sound, whose text model is a type of its own": (
-        *("cohere_compass_text", "dots3_note", "dots3_note_text", "emu3", "fuyu", "gemma3"),
-        *("gemma3n", "gemma4", "gemma4_unified", "gemma4_unified_text", "git", "got_ocr2"),
-        *("llama4", "minimax_m3_vl_text", "mllama", "moss_transcribe_diarize", "phi4_multimodal"),
-        *("qwen3_5", "qwen3_5_moe"),
+        *("dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git"),
+        *("got_ocr2", "llama4", "mllama", "moss_transcribe_diarize", "phi4_multimodal"),
+        *("qwen3_5", "qwen3_5_moe", "qwen4_exp"),
     ),
     "a draft model beside another": ("gemma4_assistant", "gemma4_unified_assistant"),
     "the class of another type": ("gpt-sw3", "internlm3", "iquestcoder"),
     "reads bytes by a tokenizer within": ("blt",),
-    "reads other inputs than tokens": ("cpmant", "inkling2_text", "inkling_text"),
+    "reads other inputs than tokens": ("cpmant",),
     "its code on a CPU fails in transformers itself": ("dbrx", "rwkv", "xlstm"),
-    "selects what it attends to by layers of which no tiny shape is known": (
-        *("deepseek_v4", "hy_v4", "qwen4_exp", "qwen4_exp_text"),
-    ),
 }
 # Type -> why it is not tried.
 LEFT_OUT = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}

@@ -8,15 +8,17 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from dschat_lora.checkpoint.adapter import write_adapter
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.model import (
     adapter_layout,
     adapter_parameters,
     apply_lora,
     with_expert_settings,
 )
-from dschat_lora.models.build import AdaptedModel
+from dschat_lora.models.build import AdaptedModel, peft_warning
+from dschat_lora.models.loading import load_causal_lm, load_config
 from fakecuda.captured import tiny
+from helpers.composites import save_composite
 
 IDS = torch.tensor([[5, 9, 11, 3, 7, 8, 200, 41]])
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -54,7 +56,17 @@ def test_layers_that_transformers_renames_are_named_in_a_warning(tmp_path):
     assert (theirs - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["laguna", "qwen3_moe", "gpt_oss", "longcat_flash", "llama"])
+def test_of_a_composite_model_its_own_renamings_count(tmp_path):
+    base, options = str(save_composite("inkling2", tmp_path)), ModelConfig()
+    config = load_config(base, options)
+    model = load_causal_lm(base, config, options, dtype=torch.float32, meta=False)
+    apply_lora(model, LoraConfig(lora_dim=4), seed=0)
+    assert "of 2 layers such as model.language_model.layers.1." in peft_warning(model)
+
+
+@pytest.mark.parametrize(
+    "kind", ["laguna", "qwen3_moe", "gpt_oss", "longcat_flash", "llama", "minimax_m3_vl_text"]
+)
 def test_nothing_is_said_where_peft_has_every_factor(kind, tmp_path):
     ours = adapted(kind, target_modules=ATTENTION if kind == "laguna" else ("all-linear",))
     assert not list(ours.facts())

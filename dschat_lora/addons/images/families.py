@@ -53,7 +53,7 @@ def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "Imag
     folder = cache_directory(data) / "pictures"
     reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(folder))
     if tokenizer is not None:
-        tokenizer.decode = RunDecoder(tokenizer, reader.token_id)  # type: ignore[method-assign]
+        tokenizer.decode = RunDecoder(tokenizer, reader)  # type: ignore[method-assign]
     return reader
 
 

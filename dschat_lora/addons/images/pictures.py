@@ -47,6 +47,7 @@ class Limits:
 
 
 LIMITS = Limits()
+NO_PILLOW = "pictures need Pillow: pip install 'dschat_lora[images]'"
 _ORIENTATION = 0x0112  # tag of EXIF; 5 to 8 are turned by a right angle
 
 
@@ -233,7 +234,7 @@ def _reading(name: object) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ValueError("pictures need Pillow: pip install 'dschat_lora[images]'") from error
+        raise ValueError(NO_PILLOW) from error
     except _BROKEN as error:
         raise ValueError(f"{name}: {_reason(error)}") from error
 

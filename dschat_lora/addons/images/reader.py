@@ -4,11 +4,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dschat_lora.addons.images.options import ImageOptions
 from dschat_lora.addons.images.pictures import (
+    NO_PILLOW,
     Limits,
     Picture,
     PictureStore,
@@ -85,6 +87,8 @@ class ImageReader:
     @cached_property
     def processor(self) -> "PictureProcessor":
         """The model's own."""
+        if find_spec("PIL") is None:
+            raise ValueError(NO_PILLOW)
         from dschat_lora.addons.images.processors import load_processor
 
         assert self.tokenizer is not None
@@ -104,6 +108,11 @@ class ImageReader:
     def limits(self) -> Limits:
         """Of what is read."""
         return Limits(max_pixels=self.options.max_image_pixels)
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """By what library pictures become tensors."""
+        return {"pictures read by": self.processor.backend}
 
     def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
@@ -238,11 +247,11 @@ class RunDecoder:
     """``decode`` of a tokenizer that reads an id of a run as the token that stands for pictures."""
 
     tokenizer: Any
-    token_id: int
+    reader: ImageReader
 
     def __call__(self, token_ids: Any, *args: Any, **options: Any) -> Any:
         """As the tokenizer's own."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, list | tuple):
-            ids = [self.token_id if i >= FIRST_ID else i for i in ids]
+            ids = [self.reader.token_id if i >= FIRST_ID else i for i in ids]
         return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)

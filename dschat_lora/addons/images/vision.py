@@ -8,16 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from PIL.Image import Image
+from PIL.Image import new as new_image
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import ImageReader
 from dschat_lora.data.media import FIRST_ID
-from dschat_lora.models.composite import TextModel, _Shell, whole_config
+from dschat_lora.engine.zero import gathered
+from dschat_lora.models.backbone import cache_argument
+from dschat_lora.models.composite import TextModel, whole_config
+from dschat_lora.models.fingerprint import base_fingerprint
 
 # Most that features of frozen towers take, which are kept for later passes.
 KEPT_BYTES = 2**30
+BLANK = (64, 64)  # width and height of a picture that counts for nothing
 # Name of the state in the cache: by how much positions are ahead of the number of tokens.
 _AHEAD = -1
 # Features of a picture: (tokens, H), those of its embeddings first, then of early layers.
@@ -31,22 +37,29 @@ class PictureInputs:
 
     Attributes:
         tower: the composite model's own class below its head, without its language model.
+        model: whose modules the tower's are, where adapters are in them; else the tower is frozen.
     """
 
-    def __init__(self, tower: PreTrainedModel, family: Family, reader: ImageReader) -> None:
-        self.tower, self.family, self.reader = tower, family, reader
+    def __init__(
+        self, tower: nn.Module, family: Family, reader: ImageReader, model: TextModel | None
+    ) -> None:
+        self.tower, self.family, self.reader, self.model = tower, family, reader, model
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._kept: OrderedDict[int, Features] = OrderedDict()  # the last used is the last
         self._kept_bytes = 0
 
-    def __deepcopy__(self, memo: object) -> "PictureInputs":
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PictureInputs":
+        if self.model is None:
+            return self
+        tower, model = copy.deepcopy(self.tower, memo), copy.deepcopy(self.model, memo)
+        return PictureInputs(tower, self.family, self.reader, model)
 
     def __call__(
         self, model: nn.Module, positional: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The language model's inputs with pictures."""
-        ids, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+        ids, cache = inputs.get("input_ids"), inputs.get(str(cache_argument(model)))
         if ids is None:
             return None
         changed = dict(inputs)
@@ -59,25 +72,36 @@ class PictureInputs:
         seen = ids >= FIRST_ID
         if self.family.by_grid:
             changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
-        if not seen.any():
-            return positional, changed
-        embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        embeds = embedding(ids.masked_fill(seen, 0))
-        features = [each.to(embeds.dtype) for each in self._features(ids[seen])]
-        changed["inputs_embeds"] = embeds.masked_scatter(seen[..., None], features[0])
-        changed["input_ids"] = None
-        if features[1:]:
-            changed |= {"visual_pos_masks": seen, "deepstack_visual_embeds": features[1:]}
+        # Without a picture, too: at ZeRO 3 ranks must call the same modules in the same order.
+        has_pictures = bool(seen.any())
+        embeds = model.get_input_embeddings()(ids.masked_fill(seen, 0))  # type: ignore[operator]
+        changed |= {"input_ids": None, "inputs_embeds": embeds}
+        if has_pictures or self.model is not None:
+            changed |= self._embedded(embeds, ids, seen)
         config: Any = model.config
         if getattr(config, "hidden_size_per_layer_input", 0):
             padded = ids.masked_fill(seen, config.pad_token_id)
             changed["per_layer_inputs"] = model.get_per_layer_inputs(padded, embeds)  # type: ignore[operator]
-        if self.family.mutual == "all" or (
-            self.family.mutual == "windows" and config.use_bidirectional_attention == "vision"
-        ):
-            in_windows = self.family.mutual == "windows"
+        in_windows = self.family.mutual == "windows"
+        mutual = not in_windows or config.use_bidirectional_attention == "vision"
+        if has_pictures and self.family.mutual and mutual:
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
         return positional, changed
+
+    def _embedded(self, embeds: Tensor, ids: Tensor, seen: Tensor) -> dict[str, Any]:
+        """Inputs with features in place of what is ``seen`` of (B, T, H) embeddings."""
+        if self.model is None and embeds.device != self.device:
+            self.tower.to(embeds.device)
+        self.device, self.dtype = embeds.device, embeds.dtype
+        if not seen.any():
+            # Of weight 0, so that every micro-batch has gradients of the same parameters.
+            blank = [_flat(layer) for layer in self._run([new_image("RGB", BLANK)], [1])]
+            return {"inputs_embeds": embeds + sum(0.0 * layer.sum() for layer in blank)}
+        first, *early = [each.to(embeds.dtype) for each in self._features(ids[seen])]
+        inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(seen[..., None], first)}
+        if early:
+            inputs |= {"visual_pos_masks": seen, "deepstack_visual_embeds": early}
+        return inputs
 
     def _table(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """First id, size and (rows, columns) of each picture known so far."""
@@ -100,8 +124,11 @@ class PictureInputs:
         return [torch.cat(layer)[places] for layer in zip(*found, strict=True)]
 
     def _of_pictures(self, numbers: Sequence[int]) -> list[Features]:
+        if self.model is not None:
+            return self._see(numbers)  # its values change
         lacking = [number for number in numbers if number not in self._kept]
-        made = dict(zip(lacking, self._see(lacking), strict=True)) if lacking else {}
+        with torch.no_grad():
+            made = dict(zip(lacking, self._see(lacking), strict=True)) if lacking else {}
         found = [made[number] if number in made else self._kept[number] for number in numbers]
         for number, features in zip(numbers, found, strict=True):
             self._kept[number] = features
@@ -113,34 +140,35 @@ class PictureInputs:
         return found
 
     def _see(self, numbers: Sequence[int]) -> list[Features]:
-        """Features of these entries."""
-        found: dict[int, Features] = {}
-        for alone in (True, False):
-            own = [number for number in numbers if self.reader.entries[number].alone == alone]
-            # One of several is cut as such, though the others are not here.
-            for number, features in zip(own, self._of_kind(own, alone), strict=True):
-                found[number] = features
+        """Features of these entries; the tower is run once."""
+        entries, counts = self.reader.entries, self.reader.processor.counts_pictures
+        # One of several is cut as such, though the others are not here.
+        alone = [number for number in numbers if entries[number].alone or not counts]
+        others = [number for number in numbers if number not in alone]
+        order = [*alone, *others, *(others if len(others) == 1 else ())]
+        layers = self._run(
+            [self.reader.picture(entries[number]) for number in order],
+            [1] * len(alone) + ([len(order) - len(alone)] if others else []),
+        )
+        sizes = [entries[number].size for number in order]
+        split = [torch.split(_flat(layer), sizes) for layer in layers]
+        found = dict(zip(order, zip(*split, strict=True), strict=True))
         return [found[number] for number in numbers]
 
-    def _of_kind(self, numbers: Sequence[int], alone: bool) -> list[Features]:
-        """Features of entries that are, each, a sample's only picture, or are one of several."""
-        if not numbers:
-            return []
-        twice = len(numbers) == 1 and not alone and self.reader.processor.counts_pictures
-        entries = [self.reader.entries[number] for number in numbers] * (2 if twice else 1)
-        pictures = [self.reader.picture(entry) for entry in entries]
-        counts = [1] * len(pictures) if alone else [len(pictures)]
-        device, dtype = self.tower.device, self.tower.dtype
+    def _run(self, pictures: Sequence[Image], counts: Sequence[int]) -> list[Any]:
+        """What the tower makes of pictures, ``counts`` of each sample: features of each layer."""
+        if self.model is not None:  # in which adapters were put in place of parts
+            for path in self.model.rest:
+                above, _, last = path.rpartition(".")
+                setattr(self.tower, last, getattr(self.model.get_submodule(above), last))
         inputs = {
-            name: value.to(device, dtype if value.is_floating_point() else None)
+            name: value.to(self.device, self.dtype if value.is_floating_point() else None)
             for name, value in self.reader.processor.inputs(pictures, counts).items()
         }
-        with torch.no_grad():
-            output = self.tower.get_image_features(**inputs, return_dict=True)
-        layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-        sizes = [entry.size for entry in entries]
-        split = [torch.split(_flat(layer), sizes) for layer in layers]
-        return list(zip(*split, strict=True))[: len(numbers)]
+        # At ZeRO 3, what is the tower's own and not of a module that is called.
+        with gathered([p for p in self.tower.parameters(recurse=False) if not p.numel()]):
+            output = self.tower.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
+        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
 
     def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any) -> Tensor:
         """(3, B, T) positions by time, row and column of (B, T) ids.
@@ -180,16 +208,17 @@ def mutual_inputs(
     groups = begins.cumsum(1) * seen  # pictures are never next to each other
     if (spans := inputs.get("spans")) is not None:
         return {"spans": replace(spans, mutual=-groups[0] if in_windows else groups[0])}
-    mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+    named = str(cache_argument(model))
+    mask, cache = inputs.get("attention_mask"), inputs.get(named)
     if not isinstance(mask, dict) and (mask is None or mask.ndim == 2):
         make = sys.modules[type(model).__module__].create_masks_for_vision_model
         made = make(
             config=model.config,
             inputs_embeds=inputs["inputs_embeds"],
             attention_mask=mask,
-            past_key_values=cache,
             position_ids=inputs.get("position_ids"),
             block_sequence_ids=groups - 1,
+            **{named: cache},
         )
         return {"attention_mask": made}
     masks = mask if isinstance(mask, dict) else {"full_attention": mask}
@@ -197,13 +226,14 @@ def mutual_inputs(
     columns = torch.arange(seen.shape[1], device=seen.device).expand_as(seen)
     if hasattr(cache, "read_prompts"):
         columns = inputs["position_ids"]
-    keys = groups.new_zeros(len(groups), next(iter(masks.values())).shape[-1])
+    width = next(each.shape[-1] for each in masks.values() if each is not None)
+    keys = groups.new_zeros(len(groups), width)
     keys.scatter_reduce_(1, columns, groups, "amax")
     at = torch.arange(keys.shape[1], device=seen.device)
     shown = (groups[:, :, None] == keys[:, None]) & seen[:, :, None] & (at > columns[:, :, None])
     made = {
         kind: each
-        if in_windows and kind == "full_attention"
+        if each is None or (in_windows and kind == "full_attention")
         else each.masked_fill(shown[:, None], 0)
         for kind, each in masks.items()
     }
@@ -213,8 +243,11 @@ def mutual_inputs(
 def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
+    That is loaded, unless adapters are in it: then it is among the model's modules.
+
     Raises:
-        ValueError: if the tower cannot be loaded, or a reward model's type has none that sees.
+        ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
+            tower without adapters is to have a rate.
     """
     whole = whole_config(model.config)
     assert whole is not None, "a model that sees is composite"
@@ -231,39 +264,22 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
             f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
             f"{whole.model_type} models, for which there is sdpa or eager alone"
         )
-    tower = load_tower(model, reader.base)
-    inputs = PictureInputs(tower, family, reader)
+    rate = reader.options.vision_learning_rate
+    model.rest_rate = rate
+    tower = model.load_rest(reader.base, meta=bool(model.rest))
+    if not model.rest:
+        if rate is not None:
+            raise ValueError(
+                f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
+                "none: give --train_vision or name its layers in --target_modules"
+            )
+        parameters = list(tower.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        model.frozen_rest = base_fingerprint(tower), size
+    above = tower.get_submodule(model.text_path.rpartition(".")[0])
+    inputs = PictureInputs(above, family, reader, model if model.rest else None)
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
     model.reads_whole = family.by_grid or bool(family.mutual)
-
-
-def load_tower(model: TextModel, path: str) -> PreTrainedModel:
-    """The composite model below its head without its language model, frozen."""
-    whole = copy.deepcopy(whole_config(model.config))
-    kind = model.place.shell.__mro__[2]  # transformers' class
-    tower: Any = type(kind.__name__, (_Tower, kind), {"__module__": kind.__module__})
-    loaded, report = tower.from_pretrained(
-        path, config=whole, dtype=model.dtype, output_loading_info=True
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"--model_name_or_path {path}: its files lack {missing[0]}")
-    above = model.text_path.rpartition(".")[0]
-    return loaded.requires_grad_(False).eval().get_submodule(above)
-
-
-class _Tower(PreTrainedModel):  # type: ignore[misc]
-    """Mixed into a composite class: its language model and head are not built."""
-
-    _keys_to_ignore_on_load_unexpected = (".*",)
-    _tied_weights_keys = None
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        for part in _Shell.text_parts(self):
-            name = next(name for name, module in self.named_modules() if module is part)
-            above, _, last = name.rpartition(".")
-            delattr(self.get_submodule(above), last)
-        self.all_tied_weights_keys: dict[str, str] = {}
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -128,3 +128,10 @@ def test_bad_pictures_stop_the_run_by_file_and_row_or_are_skipped_and_counted(mo
 def test_a_row_without_pictures_is_what_it_is_without_the_reader(model, folder):
     rows = [row(), row(text="And?")]
     assert prepared(model, folder, rows).media is None
+
+
+def test_without_pillow_pictures_are_refused_in_a_line_and_text_is_read(model, folder, monkeypatch):
+    monkeypatch.setattr("dschat_lora.addons.images.reader.find_spec", lambda name: None)
+    assert len(prepared(model, folder, [row()]).train) == 1
+    with pytest.raises(ValueError, match=r"^pictures need Pillow: pip install"):
+        prepared(model, folder, [row(0)])

@@ -2,7 +2,8 @@
 
 ``PYTHONPATH=.:tests:tests/addons/planning python -m families_table MATRIX.json`` adds what the
 matrix does not run: 4 bits, batches of ``serve``, tensor parallelism and, with ``--llama_cpp
-CHECKOUT``, what llama.cpp's converter knows. Without it the cells of GGUF stay as they are.
+CHECKOUT``, what llama.cpp's converter knows. Without it the cells of GGUF stay as they are. So do
+the rows of types that the matrix lacks.
 """
 
 import argparse
@@ -197,8 +198,8 @@ def main():
                 columns["gguf"] = before[kind]["gguf"]
     table = {
         "transformers": transformers.__version__,
-        "types": dict(sorted(types.items())),
-        "left_out": {kind: LEFT_OUT[kind] for kind in sorted(LEFT_OUT.keys() - types.keys())},
+        "types": dict(sorted((before | types).items())),
+        "left_out": {kind: LEFT_OUT[kind] for kind in sorted(LEFT_OUT)},
     }
     FAMILIES.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
