@@ -35,6 +35,8 @@ BATCHES = (
     (("several",), ("none",), ("another",)),
     (("none",), ("one",)),
 )
+# Of those that make test runs: masks within a picture, positions by a grid, a recurrence.
+SMOKE = {("gemma3", "shared"), ("qwen3_vl", "shared"), ("qwen3_5", "alone")}
 
 
 @pytest.fixture(scope="module", params=SEEING)
@@ -108,7 +110,13 @@ def plain_dpo(seeing):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("shared", marks=pytest.mark.smoke), "separate", "alone"]
+    ("seeing", "layout"),
+    [
+        pytest.param(kind, layout, marks=pytest.mark.smoke if (kind, layout) in SMOKE else ())
+        for kind in SEEING
+        for layout in ("shared", "separate", "alone")
+    ],
+    indirect=["seeing"],
 )
 def test_dpo_is_that_of_stock_transformers_and_peft(seeing, plain_dpo, layout):
     model = seeing.ours()
