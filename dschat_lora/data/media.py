@@ -60,8 +60,17 @@ class MediaReader(Protocol):
                 the texts are not the ``whole`` row.
         """
 
+    def columns(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of a row as JSON holds them, of which :meth:`row` made ``row``."""
+
+    def restored(self, columns: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+        """Such columns with what the ids of the row's prompt stand for in its places."""
+
+    def described(self, ids: Sequence[int]) -> list[dict[str, str]]:
+        """Of each input beside text its ``digest``, and its ``path`` if it has one."""
+
     def attach(self, model: Any) -> None:
-        """Have a language model take the runs that were numbered or read."""
+        """Have a language model take the runs that were numbered or read, as others may too."""
 
 
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:

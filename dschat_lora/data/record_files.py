@@ -144,8 +144,11 @@ class RowReader:
             if self.kind == "prompts":
                 if not prompt:
                     raise EmptyRowError(row.location, "there is nothing before the answer")
+                kept, media = raw.values, self.options.media
+                if media is not None:
+                    kept = media.columns(kept, row.values)
                 # What JSON has no form for, such as a date, becomes text.
-                columns = json.dumps(raw.values, ensure_ascii=False, default=str)
+                columns = json.dumps(kept, ensure_ascii=False, default=str)
                 records = tuple(record._replace(columns=columns) for record in records)
             _require_unicode(row.location, records)
             counts.by_type[row.described] += 1

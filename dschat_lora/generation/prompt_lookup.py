@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from itertools import takewhile
 
 from transformers import PreTrainedModel
 
@@ -23,9 +24,11 @@ class PromptLookup:
     Args:
         tokens: of the prompt.
         most: tokens of a draft; 0 makes none.
+        vocabulary: number of tokens; a draft ends before what is none, such as a picture's.
     """
 
-    def __init__(self, tokens: Sequence[int], most: int) -> None:
+    def __init__(self, tokens: Sequence[int], most: int, vocabulary: int = 2**31) -> None:
+        self._vocabulary = vocabulary
         self._most = self._length = most
         self._pause = self._wait = 0
         self._tokens: list[int] = []
@@ -53,7 +56,8 @@ class PromptLookup:
         if start is None:
             return []
         period = len(self._tokens) - start
-        return [self._tokens[start + i % period] for i in range(min(room, self._length))]
+        found = (self._tokens[start + i % period] for i in range(min(room, self._length)))
+        return list(takewhile(lambda token: token < self._vocabulary, found))
 
     def learn(self, accepted: int) -> None:
         """How many tokens of the last draft were right."""

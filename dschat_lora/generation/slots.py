@@ -279,7 +279,8 @@ class SlotRows:
             )
         self._tokens += map(list, prompts)
         self._numbers += adapters
-        self._lookups += (PromptLookup(prompt, self._num_drafts) for prompt in prompts)
+        most, vocabulary = self._num_drafts, self.model.config.vocab_size
+        self._lookups += (PromptLookup(prompt, most, vocabulary) for prompt in prompts)
         place = {i: n for n, i in enumerate(order)}
         return logits[[place[i] for i in alike]], [known[i] for i in alike]
 

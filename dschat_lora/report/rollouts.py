@@ -79,6 +79,10 @@ def _is_rollout(row: object) -> bool:
         return False
     texts = [each.get(name) for each in (row, *sequences) for name in ("prompt", "response")]
     texts.append(row.get("failure", ""))
+    media = row.get("media", [])
+    if not isinstance(media, list) or not all(isinstance(each, dict) for each in media):
+        return False
+    texts += [each.get(name, "") for each in media for name in ("digest", "path")]
     numbers = [row.get(name) for name in ("reward", "advantage", "kl", "length")]
     if not has_rewards or not all(isinstance(text, str) for text in texts):
         return False
@@ -142,6 +146,10 @@ def show_rollouts(directory: Path, *, json: bool, **selection: Any) -> None:
         lines.append(f"{name}:")
         for row in chosen:
             lines.append(f"  {rollout_text(row)}")
+            if media := [
+                each.get("path") or each.get("digest", "") for each in row.get("media", ())
+            ]:
+                lines.append(f"    with {', '.join(media)}")
             for each in (*row.get("earlier_sequences", ()), row):
                 lines += [f"    {each['prompt']!r}", f"    -> {each['response']!r}"]
         if not chosen:
@@ -184,7 +192,7 @@ def _most_changed(rows: Sequence[Rollout], count: int) -> list[Rollout]:
     """First and last best responses to the prompts whose mean reward changed most."""
     by_prompt: dict[str, list[Rollout]] = {}
     for row in rows:
-        by_prompt.setdefault(row["prompt"], []).append(row)
+        by_prompt.setdefault(_prompt(row), []).append(row)
     pairs = []
     for own in by_prompt.values():
         iterations = _by_iteration(own)
@@ -193,6 +201,12 @@ def _most_changed(rows: Sequence[Rollout], count: int) -> list[Rollout]:
             pairs.append((abs(_mean(last) - _mean(first)), first[-1], last[-1]))
     pairs.sort(key=lambda pair: -pair[0])
     return [row for _, *both in pairs[:count] for row in both]
+
+
+def _prompt(row: Rollout) -> str:
+    """A prompt with all that is beside its text."""
+    beside: list[str] = [each.get("digest", "") for each in row.get("media", ())]
+    return "\n".join([row["prompt"], *beside])
 
 
 def _by_iteration(rows: Sequence[Rollout]) -> dict[int, list[Rollout]]:
@@ -215,7 +229,7 @@ def _summary(rows: Sequence[Rollout]) -> dict[str, Any]:
     scored = _by_iteration([row for row in rows if row["reward"] is not None])
     return {
         "responses": len(rows),
-        "prompts": len({row["prompt"] for row in rows}),
+        "prompts": len(set(map(_prompt, rows))),
         "iterations": len({row["iteration"] for row in rows}),
         "first_reward": _mean(scored[min(scored)]) if scored else None,
         "last_reward": _mean(scored[max(scored)]) if scored else None,

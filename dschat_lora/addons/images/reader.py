@@ -1,10 +1,14 @@
 """Rows with pictures as text with runs of token ids."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import islice
+from operator import attrgetter
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +26,14 @@ from dschat_lora.addons.images.pictures import (
 )
 from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.data.media import FIRST_ID, Run
+from dschat_lora.data.messages import IMAGES, is_there
 from dschat_lora.data.workers import map_in_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from dschat_lora.addons.images.processors import PictureProcessor
+    from dschat_lora.addons.images.vision import PictureInputs
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
@@ -79,6 +85,7 @@ class ImageReader:
     store: PictureStore
     entries: list[Entry] = field(default_factory=list)
     digest: str = ""
+    inputs: "PictureInputs | None" = None  # of the models that it is attached to
     # Numbers of entries by where a picture is and by its bytes, or what is wrong with it.
     _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
     _expansions: dict[Shape, Expansion] = field(default_factory=dict)
@@ -182,13 +189,56 @@ class ImageReader:
             made.append(first + "".join(next(expansions) + part for part in rest))
         return made, tuple(Run(entry.first, entry.size) for entry in entries)
 
+    def columns(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of a row as JSON holds them: pictures by their paths, messages as read."""
+        if not row.get("images"):
+            return dict(values)
+        read = {name: row[name] for name in values if name in row and name not in IMAGES}
+        named = {
+            name: [*map(_named, held)] if isinstance(held, list | tuple) else _named(held)
+            for name, held in values.items()
+            if name in IMAGES and is_there(held)
+        }
+        return {**values, **read, **named}
+
+    def restored(self, columns: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+        """Such columns with the pictures of the row's prompt, decoded, as TRL has them.
+
+        They are in the messages, all of which have parts, and in ``images`` or ``image``.
+        """
+        pictures = [self.picture(entry) for entry in self.entries_of(ids)]
+        made, rest = dict(columns), iter(pictures)
+        for name in ("prompt", "messages"):
+            if pictures and isinstance(messages := columns.get(name), list):
+                made[name] = [_with_parts(message, rest) for message in messages]
+        for name in IMAGES:
+            held = columns.get(name)
+            if isinstance(held, list) and len(held) == len(pictures):
+                made[name] = pictures
+            elif isinstance(held, str) and len(pictures) == 1:
+                made[name] = pictures[0]
+        return made
+
+    def described(self, ids: Sequence[int]) -> list[dict[str, str]]:
+        """Digest and path of each picture."""
+        return [dict(entry.reference) for entry in self.entries_of(ids)]
+
+    def entry_of(self, number: int) -> Entry:
+        """That of the picture whose run has an id."""
+        return self.entries[bisect_right(self.entries, number, key=attrgetter("first")) - 1]
+
+    def entries_of(self, ids: Sequence[int]) -> list[Entry]:
+        """Those of all pictures in a text, in order."""
+        found = [(i, self.entry_of(i)) for i in ids if i >= FIRST_ID]
+        return [entry for i, entry in found if i == entry.first]
+
     def picture(self, entry: Entry) -> "Image":
         """The picture of an entry, decoded.
 
         Raises:
             ValueError: if its file has changed since.
         """
-        return open_picture(self.store.load(entry.reference, self.limits), self.limits)
+        return open_picture(self.store.load(dict(entry.reference), self.limits), self.limits)
 
     def attach(self, model: Any) -> None:
         """Have a language model take the pictures; its tower is loaded if it has none."""
@@ -244,7 +294,7 @@ class ImageReader:
 
 @dataclass
 class RunDecoder:
-    """``decode`` of a tokenizer that reads an id of a run as the token that stands for pictures."""
+    """``decode`` of a tokenizer that reads a run, or a tile of it, as one image token."""
 
     tokenizer: Any
     reader: ImageReader
@@ -253,5 +303,36 @@ class RunDecoder:
         """As the tokenizer's own."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, list | tuple):
-            ids = [self.reader.token_id if i >= FIRST_ID else i for i in ids]
+            pairs = zip(ids, [-1, *ids[:-1]], strict=True)
+            ids = [self._shown(i) for i, last in pairs if not self._goes_on(i, last)]
         return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
+
+    def _shown(self, number: int) -> int:
+        return self.reader.token_id if number >= FIRST_ID else number
+
+    def _goes_on(self, number: int, last: int) -> bool:
+        """Whether an id is of the picture whose id stands before it."""
+        is_next = number > FIRST_ID and number == last + 1
+        return is_next and self.reader.entry_of(number).first != number
+
+
+def _named(value: Any) -> str:
+    """A picture of a column by its path or address; others have none."""
+    if isinstance(value, Mapping):
+        value = value.get("path") or value.get("url")
+    name = str(value) if isinstance(value, str | PathLike) else ""
+    return name if name and not name.startswith("data:") and len(name) < 1000 else "(picture)"
+
+
+def _with_parts(message: Mapping[str, Any], pictures: Iterator[Any]) -> dict[str, Any]:
+    """A message in parts, of which pictures get the next ones, as far as there are any."""
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return dict(message)
+    places = [isinstance(part, dict) and part.get("type") == "image" for part in content]
+    found = list(islice(pictures, sum(places)))
+    given = iter([{"type": "image", "image": each} for each in found])
+    parts = [next(given, part) if at else part for part, at in zip(content, places, strict=True)]
+    return {**message, "content": parts}

@@ -115,6 +115,7 @@ class PictureInputs:
 
     def _features(self, ids: Tensor) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
+        self.tower.to(ids.device)
         first, _, _ = self._table(ids.device)
         numbers = torch.searchsorted(first, ids, right=True) - 1
         distinct, inverse = torch.unique(numbers, return_inverse=True)
@@ -243,7 +244,8 @@ def mutual_inputs(
 def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
-    That is loaded, unless adapters are in it: then it is among the model's modules.
+    Those of a reader share a frozen one, and its features. A tower with adapters is among the
+    model's own modules.
 
     Raises:
         ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
@@ -266,18 +268,21 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
         )
     rate = reader.options.vision_learning_rate
     model.rest_rate = rate
-    tower = model.load_rest(reader.base, meta=bool(model.rest))
+    if rate is not None and not model.rest:
+        raise ValueError(
+            f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
+            "none: give --train_vision or name its layers in --target_modules"
+        )
+    inputs = reader.inputs
+    if model.rest or inputs is None:
+        tower = model.load_rest(reader.base, meta=bool(model.rest))
+        above = tower.get_submodule(model.text_path.rpartition(".")[0])
+        inputs = PictureInputs(above, family, reader, model if model.rest else None)
     if not model.rest:
-        if rate is not None:
-            raise ValueError(
-                f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
-                "none: give --train_vision or name its layers in --target_modules"
-            )
-        parameters = list(tower.parameters())
+        reader.inputs = inputs
+        parameters = list(inputs.tower.parameters())
         size = sum(p.numel() * p.element_size() for p in parameters)
-        model.frozen_rest = base_fingerprint(tower), size
-    above = tower.get_submodule(model.text_path.rpartition(".")[0])
-    inputs = PictureInputs(above, family, reader, model if model.rest else None)
+        model.frozen_rest = base_fingerprint(inputs.tower), size
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
     model.reads_whole = family.by_grid or bool(family.mutual)
 

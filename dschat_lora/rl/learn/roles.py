@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.data.media import MediaReader
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.collectives import TensorGroup
@@ -55,6 +56,12 @@ class Roles:
     def trained(self) -> dict[str, AdaptedModel]:
         """The roles that train, by name."""
         return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
+
+    def take(self, media: MediaReader | None) -> None:
+        """Have all models take what prompts hold beside text."""
+        for model in (*(each.model for each in self.models.values()), self.rollout):
+            if media is not None:
+                media.attach(model)
 
     def whole(self) -> nn.Module:
         """All of them as one module, whose ``parameters()`` gives shared tensors once."""

@@ -141,6 +141,7 @@ def make_parts(
         setup.tokenizer.decode,
         most=classic.log_rollouts,
         iteration=lambda: progress.iteration,
+        media=setup.data.prompts.media,
     )
     actor = setup.models.roles.actor.model
     average = None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
+from dschat_lora.data.media import MediaReader, has_media
 from dschat_lora.engine.distributed import raise_together, rank
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.appended_file import AppendedFile
@@ -192,7 +193,9 @@ class RolloutLog:
         *,
         most: int,
         iteration: Callable[[], int],
+        media: MediaReader | None = None,
     ) -> None:
+        self._media = media
         self._file, self._decode, self._most, self._iteration = file, decode, most, iteration
         self.state, self.restore, self.before_checkpoint = file.state, file.restore, file.sync
 
@@ -203,6 +206,9 @@ class RolloutLog:
             rows = rollout_rows(
                 experience, targets, self._decode, iteration=iteration, most=self._most
             )
+            for row, response in zip(rows, experience.responses, strict=False):
+                if self._media is not None and has_media(response.prompt):
+                    row["media"] = self._media.described(response.prompt)
             self._file.append(as_member(rows))
 
 

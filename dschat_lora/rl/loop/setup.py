@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
+from dschat_lora.data.media import MediaReader, media_reader
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings
@@ -29,7 +30,7 @@ from dschat_lora.rl.loop.memory import (
     trained_models,
     unpacking_note,
 )
-from dschat_lora.rl.loop.validation import fit_lengths
+from dschat_lora.rl.loop.validation import check_reads_text_alone, fit_lengths
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import (
     Sources,
@@ -129,9 +130,9 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         from dschat_lora.rl.play.players import load_player
 
         player = load_player(config, tokenizer, run.closing)
-    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
-    asking = [*player.asks, *scoring.asks]
-    data = _read_data(config, tokenizer, run, asking, base=sources.actor.base)
+    media = media_reader(config, tokenizer, sources.actor.base)
+    scoring = load_scoring(config, tokenizer, player.reward_name, player.objects, media)
+    data = _read_data(config, tokenizer, run, [*player.asks, *scoring.asks], media)
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
@@ -142,6 +143,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         group=group,
     )
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
+    roles.take(data.prompts.media)
     models = Models(sources, roles, settings)
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run, costs = replace(run, config=config), plan_costs(config, models, free=free)
@@ -168,8 +170,7 @@ def _read_data(
     tokenizer: Tokenizer,
     run: OpenRun[RlhfConfig],
     asking: Iterable[AsksForColumns],
-    *,
-    base: str,
+    media: MediaReader | None,
 ) -> RlhfData:
     """The data of the options, of which the prompts have the columns that ``asking`` needs.
 
@@ -177,8 +178,10 @@ def _read_data(
         ValueError: if columns are lacking, or there is nothing to learn from.
     """
     prompts = read_training_data(
-        config.data.data, tokenizer, run, phase=3, kind="prompts", base=base
+        config.data.data, tokenizer, run, phase=3, kind="prompts", media=media
     )
+    if prompts.media is not None:
+        check_reads_text_alone(config)
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
     for each in asking:
         each.check_columns(columns)

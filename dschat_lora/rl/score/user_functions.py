@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from dschat_lora.config.held import is_held
+from dschat_lora.data.media import MediaReader, has_media
+from dschat_lora.data.messages import MEDIA
 from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
@@ -51,9 +53,11 @@ class DecodedResponse:
     ended: bool  # by itself
 
     @classmethod
-    def of(cls, response: Response, tokenizer: Tokenizer) -> "DecodedResponse":
-        """What there is to read of a response."""
-        row = json.loads(response.columns or b"{}")
+    def of(
+        cls, response: Response, tokenizer: Tokenizer, row: dict[str, Any] | None = None
+    ) -> "DecodedResponse":
+        """What there is to read of a response; ``row`` takes the place of its own."""
+        row = response.row if row is None else row
         prompt = tokenizer.decode(response.prompt)
         text = tokenizer.decode(list(response.last_turn), skip_special_tokens=True)
         turns = messages_after_prompt(response, tokenizer.decode)
@@ -144,6 +148,7 @@ class UserFunction:
     batch: str = "all"  # of a call: "all" responses of this process, or those of a "group"
     retries: int = 0  # further tries after an error
     timeout: float = 0.0  # seconds that a try may take; 0: any
+    media: MediaReader | None = None  # of what rows hold beside text
     log: RewardLog = field(default_factory=RewardLog, compare=False)
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -190,7 +195,10 @@ class UserFunction:
         for tries_left in reversed(range(self.retries + 1)):
             # A call that succeeded is not made again, and what one logs that fails is not kept.
             logs = [RewardLog() for _ in parts]
-            calls = calls_of(self.function, responses, self.tokenizer, state, logs, environments)
+            media = None if is_remote(self.name) or is_builtin(self.name) else self.media
+            calls = calls_of(
+                self.function, responses, self.tokenizer, state, logs, environments, media
+            )
             every = enumerate(zip(calls, parts, logs, strict=True))
             left = {n: call for n, call in every if n not in done}
             count, came = sum(len(part) for _, part, _ in left.values()), dict[int, Any]()
@@ -378,6 +386,10 @@ OPENRLHF = ("queries", "prompts", "labels")
 _NOT_OFFERED = {"prompt", "completion", "messages", "chosen", "rejected"}
 
 
+# Functions with any of these parameters see what rows hold beside text.
+_SHOWS_ROWS = {"prompts", "prompt", "messages", "rows", "row", *MEDIA}
+
+
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -419,16 +431,27 @@ def calls_of(
     state: TrainerState | None = None,
     logs: Sequence[RewardLog] = (),
     environments: Sequence[Any] | None = None,
+    media: MediaReader | None = None,
 ) -> list[dict[str, Any]]:
     """Keyword arguments of each call that scores the responses, with what the function takes.
 
     All in one call, unless the function takes one at a time; ``logs`` has one for each call. A
     function of TRL's, which takes ``completions`` and no ``responses``, gets prompts and
-    completions as its data has them: text, or lists of messages.
+    completions as its data has them: text, or lists of messages. What ``media`` reads is in them,
+    and in rows, where the function may take either; responses to a prompt share it.
     """
     names = named_parameters(function)
     of_trl = not {"responses", "response"} & names.keys()
-    read = [DecodedResponse.of(each, tokenizer) for each in responses]
+    shows = takes_all(function) or is_scorer(function) or bool(_SHOWS_ROWS & names.keys())
+    restored: dict[tuple[Any, ...], dict[str, Any]] = {}  # rows by prompt and columns
+    keys = [(each.prompt, each.columns) for each in responses]
+    for key, each in zip(keys, responses, strict=True):
+        if media is not None and shows and has_media(each.prompt) and key not in restored:
+            restored[key] = media.restored(each.row, each.prompt)
+    read = [
+        DecodedResponse.of(each, tokenizer, restored.get(key))
+        for key, each in zip(keys, responses, strict=True)
+    ]
     rows, ids = [each.row for each in read], [each.token_ids for each in read]
     texts = [each.text for each in read]
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)

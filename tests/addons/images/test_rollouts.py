@@ -1,0 +1,497 @@
+"""Step 3 with pictures in prompts: sampler, trainer and stock models agree, and what users see."""
+
+import json
+from types import SimpleNamespace
+
+import datasets
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+import dschat_lora
+from dschat_lora.addons.images.vision import PictureInputs
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.data.media import FIRST_ID, media_reader
+from dschat_lora.data.prepare import prepare
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.lora.model import lora_layers
+from dschat_lora.models.loading import load_tokenizer
+from dschat_lora.models.source import find_model
+from dschat_lora.report.rollouts import read_rollouts, show_rollouts, summary_text
+from dschat_lora.rl.learn.roles import build_roles
+from dschat_lora.rl.options.inputs import Sources
+from dschat_lora.rl.response.batch import collate
+from dschat_lora.rl.response.response import Response
+from helpers.images import SEEING, drawn, tiny_vlm
+from helpers.roles import asked_of, config_of
+
+SEED = 0
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+FEW = ("llava_next", "gemma3", "qwen3_vl", "qwen3_5")
+KINDS = [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.thorough) for kind in SEEING]
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+IMAGE = {"type": "image"}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+# Names of the pictures of a prompt, and its parts. Texts are the same with one picture, with
+# another, and with both; the last two begin alike for more tokens than a prefix needs.
+PROMPTS = [
+    (["a.png"], [IMAGE, text("What is this?")]),
+    (["b.png"], [IMAGE, text("What is this?")]),
+    (["a.png"], [IMAGE, text("What is this?")]),
+    (["b.png", "c.png"], [IMAGE, text(" and "), IMAGE, text("alike?")]),
+    (["c.png", "c.png"], [IMAGE, text(" and "), IMAGE, text("alike?")]),
+    ([], [text("Say something.")]),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """By type: a directory with the tiny model, pictures and rows."""
+    found = {}
+
+    def of(kind):
+        if kind not in found:
+            home = found[kind] = tmp_path_factory.mktemp(kind)
+            tiny_vlm(kind, home / "model")
+            for seed, (name, size) in enumerate(
+                [("a", (40, 30)), ("b", (30, 50)), ("c", (24, 24))]
+            ):
+                drawn(*size, seed=seed).save(home / f"{name}.png")
+            rows = [
+                {"prompt": [{"role": "user", "content": parts}], "images": names, "number": n}
+                for n, (names, parts) in enumerate(PROMPTS)
+            ]
+            (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return found[kind]
+
+    return of
+
+
+def read(home):
+    """Reader, tokenizer and tokens of the prompts."""
+    config = parse_config(
+        SupervisedConfig,
+        [
+            *("--model_name_or_path", str(home / "model")),
+            *("--data_path", str(home / "rows.jsonl"), "--data_output_path", str(home / "cache")),
+            *("--eval_ratio", "0", "--preprocessing_num_workers", "1"),
+        ],
+        program="test",
+    )
+    source = find_model(str(home / "model"))
+    tokenizer = load_tokenizer(source.tokenizer, config.model)
+    media = media_reader(config, tokenizer, source.base)
+    data = prepare(
+        config.data,
+        tokenizer,
+        phase=1,
+        seed=1,
+        eos_id=tokenizer.eos_token_id,
+        cache_dir=home / "cache",
+        kind="prompts",
+        media=media,
+    )
+    prompts = {json.loads(each.columns)["number"]: each.input_ids.tolist() for each in data.train}
+    return SimpleNamespace(
+        media=media,
+        tokenizer=tokenizer,
+        source=source,
+        prompts=[prompts[n] for n in range(len(PROMPTS))],
+    )
+
+
+def stock_inputs(home, found, number):
+    """Of a prompt, what the model's own processor writes."""
+    names, parts = PROMPTS[number]
+    processor = found.media.processor._processor
+    words = found.tokenizer.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        chat_template=found.media.processor.chat_template,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    pictures = {"images": [[image(home / name) for name in names]]} if names else {}
+    return processor(text=[words], **pictures, return_tensors="pt")
+
+
+def image(path):
+    from PIL import Image
+
+    return Image.open(path).convert("RGB")
+
+
+def stock_logprobs(model, inputs, tokens):
+    """(n,) of a response's tokens, in nats; the model reads all but the last one."""
+    inputs, size = dict(inputs), inputs["input_ids"].shape[1]
+    read = torch.tensor([tokens[:-1]], dtype=torch.int64)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], read], 1)
+    for name, fill in {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}.items():
+        if name in inputs:
+            more = torch.full_like(read, fill).to(inputs[name].dtype)
+            inputs[name] = torch.cat([inputs[name], more], 1)
+    logits = model(**inputs).logits[0, size - 1 :]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def merged(home, adapted):
+    """The stock composite model with the adapter added to its weights."""
+    stock = AutoModelForImageTextToText.from_pretrained(home / "model", dtype=torch.float32).eval()
+    for name, layer in lora_layers(adapted).items():
+        down, up = (getattr(each, "weight", each) for each in (layer.lora_A, layer.lora_B))
+        stock.get_submodule(name).weight.data += (up @ down).detach() * layer.scaling
+    return stock
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_logprobs_are_those_of_the_trainer_and_of_stock_transformers(kind, made):
+    home = made(kind)
+    found = read(home)
+    roles = build_roles(
+        config_of(actor={"lora_dim": 3, "target_modules": ATTENTION}),
+        Sources(found.source, None),
+        found.tokenizer,
+        dtype=torch.float32,
+        meta=False,
+    )
+    roles.take(found.media)
+    for name, parameter in roles.actor.model.named_parameters():
+        if "lora_B" in name:
+            seeded = torch.Generator().manual_seed(SEED + len(name))
+            torch.nn.init.normal_(parameter.data, std=0.05, generator=seeded)
+    stock, engines = merged(home, roles.actor.model), asked_of(roles)
+    sampling = Sampling(max_new_tokens=5)
+    prompts, copies = found.prompts, 2
+    longest = max(map(len, prompts)) + 5
+    # All rows at once, copies of a prompt read once; three rows, which are refilled; with drafts;
+    # without a cache.
+    for rows, drafts, caches in ((12, 0, True), (3, 0, True), (3, 4, True), (12, 0, False)):
+        decoder = Decoder(
+            roles.rollout.eval(),
+            eos_ids=[],
+            pad_id=0,
+            device=torch.device("cpu"),
+            largest=(rows, longest),
+            num_drafts=drafts,
+        )
+        decoder.refills = caches
+        seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
+        answers = decoder(prompts, sampling, seeds=seeds, keep_logprobs=True)
+        responses = [
+            Response(tuple(prompts[n // copies]), tuple(tokens), False, n // copies)
+            for n, tokens in enumerate(answers.tokens())
+        ]
+        kept = torch.tensor(answers.logprobs())
+        assert all(token < FIRST_ID for each in responses for token in each.tokens)
+        for shares in (False, True):
+            batch = collate(responses, range(len(responses)), 0, shares_prompts=shares)
+            for role in ("actor", "reference"):
+                with torch.no_grad():
+                    logprobs, _ = engines.policy(batch, 5, role)
+                if role == "actor":
+                    torch.testing.assert_close(logprobs, kept, atol=1e-5, rtol=0)
+        for response, own in zip(responses, kept, strict=True):
+            # Stock models read no image token without its picture: such a one may be the last.
+            tokens = [*response.tokens, found.media.token_id]
+            tokens = tokens[: tokens.index(found.media.token_id) + 1][:5]
+            with torch.no_grad():
+                inputs = stock_inputs(home, found, response.group)
+                wanted = stock_logprobs(stock, inputs, tokens)
+            torch.testing.assert_close(own[: len(tokens)], wanted, atol=1e-5, rtol=0)
+
+
+def reward(completions, completion_ids, number, log_extra, **more):
+    """Something of the tokens, which are kept with the number of their prompt."""
+    log_extra("tokens", completion_ids)
+    log_extra("number", number)
+    return [score_of(ids) for ids in completion_ids]
+
+
+def score_of(ids):
+    return sum(i % 7 for i in ids) / len(ids)
+
+
+OPTIONS = {
+    "algorithm": "grpo",
+    "num_generations": 2,
+    "per_device_generation_batch_size": 12,
+    "per_device_training_batch_size": 12,
+    "max_prompt_seq_len": 200,
+    "max_answer_seq_len": 5,
+    "ppo_epochs": 2,
+    "max_steps": 4,
+    "num_train_epochs": 9,
+    "eval_ratio": 0,
+    "actor_lora_dim": 3,
+    "actor_lora_learning_rate": 5e-3,
+    "lr_scheduler_type": "constant",
+    "num_warmup_steps": 0,
+    # At 1e-8 a gradient that is rounding alone would make a whole step.
+    "adam_epsilon": 1e-5,
+    "kl_coef": 0.1,
+    "reward_scaling": "none",
+    "clip_reward_value": 0,
+    "preprocessing_num_workers": 1,
+    "log_rollouts": 100,
+}
+
+
+def train(home, name, model=None, rewards=reward, **options):
+    """A run of step 3 on the prompts."""
+    return dschat_lora.rlhf(
+        str(model or home / "model"),
+        str(home / "rows.jsonl"),
+        rewards=rewards,
+        output_dir=home / name,
+        data_output_path=str(home / "cache"),
+        quiet=True,
+        **OPTIONS | options,
+    )
+
+
+def save_start(home):
+    """An adapter of stock PEFT on the published class, all of whose values are random."""
+    if not (home / "start").exists():
+        stock = AutoModelForImageTextToText.from_pretrained(home / "model", dtype=torch.float32)
+        language = r".*language_model.*\.(q|k|v|o)_proj|.*text_model.*\.(q|k|v|o)_proj"
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(
+            stock, peft.LoraConfig(r=3, lora_alpha=6, target_modules=language)
+        )
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter.data, std=0.05)
+        adapted.save_pretrained(home / "start")
+    return home / "start"
+
+
+def with_start(home, **options):
+    stock = AutoModelForImageTextToText.from_pretrained(home / "model", dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(stock, home / "start", **options).eval()
+
+
+def plain_losses(home, found, iterations, algorithm):
+    """(losses, policy) of GRPO or RLOO on given (prompt, tokens), whose prompts stand together."""
+    policy, reference = with_start(home, is_trainable=True), with_start(home)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    losses = []
+    for responses in iterations:
+        inputs = [stock_inputs(home, found, number) for number, _ in responses]
+        said = [(each, tokens) for each, (_, tokens) in zip(inputs, responses, strict=True)]
+        with torch.no_grad():
+            old, before = ([stock_logprobs(m, *each) for each in said] for m in (policy, reference))
+        scores = [score_of(tokens) for _, tokens in responses]
+        if algorithm == "rloo":
+            kl = [(own - ref).sum().item() for own, ref in zip(old, before, strict=True)]
+            scores = [score - 0.1 * each for score, each in zip(scores, kl, strict=True)]
+        for _ in range(OPTIONS["ppo_epochs"]):
+            total = 0.0
+            for n, each in enumerate(said):
+                twin = scores[n + 1 if n % 2 == 0 else n - 1]
+                # Of two: half the gap, by a deviation of the gap over the root of two.
+                advantage = scores[n] - twin
+                if algorithm == "grpo":
+                    advantage = advantage / 2 / (abs(advantage) / 2**0.5 + 1e-4)
+                new = stock_logprobs(policy, *each)
+                ratio = (new - old[n]).exp()
+                terms = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                if algorithm == "grpo":
+                    gap = before[n] - new
+                    terms = terms + 0.1 * (gap.exp() - gap - 1)
+                total = total + terms.sum()
+            loss = total / sum(len(tokens) for _, tokens in responses)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, policy
+
+
+def iterations_of(run):
+    """(prompt, tokens) of each iteration's responses."""
+    found = {}
+    for row in read_rollouts(run.path):
+        extra = row["extra"]
+        found.setdefault(row["iteration"], []).append((extra["number"], extra["tokens"]))
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def runs(made):
+    """Runs by type and algorithm, which begin with an adapter of stock PEFT."""
+    found = {}
+
+    def of(kind, algorithm="grpo"):
+        if (kind, algorithm) not in found:
+            home = made(kind)
+            options = {"algorithm": algorithm, "save_interval": 3, "save_total_limit": 0}
+            found[kind, algorithm] = train(home, f"out-{algorithm}", save_start(home), **options)
+        return found[kind, algorithm]
+
+    return of
+
+
+STEPS = [
+    pytest.param(kind, algorithm, marks=[pytest.mark.thorough] * (kind not in FEW or other))
+    for kind in SEEING
+    for algorithm, other in (("grpo", False), ("rloo", kind != "qwen3_vl"))
+]
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), STEPS)
+def test_steps_are_those_of_a_plain_loop_in_stock_transformers_and_peft(
+    kind, algorithm, made, runs
+):
+    home, run = made(kind), runs(kind, algorithm)
+    found, iterations = read(home), iterations_of(run)
+    assert [len(each) for each in iterations] == [12, 12]
+    assert all(found.media.token_id not in tokens for each in iterations for _, tokens in each)
+    losses, policy = plain_losses(home, found, iterations, algorithm)
+    assert max(map(abs, losses)) > 1e-3
+    own = [line["loss"] for line in run.metrics if "loss" in line]
+    means = [sum(losses[n : n + 2]) / 2 for n in (0, 2)]  # of an iteration's steps
+    assert own == pytest.approx(means, abs=1e-5)
+    wanted = peft.get_peft_model_state_dict(policy)
+    written = load_file(next(run.path.rglob("adapter_model.safetensors")))
+    assert written.keys() == wanted.keys()
+    for name, weight in written.items():
+        torch.testing.assert_close(weight, wanted[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "qwen3_vl" else pytest.param(k, marks=pytest.mark.thorough) for k in FEW]
+)
+def test_a_run_that_is_resumed_goes_on_to_the_bit(kind, made, runs):
+    home, run = made(kind), runs(kind)
+    resumed = train(
+        home,
+        "resumed",
+        home / "start",
+        resume=next(run.path.glob("*/step-00000003")),
+        save_interval=0,
+    )
+    assert [each["step"] for each in resumed.record["resumed"]] == [3]  # within an iteration
+    whole, own = (
+        load_file(next((each.path / "actor").rglob("adapter_model.safetensors")))
+        for each in (run, resumed)
+    )
+    assert whole.keys() == own.keys()
+    assert all(torch.equal(own[name], weight) for name, weight in whole.items())
+
+
+def test_features_of_a_picture_are_computed_once_in_a_run(made, monkeypatch):
+    seen = []
+    see = PictureInputs._see
+    monkeypatch.setattr(
+        PictureInputs, "_see", lambda self, numbers: seen.extend(numbers) or see(self, numbers)
+    )
+    train(made("llava_next"), "once")
+    assert sorted(seen) == [0, 1, 2]
+
+
+def test_logs_show_a_picture_once_with_its_path(made, runs, capsys):
+    run = runs("qwen3_vl")
+    home, rows = made("qwen3_vl"), read_rollouts(run.path)
+    for row in rows:
+        names, _ = PROMPTS[row["extra"]["number"]]
+        assert row["prompt"].count("<|image_pad|>") == len(names)
+        paths = [str(home / name) for name in names]
+        assert [each["path"] for each in row.get("media", [])] == paths
+    two = [row for row in rows if row["extra"]["number"] in (0, 1)]
+    assert len({row["prompt"] for row in two}) == 1
+    # Equal texts with other pictures are other prompts.
+    assert "24 responses to 5 prompts in 2 iterations" in summary_text(rows)
+    show_rollouts(run.path, json=False, best=1)
+    assert f"with {home}" in capsys.readouterr().out
+
+
+SYSTEM = "Answer with a letter."
+
+
+def documented_rows(home):
+    """Rows as TRL's example of GRPO with pictures makes them."""
+
+    def make_conversation(example):
+        prompt = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": example["problem"]},
+        ]
+        return {"prompt": prompt}
+
+    rows = {
+        "image": [str(home / "a.png"), str(home / "b.png")],
+        "problem": ["Which?", "And this?"],
+        "solution": ["a", "b"],
+    }
+    return (
+        datasets.Dataset.from_dict(rows)
+        .cast_column("image", datasets.Image())
+        .map(make_conversation)
+    )
+
+
+def test_trls_documented_example_runs_with_its_rows_and_reward_functions(made):
+    home, calls = made("llava_next"), []
+
+    def accuracy_reward(completions, solution: list[str], **kwargs):
+        calls.append({"completions": completions, "solution": solution, **kwargs})
+        contents = [completion[0]["content"] for completion in completions]
+        return [float(text == sol) for text, sol in zip(contents, solution, strict=True)]
+
+    def pixels(completions, image):
+        return [each.size[0] for each in image]
+
+    rows = documented_rows(home)
+    run = dschat_lora.rlhf(
+        str(home / "model"),
+        rows,
+        rewards=[accuracy_reward, pixels],
+        output_dir=home / "documented",
+        data_output_path=str(home / "cache"),
+        quiet=True,
+        **OPTIONS
+        | {
+            "max_steps": 2,
+            "per_device_generation_batch_size": 4,
+            "per_device_training_batch_size": 4,
+        },
+    )
+    (call,) = calls
+    wanted = {row["solution"]: row for row in rows}
+    for prompt, own, solution in zip(call["prompts"], call["image"], call["solution"], strict=True):
+        row = wanted[solution]
+        assert list(own.getdata()) == list(row["image"].getdata())
+        assert prompt == [
+            {"role": "system", "content": [text(SYSTEM)]},
+            {"role": "user", "content": [{"type": "image", "image": own}, text(row["problem"])]},
+        ]
+    assert {row["rewards"]["pixels"] for row in read_rollouts(run.path)} == {40, 30}
+
+
+REFUSED = {
+    "--rollout_engine transformers": {"rollout_engine": "transformers"},
+    "--rollout_engine http://": {"rollout_engine": "http://127.0.0.1:9"},
+    "distillation": {"algorithm": "distill", "teacher_model_name_or_path": "model"},
+    "an environment": {"environment": lambda messages, **more: None},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_reads_text_alone_refuses_rows_with_pictures_by_name(what, made):
+    home, options = made("llava_next"), dict(REFUSED[what])
+    if "teacher_model_name_or_path" in options:
+        options |= {"teacher_model_name_or_path": str(home / "model"), "rewards": ()}
+        options |= {"num_generations": 1}
+    with pytest.raises(ValueError, match=f"^{what}.* reads text alone") as error:
+        train(home, "refused", **options)
+    assert "\n" not in str(error.value)
