@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForImageTextToText
 
 from addons.images.training import (
     EXACT,
@@ -231,3 +232,24 @@ def test_no_text_is_cut_within_a_picture(tmp_path):
     assert fits < count(behind, "truncate") < 40
     assert count(before, "split") == fits
     assert count(before, "truncate") == 40
+
+
+BY_GRID = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("seeing", BY_GRID, indirect=True)
+def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
+    samples = dict(zip(NAMES, seeing.data(map(sample_row, NAMES)), strict=True))
+    (hook,) = seeing.ours().base_model._forward_pre_hooks.values()
+    stock = AutoModelForImageTextToText.from_pretrained(seeing.base).model
+    rows = [("one", "several", "like", "none"), ("another",)]
+    batch = SampleCollator(1)([[samples[name] for name in row] for row in rows])
+    found = hook._positions(batch.input_ids, batch.position_ids, None)
+    for row, names in enumerate(rows):
+        for number, name in enumerate(names, 1):
+            inputs, _ = seeing.inputs(sample_row(name)["messages"], PICTURES[name])
+            grid = inputs.get("image_grid_thw")
+            own = stock.get_rope_index(
+                inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=grid
+            )[0]
+            assert torch.equal(found[:, row, batch.segment_ids[row] == number], own[:, 0])
