@@ -1,5 +1,6 @@
 """Training on rows with pictures, against plain loops in stock transformers and PEFT."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -164,6 +165,23 @@ def test_rows_under_masks_have_the_log_probabilities_of_stock_transformers(
         with torch.no_grad():
             found = answer_logprobs(network, batch)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=EXACT)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gemma4_whose_pictures_are_seen_whole_in_windows_is_that_of_stock(tmp_path, attention):
+    seeing, names = Seeing("gemma4", tmp_path), ("one", "several", "none")
+    file = seeing.base / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    config["text_config"]["use_bidirectional_attention"] = "vision"  # as in the larger models
+    file.write_text(json.dumps(config), "utf-8")
+    options = ("--attn_implementation", attention)
+    pairs = seeing.data(map(pair_row, names), "pairs", *options)
+    model = seeing.ours()
+    theirs = seeing.stock(seeing.write(model))
+    with torch.no_grad():
+        found = answer_logprobs(CausalLMLogprobs(model), PairCollator(1, "shared")([pairs]))
+        wanted = both_logprobs(seeing, theirs, [names])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=EXACT)
 
 
 def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(seeing):
