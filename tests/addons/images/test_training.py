@@ -262,7 +262,9 @@ def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
     stock = AutoModelForImageTextToText.from_pretrained(seeing.base).model
     rows = [("one", "several", "like", "none"), ("another",)]
     batch = SampleCollator(1)([[samples[name] for name in row] for row in rows])
-    found = hook._positions(batch.input_ids, batch.position_ids, None)
+    found = hook._positions(
+        batch.input_ids, batch.position_ids, None, hook._table(torch.device("cpu"))
+    )
     for row, names in enumerate(rows):
         for number, name in enumerate(names, 1):
             inputs, _ = seeing.inputs(sample_row(name)["messages"], PICTURES[name])
