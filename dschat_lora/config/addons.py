@@ -29,9 +29,13 @@ SEAMS: Mapping[str, str] = {
     "options_file": "",
     "row_format": "",
     "media": "",
+    "thumbnail": "",
 }
 # What takes options of add-ons, by the verb's name.
-COMMANDS = (*("sft", "reward", "dpo", "rlhf", "distill"), *("audit", "generate", "nlg"))
+COMMANDS = (
+    *("sft", "reward", "dpo", "rlhf", "distill"),
+    *("audit", "generate", "eval", "score", "chat", "serve", "nlg"),
+)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 # Add-ons of which it was said that they are left out, for the processes that this one starts.

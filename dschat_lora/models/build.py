@@ -201,14 +201,14 @@ def check_targets(
     _check_experts(model, targets, lora, expert_learning_rate)
 
 
-def attach_media(adapted: AdaptedModel, media: MediaReader | None) -> None:
-    """Have a model take what rows hold beside text, if they do.
+def attach_media(adapted: AdaptedModel, media: MediaReader | None, base: str | None = None) -> None:
+    """Have a model take what rows hold beside text, if they do; see :meth:`MediaReader.attach`.
 
     Raises:
         ValueError: if layers are adapted that text does not run through, and there is nothing else.
     """
     if media is not None:
-        media.attach(adapted.model)
+        media.attach(adapted.model, base)
         vars(adapted.model)["media"] = media.facts
     elif found := [n for n in adapted.targets if is_inside(n, getattr(adapted.model, "rest", ()))]:
         raise ValueError(

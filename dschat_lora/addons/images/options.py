@@ -1,6 +1,7 @@
 """Options of rows with pictures."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, require_numbers
 from dschat_lora.config.options import option
@@ -22,7 +23,7 @@ class ImageOptions:
 
 
 @dataclass(frozen=True)
-class TrainedImageOptions(ImageOptions):
+class TrainingImageOptions(ImageOptions):
     train_vision: bool = option(
         False, help="adapt the linear layers of the part that sees and of its projector, too"
     )
@@ -46,3 +47,19 @@ class TrainedImageOptions(ImageOptions):
         if lora.lora_dim == 0:
             raise ValueError("--train_vision is for adapters: give --lora_dim")
         return replace(lora, target_modules=(*lora.target_modules, ALL_BESIDE))
+
+
+@dataclass(frozen=True)
+class PromptImageOptions(ImageOptions):
+    image: tuple[str, ...] = option(
+        (), help="files of pictures in front of each of --prompts, or where it has <image>"
+    )
+
+    def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A row of a prompt with its pictures."""
+        prompt = values["prompt"]
+        if not self.image:
+            return values
+        if isinstance(prompt, str) and "<image>" not in prompt:
+            prompt = "<image>" * len(self.image) + prompt
+        return {**values, "prompt": prompt, "images": list(self.image)}

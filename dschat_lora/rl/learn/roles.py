@@ -59,10 +59,14 @@ class Roles:
         """The roles that train, by name."""
         return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
 
-    def take(self, media: MediaReader | None) -> None:
-        """Have all models take what prompts hold beside text."""
-        for each in (*self.models.values(), replace(self.actor, model=self.rollout)):
-            attach_media(each, media)
+    def take(self, media: MediaReader | None, sources: Sources) -> None:
+        """Have all models take what prompts hold beside text, if they do."""
+        scored = sources.critic or sources.actor
+        for name, each in self.models.items():
+            base = scored.base if name in ("critic", "reward") else sources.actor.base
+            attach_media(each, media, base)
+        if media is not None:
+            media.attach(self.rollout, sources.actor.base)
 
     def whole(self) -> nn.Module:
         """All of them as one module, whose ``parameters()`` gives shared tensors once."""
