@@ -11,7 +11,7 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
-from dschat_lora.addons.images.options import TrainedImageOptions
+from dschat_lora.addons.images.options import TrainingImageOptions
 from dschat_lora.addons.images.processors import PictureProcessor, load_processor
 from dschat_lora.addons.images.vision import PictureInputs
 from dschat_lora.checkpoint.adapter import write_adapter
@@ -93,7 +93,7 @@ class Seeing:
             *(source, self.tokenizer, ModelConfig(), lora),
             **{"dtype": dtype, "seed": 1, "meta": False},
         )
-        self.reader.inputs = None  # a tower of the last model
+        self.reader.towers.clear()  # of other models
         self.reader.attach(adapted.model)
         self.applied = adapted.lora
         with torch.no_grad():
@@ -319,11 +319,11 @@ def test_a_rate_for_a_frozen_tower_is_refused(seen):
 
 def test_train_vision_adds_the_layers_that_see_to_those_that_are_chosen():
     lora = LoraConfig(lora_dim=4, target_modules=("q_proj",))
-    assert TrainedImageOptions().choose_layers(lora) is lora
-    chosen = TrainedImageOptions(train_vision=True).choose_layers(lora)
+    assert TrainingImageOptions().choose_layers(lora) is lora
+    chosen = TrainingImageOptions(train_vision=True).choose_layers(lora)
     assert chosen.target_modules == ("q_proj", "all-beside")
     with pytest.raises(ValueError, match=r"^--train_vision is for adapters: give --lora_dim$"):
-        TrainedImageOptions(train_vision=True).choose_layers(LoraConfig())
+        TrainingImageOptions(train_vision=True).choose_layers(LoraConfig())
 
 
 @pytest.mark.parametrize("seen", SOME[:1], indirect=True)
