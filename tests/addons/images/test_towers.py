@@ -93,7 +93,7 @@ class Seeing:
             *(source, self.tokenizer, ModelConfig(), lora),
             **{"dtype": dtype, "seed": 1, "meta": False},
         )
-        self.reader.inputs = None  # a tower of the last model
+        self.reader.towers.clear()  # of other models
         self.reader.attach(adapted.model)
         self.applied = adapted.lora
         with torch.no_grad():
