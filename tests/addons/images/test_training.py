@@ -25,6 +25,7 @@ from dschat_lora.generation.greedy import greedy_decode
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.supervised import batching
 from dschat_lora.supervised.batching import resolve_pair_layout
 from dschat_lora.supervised.evaluation import first_sequences, token_losses
 from dschat_lora.supervised.objectives import causal_lm_loss
@@ -281,3 +282,21 @@ def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
                 inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=grid
             )[0]
             assert torch.equal(found[:, row, batch.segment_ids[row] == number], own[:, 0])
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("gemma3", True), ("llava_next", False)])
+def test_rows_are_divided_only_where_pictures_are_plain_tokens(
+    kind, refused, tmp_path, monkeypatch
+):
+    seeing = Seeing(kind, tmp_path)
+    seeing.data([sample_row("one")])
+    engine = SimpleNamespace(module=CausalLMLoss(seeing.ours()))
+    parallel = SimpleNamespace(context_parallel_size=2)
+    setup = SimpleNamespace(config=SimpleNamespace(parallel=parallel))
+    monkeypatch.setattr(batching, "context", lambda: "ranks")
+    monkeypatch.setattr(batching, "rank", lambda: 1)
+    if refused:
+        with pytest.raises(ValueError, match="--context_parallel_size 2 .* reads images"):
+            batching.context_group(setup, engine)
+    else:
+        assert batching.context_group(setup, engine).size == 2
