@@ -23,7 +23,9 @@ from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.generation.greedy import greedy_decode
 from dschat_lora.lora.model import adapter_parameters
+from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.supervised import batching
 from dschat_lora.supervised.batching import resolve_pair_layout
 from dschat_lora.supervised.evaluation import first_sequences, token_losses
 from dschat_lora.supervised.objectives import causal_lm_loss
@@ -182,6 +184,15 @@ def test_gemma4_whose_pictures_are_seen_whole_in_windows_is_that_of_stock(tmp_pa
         found = answer_logprobs(CausalLMLogprobs(model), PairCollator(1, "shared")([pairs]))
         wanted = both_logprobs(seeing, theirs, [names])
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=EXACT)
+    # What the last layer says of pictures reaches no answer.
+    samples = seeing.data(map(sample_row, names), "samples", *options)
+    batch = SampleCollator(1)([samples])
+    rows = batch.input_ids, batch.position_ids, batch.segment_ids, None, batch.spans
+    inputs = [seeing.inputs(sample_row(name)["messages"], PICTURES[name])[0] for name in names]
+    with torch.no_grad():
+        hidden = Backbone(model)(*rows)[0, : batch.num_tokens]
+        own = [theirs.base_model.model.model(**each).last_hidden_state[0] for each in inputs]
+    torch.testing.assert_close(hidden, torch.cat(own), rtol=0, atol=2 * EXACT)
 
 
 def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(seeing):
@@ -273,3 +284,21 @@ def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
                 inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=grid
             )[0]
             assert torch.equal(found[:, row, batch.segment_ids[row] == number], own[:, 0])
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("gemma3", True), ("llava_next", False)])
+def test_rows_are_divided_only_where_pictures_are_plain_tokens(
+    kind, refused, tmp_path, monkeypatch
+):
+    seeing = Seeing(kind, tmp_path)
+    seeing.data([sample_row("one")])
+    engine = SimpleNamespace(module=CausalLMLoss(seeing.ours()))
+    parallel = SimpleNamespace(context_parallel_size=2)
+    setup = SimpleNamespace(config=SimpleNamespace(parallel=parallel))
+    monkeypatch.setattr(batching, "context", lambda: "ranks")
+    monkeypatch.setattr(batching, "rank", lambda: 1)
+    if refused:
+        with pytest.raises(ValueError, match="--context_parallel_size 2 .* reads images"):
+            batching.context_group(setup, engine)
+    else:
+        assert batching.context_group(setup, engine).size == 2
