@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,12 @@ from dschat_lora.api.options import Data, Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.config.addons import addon_options
 from dschat_lora.config.bundled import BUNDLED_MODEL
-from dschat_lora.config.options import build_config, option_names, options_in_python
+from dschat_lora.config.options import (
+    build_config,
+    nested_prefix,
+    option_names,
+    options_in_python,
+)
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import GenerateConfig, MergeConfig
 from dschat_lora.report.markup import safe
@@ -21,7 +26,13 @@ from dschat_lora.runtime.stage_main import late
 from dschat_lora.runtime.validation import check_audit, check_generate
 
 _OF_COMMANDS = ("output_path", "json", "html")
-_OF_ADDONS = option_names(addon_options("generate"))  # they write files
+# Of add-ons that write files in place of answers.
+_OF_ADDONS = tuple(
+    nested_prefix("", each) + name
+    for each in fields(addon_options("generate"))
+    if hasattr(each.metadata["group"], "generate")
+    for name in option_names(each.metadata["group"])
+)
 ConfigT = TypeVar("ConfigT")
 Message = Mapping[str, str]
 _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name

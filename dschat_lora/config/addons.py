@@ -29,9 +29,13 @@ SEAMS: Mapping[str, str] = {
     "options_file": "",
     "row_format": "",
     "media": "",
+    "thumbnail": "",
 }
 # What takes options of add-ons, by the verb's name.
-COMMANDS = (*("sft", "reward", "dpo", "rlhf", "distill"), *("audit", "generate", "nlg"))
+COMMANDS = (
+    *("sft", "reward", "dpo", "rlhf", "distill"),
+    *("audit", "generate", "eval", "score", "chat", "serve", "nlg"),
+)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 # Add-ons of which it was said that they are left out, for the processes that this one starts.
@@ -202,6 +206,17 @@ def groups_of(config: Any, method: str) -> Iterator[Any]:
     for each in fields(config.addons):
         if hasattr(own := getattr(config.addons, each.name), method):
             yield own
+
+
+def chosen_layers(config: Any, lora: Any) -> Any:
+    """The LoRA options of a model, with the layers that options of add-ons add to them.
+
+    Raises:
+        ValueError: if these do not fit.
+    """
+    for own in groups_of(config, "choose_layers"):
+        lora = own.choose_layers(lora)
+    return lora
 
 
 def owners(config: Any) -> dict[str, str]:

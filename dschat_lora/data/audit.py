@@ -63,6 +63,11 @@ class DataAudit:
     # rows of several samples, of which some are too long and left out
     partly_dropped_rows: int = 0
     eval_partly_dropped_rows: int = 0
+    # inputs beside text of training samples, their tokens, and what they are called
+    media: int = 0
+    media_rows: int = 0
+    media_tokens: int = 0
+    media_kind: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -192,6 +197,12 @@ class DataAudit:
                 f"{self.identical_rows:,} pairs of equal answers left out; eval "
                 f"{self.eval_identical_rows:,}"
             )
+        if self.media:
+            share = self.media_tokens / max(1, self.tokens)
+            table[self.media_kind] = (
+                f"{self.media:,} in {self.media_rows:,} rows, {self.media_tokens:,} tokens "
+                f"({share:.1%})"
+            )
         if conversations := self._conversations():
             table["answers"] = conversations
         if self.left_out:
@@ -219,7 +230,9 @@ class DataAudit:
         return "; ".join(words)
 
 
-def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tally) -> DataAudit:
+def make_audit(
+    config: DataConfig, rows: Collected, train: Tally, held_out: Tally, *, media_kind: str = ""
+) -> DataAudit:
     """The audit of what was read and what was written."""
     return DataAudit(
         rows_by_type=dict(rows.counts.by_type),
@@ -260,6 +273,10 @@ def make_audit(config: DataConfig, rows: Collected, train: Tally, held_out: Tall
         },
         max_seq_len=config.max_seq_len,
         kind=rows.kind,
+        media=train.media,
+        media_rows=train.media_rows,
+        media_tokens=train.media_tokens,
+        media_kind=media_kind,
     )
 
 

@@ -51,7 +51,8 @@ class Chat:
     eos_text: str  # of the run's end-of-sequence token
     variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
     tools: Sequence[Any] | None = None  # JSON schemas that the messages come with
-    placeholder: str = ""  # of an input beside text, where the template takes text alone
+    # What reads inputs beside text, and has a placeholder where the template takes text alone.
+    media: MediaReader | None = field(default=None, compare=False, repr=False)
     # Shared with the copies for rows that bring columns of their own.
     _facts: dict[str, TemplateFacts] = field(default_factory=dict, compare=False, repr=False)
     # By conversations of a shape, what the template leaves out of them.
@@ -117,14 +118,14 @@ class Chat:
             text = render_built_in(messages, self.eos_text, add_generation_prompt=ask)
             if text is not None:
                 return text
-        fitted = fit_messages(messages, self.facts, self.placeholder)
+        fitted = fit_messages(messages, self.facts, self.media)
         text = self._render(fitted, add_generation_prompt, continue_final_message)
         asked = add_generation_prompt or continue_final_message
         return text if asked else text.removesuffix(self.facts.header)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Text of messages and the (start, end) of each ``{% generation %}`` block in it."""
-        fitted = fit_messages(messages, self.facts, self.placeholder)
+        fitted = fit_messages(messages, self.facts, self.media)
         text, marks = self._in_process(fitted, return_assistant_tokens_mask=True)
         return text, [(start, end) for start, end in marks if end > start]
 
@@ -290,8 +291,7 @@ def make_chat(
     end = tokenizer.eos_token_id if eos_id is None else eos_id
     assert end is not None
     variables = parse_variables(chat_template_kwargs)
-    placeholder = "" if media is None else media.placeholder
-    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(end), variables, placeholder=placeholder)
+    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(end), variables, media=media)
 
 
 def end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ of its own, by which the model that the add-on has prepared finds what the run s
 handles tokens in between needs to know nothing of them: equal ids are equal inputs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,22 +24,32 @@ class Run(NamedTuple):
 class MediaReader(Protocol):
     """Reads what rows hold beside text, for one model."""
 
+    kind: str  # what they are called, in the plural
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
-    digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
     @property
     def facts(self) -> Mapping[str, str]:
         """What is recorded of how inputs beside text are read."""
 
-    def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What the inputs are known by when a run goes on: a digest of each, by its name."""
+
+    def row(
+        self, values: dict[str, Any], fields: Sequence[str], folder: Path | None
+    ) -> dict[str, Any]:
         """A row whose message parts are text, or ``{"type": KIND}`` alone where one belongs.
 
-        ``fields`` are the columns that are read; paths are relative to ``folder``.
+        ``fields`` are the columns that are read; paths are relative to ``folder``. None is for a
+        request from elsewhere: files are refused, and all is read here, in any thread.
 
         Raises:
             ValueError: if they hold something that cannot be read, or too many or too few.
         """
+
+    def summary(self) -> str:
+        """What the model takes, and by what it is read, in a few words; "" if that is not known."""
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all that rows of :meth:`row` hold beside text; None where that is nothing."""
@@ -69,6 +79,12 @@ class MediaReader(Protocol):
     def described(self, ids: Sequence[int]) -> list[dict[str, str]]:
         """Of each input beside text its ``digest``, and its ``path`` if it has one."""
 
+    def shown(self, text: str, runs: Sequence[Run]) -> str:
+        """A text of :meth:`insert` with a few words in place of each of its runs."""
+
+    def describe(self, token: int) -> tuple[str, Run]:
+        """What a token of a run stands for, in words, and the run."""
+
     def attach(self, model: Any, base: str | None = None) -> None:
         """Have a language model take the runs that were numbered or read, as others may too.
 
@@ -79,8 +95,8 @@ class MediaReader(Protocol):
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:
     """What reads inputs beside text for the model at ``base``; None where it takes text alone.
 
-    ``config`` is of a command with the options of add-ons. Without a ``tokenizer`` rows alone are
-    read, and nothing of the model but its ``config.json``.
+    ``config`` is of a command with the options of add-ons; None has their defaults. Without a
+    ``tokenizer`` rows alone are read, and nothing of the model but its ``config.json``.
     """
     makers = (load(path) for path in provided("media").values())
     found = (make(config, tokenizer, base) for make in makers)
@@ -90,6 +106,25 @@ def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:
 def has_media(ids: Sequence[int]) -> bool:
     """Whether any of the ids is of a run."""
     return max(ids, default=0) >= FIRST_ID
+
+
+def shown_tokens(
+    ids: Sequence[int], decode: Callable[[list[int]], str], media: MediaReader | None
+) -> list[tuple[str, int]]:
+    """The text of each token, and its place; of consecutive ones of a run together."""
+    found: list[tuple[str, int]] = []
+    for place, token in enumerate(ids):
+        if token < FIRST_ID or media is None:
+            found.append((decode([token]), place))
+            continue
+        name, run = media.describe(token)
+        if token != run.first and place and ids[place - 1] == token - 1:
+            continue
+        rest = enumerate(ids[place:])
+        count = next((n for n, i in rest if i != token + n or i >= sum(run)), len(ids) - place)
+        part = "" if count == run.size else f" of {run.size}"
+        found.append((f"[{name}, {count}{part} tokens]", place))
+    return found
 
 
 def with_runs(

@@ -265,7 +265,9 @@ def _build(
             digests[name] = written.to_dict()
     shutil.rmtree(parts)
     return {
-        "audit": make_audit(config, found, *tallies.values()).to_dict(),
+        "audit": make_audit(
+            config, found, *tallies.values(), media_kind="" if media is None else media.kind
+        ).to_dict(),
         "digests": digests,
         "sources": samples,
         "times": found.source_times,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
+from dschat_lora.data.media import MediaReader
 from dschat_lora.data.messages import WEIGHT, Message, is_medium, with_arguments
 from dschat_lora.data.thoughts import NO_THOUGHT, EmptyThought, find_empty_thought
 
@@ -232,11 +233,11 @@ def common_prefix(left: str, right: str) -> int:
 
 
 def fit_messages(
-    messages: Sequence[Message], facts: TemplateFacts, placeholder: str = ""
+    messages: Sequence[Message], facts: TemplateFacts, media: MediaReader | None = None
 ) -> list[Message]:
     """Messages without empty keys, of the roles and in the form that the template takes.
 
-    Where that is text, ``placeholder`` stands in it for a part that is none.
+    Where that is text, the placeholder of ``media`` stands in it for a part that is none.
 
     Raises:
         ValueError: if the arguments of a tool call are malformed, or no object.
@@ -254,7 +255,10 @@ def fit_messages(
         as_text = facts.takes_text and message["role"] != "user"
         as_text = as_text and not (isinstance(content, list) and any(map(is_medium, content)))
         if isinstance(content, list) and (as_text or not facts.takes_parts):
-            texts = (placeholder if is_medium(part) else part["text"] for part in content)
+            texts = (
+                media.placeholder if media and is_medium(part) else part.get("text", "")
+                for part in content
+            )
             fitted["content"] = "".join(texts)
         elif isinstance(content, str) and by_parts:
             fitted["content"] = [{"type": "text", "text": content}]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.media import FIRST_ID
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.row_arrays import Indices
 from dschat_lora.data.samples import AnySample, Columns, read_table, write_samples
@@ -26,6 +27,7 @@ _COUNTED = np.dtype(
         *((name, np.int64) for name in ("length", "prompt", "samples", "tokens", "supervised")),
         ("eos", np.int64),  # samples that end in the end-of-sequence
         ("empty_thoughts", np.int64),  # that are not learnt
+        *(("media", np.int64), ("media_tokens", np.int64)),  # runs, and their tokens in samples
         *((name, bool) for name in ("truncated", "doubled_bos", "identical", "is_text")),
     ]
 )
@@ -46,19 +48,21 @@ class TokenWriter:
         Raises:
             ValueError: at a record that is too long, if it is to be an error.
         """
-        results = tokenize([record for row in rows for record in row], self.encoder, self.rule)
+        records = [record for row in rows for record in row]
+        results = tokenize(records, self.encoder, self.rule)
         samples: list[AnySample] = [each for result in results for each in result.samples]
         counted = {
             "sizes": np.array([len(row) for row in rows], np.int64).tobytes(),
-            "counted": np.array([*map(self._counts, results)], _COUNTED).tobytes(),
+            "counted": np.array([*map(self._counts, records, results)], _COUNTED).tobytes(),
             "methods": json.dumps([row[0].method if row else None for row in rows]).encode(),
         }
         temporary = path.with_suffix(".tmp")
         write_samples(temporary, samples, self.rule.kind, {**(notes or {}), **counted})
         temporary.rename(path)
 
-    def _counts(self, result: Tokenized) -> tuple[int, ...]:
+    def _counts(self, record: TextRecord, result: Tokenized) -> tuple[int, ...]:
         samples, eos = result.samples, self.rule.eos_id
+        seen = sum(int((each.input_ids >= FIRST_ID).sum()) for each in samples if record.media)
         return (
             result.length,
             result.prompt_length,
@@ -67,6 +71,8 @@ class TokenWriter:
             sum([each.num_supervised for each in samples]),
             sum([result.ended or each.ends_in(eos) for each in samples]),
             result.empty_thoughts,
+            len(record.media) if seen else 0,
+            seen,
             result.truncated,
             result.doubled_bos,
             result.identical,
@@ -95,12 +101,15 @@ class Tally:
     truncated: int = 0
     split: int = 0
     doubled_bos: int = 0
+    media_rows: int = 0  # with inputs beside text
     # Samples, each as often as it is used.
     samples: int = 0
     tokens: int = 0
     supervised: int = 0
     eos: int = 0
     empty_thoughts: int = 0
+    media: int = 0
+    media_tokens: int = 0
     texts: int = 0  # samples of plain text
     text_eos: int = 0
 
@@ -123,7 +132,8 @@ class Tally:
                 self.answer_samples += size * (method == "answers")
         own, n = counted[uses > 0], uses[uses > 0]
         self._count_rows(own, records[(times > 0) & (records > 0)])
-        for name in ("samples", "tokens", "supervised", "eos", "empty_thoughts"):
+        sums = ("samples", "tokens", "supervised", "eos", "empty_thoughts", "media", "media_tokens")
+        for name in sums:
             setattr(self, name, getattr(self, name) + int((n * own[name]).sum()))
         self.texts += int((n * own["samples"] * own["is_text"]).sum())
         self.text_eos += int((n * own["eos"] * own["is_text"]).sum())
@@ -154,11 +164,11 @@ class Tally:
             found = dict(zip(values.tolist(), numbers.tolist(), strict=True))
             getattr(self, name).update(found)
         lost = (counted["samples"] == 0) & ~counted["identical"]
-        lost, left, truncated, split, doubled = (
+        lost, left, truncated, split, doubled, media = (
             np.logical_or.reduceat(each, starts)
             for each in (
                 *(lost, counted["samples"] > 0, counted["truncated"]),
-                *(counted["samples"] > 1, counted["doubled_bos"]),
+                *(counted["samples"] > 1, counted["doubled_bos"], counted["media"] > 0),
             )
         )
         for name, rows in {
@@ -168,6 +178,7 @@ class Tally:
             "truncated": truncated & ~lost,
             "split": split,
             "doubled_bos": doubled,
+            "media_rows": media,
         }.items():
             setattr(self, name, getattr(self, name) + int(np.count_nonzero(rows)))
 

@@ -18,12 +18,23 @@ def can_keep_prefixes(model: PreTrainedModel) -> bool:
     """Whether all that layers keep of a prefix are keys and values, the same in longer texts.
 
     A recurrent layer has one state, of the whole text; some rotary embeddings change their
-    frequencies with the length of the text. Models may have ``reads_whole`` set where a part of a
-    text does not tell how the rest is read.
+    frequencies with the length of the text.
     """
     types = {str(getattr(module, "rope_type", "")) for module in model.modules()}
     varies = any(kind in each for each in types for kind in ("dynamic", "longrope"))
-    return not (varies or recurrent_layers(model) or getattr(model, "reads_whole", False))
+    return not (varies or recurrent_layers(model))
+
+
+def prefix_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens that may be taken from another text.
+
+    Models may have ``reads_whole`` set, the least token from the first of which on a text is read
+    at once, as what is kept of a part does not tell how the rest is read.
+    """
+    least = getattr(model, "reads_whole", None)
+    if least is None:
+        return tokens
+    return tokens[: next((n for n, token in enumerate(tokens) if token >= least), len(tokens))]
 
 
 @dataclass(frozen=True, eq=False)

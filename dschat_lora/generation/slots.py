@@ -28,6 +28,7 @@ from dschat_lora.generation.prefix_cache import (
     PrefixCache,
     can_keep_prefixes,
     common_prefix,
+    prefix_tokens,
 )
 from dschat_lora.generation.prompt_lookup import PromptLookup, proposed, usable_drafts
 from dschat_lora.generation.sampling import Responses, Sampling, sample_tokens
@@ -303,11 +304,12 @@ class SlotRows:
     def _take_prefix(self, row: int, prompt: Sequence[int], adapter: int) -> int:
         """Put what is known of a prompt into a row; how many tokens, of which the last is none."""
         found: tuple[Layers, int] = ({}, 0)
+        shareable = prefix_tokens(self.model, prompt[:-1])
         if self._prefixes is not None:
-            found = self._prefixes.find(adapter, prompt[:-1])
+            found = self._prefixes.find(adapter, shareable)
         if self._shares:
             alike = (
-                (common_prefix(tokens, prompt[:-1]), running)
+                (common_prefix(tokens, shareable), running)
                 for running, tokens in enumerate(self._tokens)
                 if self._numbers[running] == adapter
             )

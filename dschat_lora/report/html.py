@@ -149,6 +149,7 @@ def render(
         "default-src 'none'",
         f"script-src {' '.join(map(_hash, scripts)) or chr(39) + 'none' + chr(39)}",
         f"style-src {_hash(style)}",
+        "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
     ]

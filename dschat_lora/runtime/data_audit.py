@@ -12,6 +12,13 @@ from dschat_lora.config.addons import groups_of
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.data.audit import MAX_SHOWN, DataAudit
 from dschat_lora.data.chat import make_chat
+from dschat_lora.data.media import (
+    FIRST_ID,
+    MediaReader,
+    has_media,
+    media_reader,
+    shown_tokens,
+)
 from dschat_lora.data.prepare import ShownSample, prepare, preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.models.loading import Tokenizer, load_tokenizer
@@ -53,6 +60,7 @@ class Findings:
     refusal: str | None  # why a run would stop
     tokenizer: Tokenizer
     of_rows: Sequence[RowFindings] = ()
+    media: MediaReader | None = None
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -72,6 +80,15 @@ class Findings:
             "split": audit.split_rows,
             "duplicates": audit.duplicate_rows,
             "overlap": audit.overlap_rows,
+            **(
+                {
+                    audit.media_kind: audit.media,
+                    f"rows_with_{audit.media_kind}": audit.media_rows,
+                    f"tokens_of_{audit.media_kind}": audit.media_tokens,
+                }
+                if audit.media
+                else {}
+            ),
             **{name: count for each in self.of_rows for name, count in each.counts.items()},
         }
 
@@ -80,7 +97,7 @@ class Findings:
         samples = []
         for sample in self.samples:
             first, *others = (
-                {"input_ids": ids, "supervised": supervised}
+                {"input_ids": self._plain(ids), "supervised": supervised}
                 for ids, supervised in sample.sequences.values()
             )
             rejected = {"rejected": others[0]} if others else {}
@@ -94,6 +111,17 @@ class Findings:
             **{name: found for each in self.of_rows for name, found in each.to_dict().items()},
         }
 
+    def _plain(self, ids: list[int]) -> list[int]:
+        """Tokens of the vocabulary alone."""
+        if self.media is None or not has_media(ids):
+            return ids
+        return [self.media.token_id if token >= FIRST_ID else token for token in ids]
+
+    def shown(self, ids: Sequence[int], supervised: Sequence[int]) -> tuple[list[str], list[int]]:
+        """Texts of tokens, and 1 where they are learnt; each input beside text is one."""
+        found = shown_tokens(ids, self.tokenizer.decode, self.media)
+        return [text for text, _ in found], [supervised[place] for _, place in found]
+
     def lines(self, *, colour: bool = False) -> list[str]:
         """The findings for a person."""
         audit = self.audit
@@ -106,9 +134,9 @@ class Findings:
         lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
         for sample in self.samples:
             for name, (ids, supervised) in sample.sequences.items():
-                tokens = _tokens(self.tokenizer, ids)
+                tokens, learnt = self.shown(ids, supervised)
                 lines += ["", _headline(sample.row, name, supervised)]
-                lines.append(sample_text(tokens, supervised, colour=colour))
+                lines.append(sample_text(tokens, learnt, colour=colour))
         if self.refusal is not None:
             lines += ["", f"refused      {self.refusal}"]
         return lines
@@ -122,7 +150,9 @@ def audit_data(config: AuditConfig) -> Findings:
     Raises:
         ValueError: if the data cannot be read at all.
     """
-    tokenizer = load_tokenizer(find_model(config.model_name_or_path).tokenizer, config.model)
+    source = find_model(config.model_name_or_path)
+    tokenizer = load_tokenizer(source.tokenizer, config.model)
+    media = media_reader(config, tokenizer, source.base)
     data, eos_id = replace(config.data, bad_rows="skip"), int(tokenizer.eos_token_id)
     phase, kind = STAGES[config.stage]
     with TemporaryDirectory() as cache:
@@ -134,9 +164,10 @@ def audit_data(config: AuditConfig) -> Findings:
             eos_id=eos_id,
             cache_dir=Path(cache),
             kind=kind,
+            media=media,
         ).audit
-    samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
-    chat = make_chat(tokenizer, data.chat_template_kwargs, eos_id=eos_id)
+    samples = preview(data, tokenizer, eos_id=eos_id, kind=kind, media=media)
+    chat = make_chat(tokenizer, data.chat_template_kwargs, eos_id=eos_id, media=media)
     found = (
         own.look_at_rows(data, chat, kind=kind, seed=config.seed)
         for own in groups_of(config, "look_at_rows")
@@ -145,7 +176,8 @@ def audit_data(config: AuditConfig) -> Findings:
     refusal = audit.refusal
     if audit.bad_rows and config.data.bad_rows == "stop":
         refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
-    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer, of_rows)
+    shown = list(islice(samples, config.show))
+    return Findings(audit, shown, refusal, tokenizer, of_rows, media)
 
 
 def show_audit(config: AuditConfig) -> bool:
@@ -161,18 +193,13 @@ def show_audit(config: AuditConfig) -> bool:
     return found.refusal is None
 
 
-def _tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    return [tokenizer.decode([each]) for each in ids]
-
-
 def _page(found: Findings) -> str:
     table = "\n".join(replace(found, samples=[]).lines())
     parts = [f"<pre>{safe(table)}</pre>"]
     for sample in found.samples:
         for name, (ids, supervised) in sample.sequences.items():
             parts.append(f"<h3>{safe(_headline(sample.row, name, supervised))}</h3>")
-            tokens = _tokens(found.tokenizer, ids)
-            parts.append(sample_html(tokens, supervised))
+            parts.append(sample_html(*found.shown(ids, supervised)))
     return page("Audit of data", "".join(parts))
 
 

@@ -17,6 +17,7 @@ from dschat_lora.checkpoint.adapter_config import (
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint, read_state
 from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, tensors_of, verify
 from dschat_lora.config.verbs import InspectConfig
+from dschat_lora.data.media import media_reader
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.runtime.checks import architecture_names
@@ -107,6 +108,7 @@ def _model(path: Path) -> dict[str, Any]:
         "path": str(path),
         "architecture": ", ".join(architecture_names(fields)) or None,
         "dtype": fields.get("dtype") or fields.get("torch_dtype"),
+        **_beside_text(str(path)),
     }
     tensors: dict[str, Any] = {}
     try:
@@ -140,6 +142,7 @@ def _settings(config: AdapterConfig) -> dict[str, Any]:
     targets = config.target_modules
     return {
         "base": config.base_model_name_or_path or "the bundled tiny model",
+        **_beside_text(config.base_model_name_or_path),
         "task": task.get(config.task_type or "", config.task_type),
         "rank": config.r,
         "alpha": config.lora_alpha,
@@ -152,6 +155,13 @@ def _settings(config: AdapterConfig) -> dict[str, Any]:
         **({"experts": list(config.target_parameters)} if config.target_parameters else {}),
         "stored_in_full": list(config.modules_to_save),
     }
+
+
+def _beside_text(base: str | None) -> dict[str, str]:
+    """What a model takes beside text, if anything is known of it."""
+    reader = None if not base else media_reader(None, None, base)
+    words = "" if reader is None else reader.summary()
+    return {"takes": f"text and {words}"} if words else {}
 
 
 def _tensors(entries: Mapping[str, Any]) -> dict[str, Any]:

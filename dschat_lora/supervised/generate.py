@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.data.chat import Chat, Span, make_chat
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.records import TextRecord
+from dschat_lora.data.readers import RawRow
+from dschat_lora.data.records import TextRecord, with_media
+from dschat_lora.data.rows import DataKind, RowOptions, parse_row
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.distributed import device
@@ -130,7 +133,7 @@ def generate_answers(config: GenerateConfig) -> None:
         ValueError: for a row that has no prompt, or lengths that the model has no positions for.
         OSError: if the output cannot be written.
     """
-    policy = load_policy(config.model)
+    policy = load_policy(config.model, config)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
     in_json = config.json or config.output_path is not None
     count = too_long = undrawn = 0
@@ -138,7 +141,10 @@ def generate_answers(config: GenerateConfig) -> None:
         for answered in answer_prompts(config, policy, room):
             for record, answers in answered:
                 for answer in (None,) if answers is None else answers:
-                    file.write(_line(record, answer, in_json=in_json) + "\n")
+                    prompt = record.prompt
+                    if policy.media is not None:
+                        prompt = policy.media.shown(prompt, record.media)
+                    file.write(_line(prompt, answer, in_json=in_json) + "\n")
                 count, too_long = count + 1, too_long + (answers is None)
                 undrawn += sum(each.undrawn for each in answers or ())
             file.flush()
@@ -156,7 +162,7 @@ def answer_texts(config: GenerateConfig) -> list[str]:
     Raises:
         ValueError: for a prompt that is too long, or an answer of which no token can be drawn.
     """
-    policy = load_policy(config.model)
+    policy = load_policy(config.model, config)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
     texts: list[str] = []
     for answered in answer_prompts(config, policy, room):
@@ -190,15 +196,26 @@ def prompt_ids(
     records: Sequence[TextRecord], policy: LoadedPolicy, room: int
 ) -> list[list[int] | None]:
     """Token ids of prompts as step 3 has them; None for those of more than ``room`` tokens."""
-    rule = TokenRule(int(policy.tokenizer.eos_token_id), room, "drop", False, kind="prompts")
+    rule = policy_rule(records, policy, room, kind="prompts")
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
     samples = [each.sample for each in tokenized]
     return [s.input_ids.tolist() if isinstance(s, PromptSample) else None for s in samples]
 
 
+def policy_rule(
+    records: Sequence[TextRecord], policy: LoadedPolicy, limit: int, *, kind: DataKind
+) -> TokenRule:
+    """How records become samples of at most ``limit`` tokens; longer ones become none."""
+    has_media = policy.media is not None and any(record.media for record in records)
+    media_id = policy.media.token_id if policy.media is not None and has_media else -1
+    eos_id = int(policy.tokenizer.eos_token_id)
+    return TokenRule(eos_id, limit, "drop", False, kind=kind, media_id=media_id)
+
+
 def _chunks(config: GenerateConfig, policy: LoadedPolicy, size: int) -> Iterator[list[TextRecord]]:
     """Prompts of the line, then of the files."""
-    chat, records = make_chat(policy.tokenizer, config.loading.chat_template_kwargs), []
+    kwargs = config.loading.chat_template_kwargs
+    chat, records = make_chat(policy.tokenizer, kwargs, media=policy.media), list[TextRecord]()
     for record in all_prompts(config, chat):
         records.append(record)
         if len(records) == size * BATCHES_AT_A_TIME:
@@ -210,19 +227,29 @@ def _chunks(config: GenerateConfig, policy: LoadedPolicy, size: int) -> Iterator
 
 def all_prompts(config: GenerateConfig, chat: Chat) -> Iterator[TextRecord]:
     """The prompts of the line, then those of the rows."""
+    beside = list(groups_of(config, "beside_prompt"))
     for number, text in enumerate(config.prompts, start=1):
+        location, messages = f"--prompts {number}", [{"role": "user", "content": text}]
+        values = {"prompt": messages if config.chat else text}
+        for own in beside:
+            values = own.beside_prompt(values)
+        if len(values) > 1:
+            row = parse_row(RawRow(location, values), RowOptions(media=chat.media))
+            yield last_record(row, chat, "prompts")
+            continue
         if config.chat:
-            messages = [{"role": "user", "content": text}]
             text = chat.render(messages, add_generation_prompt=True)
-        yield _plain_prompt(f"--prompts {number}", text)
+        yield _plain_prompt(location, text)
     yield from row_prompts(config, chat)
 
 
 def row_prompts(config: RowsConfig, chat: Chat, *, limit: int = 0) -> Iterator[TextRecord]:
     """The prompt of each row; of a row of ``text``, all of it."""
-    for values, row in read_rows(config, kind=None, limit=limit):
+    for values, row in read_rows(config, kind=None, limit=limit, media=chat.media):
         if row.kind == "text":
-            record = _plain_prompt(row.location, values["text"])
+            record = _plain_prompt(row.location, row.values["text"])
+            if chat.media is not None:
+                (record,) = with_media((record,), row, chat.media)
         else:
             record = last_record(row, chat, "prompts")
         columns = json.dumps(values, ensure_ascii=False, default=str)
@@ -233,12 +260,12 @@ def _plain_prompt(location: str, text: str) -> TextRecord:
     return TextRecord(location, "prompt", (Span(text, target=False),))
 
 
-def _line(record: TextRecord, answer: Answer | None, *, in_json: bool) -> str:
+def _line(prompt: str, answer: Answer | None, *, in_json: bool) -> str:
     if not in_json:
         if answer is None:
             return "(too long)"
         return "(no token can be drawn)" if answer.undrawn else answer.text
-    fields: dict[str, Any] = {"prompt": record.prompt, "response": None}
+    fields: dict[str, Any] = {"prompt": prompt, "response": None}
     if answer is not None and not answer.undrawn:
         fields |= {"response": answer.text, "tokens": answer.tokens, "ended": answer.ended}
     return json.dumps(jsonable(fields), ensure_ascii=False)

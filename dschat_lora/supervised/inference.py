@@ -18,8 +18,9 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.staging import staged_file
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat
+from dschat_lora.data.media import MediaReader, media_reader
 from dschat_lora.data.readers import iter_rows
-from dschat_lora.data.records import TextRecord, to_records
+from dschat_lora.data.records import TextRecord, to_records, with_media
 from dschat_lora.data.rows import DataKind, ParsedRow, RowOptions, parse_row, require_usable
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.sources import find_source
@@ -48,6 +49,7 @@ class LoadedPolicy:
     source: ModelSource
     model: PreTrainedModel
     tokenizer: Tokenizer
+    media: MediaReader | None = None  # of a model that takes inputs beside text
 
     @property
     def positions(self) -> int | None:
@@ -56,8 +58,10 @@ class LoadedPolicy:
         return limit
 
 
-def load_policy(config: ModelConfig) -> LoadedPolicy:
+def load_policy(config: ModelConfig, verb: object = None) -> LoadedPolicy:
     """The language model that ``--model_name_or_path`` names.
+
+    It takes inputs beside text where the config of a ``verb`` with options of add-ons is given.
 
     Raises:
         ValueError: if it cannot be loaded, or its adapter does not fit.
@@ -71,18 +75,36 @@ def load_policy(config: ModelConfig) -> LoadedPolicy:
     )
     if adapted.warning is not None:
         note(f"warning: {adapted.warning}")
-    return LoadedPolicy(source, adapted.model.eval().to(here), tokenizer)
+    model = adapted.model.eval().to(here)
+    return LoadedPolicy(source, model, tokenizer, attached_media(verb, tokenizer, source, model))
+
+
+def attached_media(
+    verb: object, tokenizer: Tokenizer, source: ModelSource, model: PreTrainedModel
+) -> MediaReader | None:
+    """What reads inputs beside text for a model, which takes them then; None where it takes none.
+
+    ``verb`` is a config with options of add-ons.
+    """
+    media = None if verb is None else media_reader(verb, tokenizer, source.base)
+    if media is not None:
+        media.attach(model)
+    return media
 
 
 def read_rows(
-    config: RowsConfig, *, kind: DataKind | None, limit: int = 0
+    config: RowsConfig,
+    *,
+    kind: DataKind | None,
+    limit: int = 0,
+    media: MediaReader | None = None,
 ) -> Iterator[tuple[dict[str, Any], ParsedRow]]:
     """Each row as read and as parsed, of ``limit`` at most (0: all).
 
     Raises:
         ValueError: at the first row that cannot be used as ``kind``, if any is given.
     """
-    options = RowOptions(parse_columns(config.columns), unpaired="all")
+    options = RowOptions(parse_columns(config.columns), unpaired="all", media=media)
     rows = (raw for each in config.data_path for raw in iter_rows(find_source("data_path", each)))
     for raw in islice(rows, limit or None):
         row = parse_row(raw, options)
@@ -92,7 +114,7 @@ def read_rows(
 def last_record(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     """The record of a row, up to its last answer or prompt."""
     *_, record = to_records(row, chat, kind)
-    return record
+    return record if chat.media is None else with_media((record,), row, chat.media)[0]
 
 
 def check_measured(

@@ -9,6 +9,7 @@ import torch
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.encoder import make_encoder
+from dschat_lora.data.media import media_reader
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
@@ -31,6 +32,10 @@ class Scorer:
         batch_size: sequences scored at a time.
         max_seq_len: longest sequence that gets a score; 0: as the model has positions.
         bases: models that are loaded already, by their path; one that fits lends its weights.
+        verb: config with options of add-ons, by which it takes inputs beside text.
+
+    Attributes:
+        media: what reads these; None where it takes none, and records with any are refused.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class Scorer:
         batch_size: int = 16,
         max_seq_len: int = 0,
         bases: Mapping[str, PreTrainedModel] = MappingProxyType({}),
+        verb: object = None,
     ) -> None:
         here = device()
         source = find_model(config.model_name_or_path)
@@ -60,6 +66,8 @@ class Scorer:
         if adapted.warning is not None:
             note(f"warning: {adapted.warning}")
         self._network = RewardModel(adapted.model).to(here).eval()
+        self.media = media_reader(verb, self.tokenizer, source.base) if verb is not None else None
+        self._attached = False
         self._batch_size = batch_size
         self._collate = SampleCollator(int(self.tokenizer.pad_token_id))
         limit = getattr(adapted.model.config, "max_position_embeddings", None)
@@ -76,7 +84,16 @@ class Scorer:
         Raises:
             ValueError: naming a row whose score is not finite.
         """
-        rule = TokenRule(int(self.tokenizer.eos_token_id), self.max_seq_len, "drop", False)
+        media_id = -1
+        if beside := next((record for record in records if record.media), None):
+            if self.media is None:
+                raise ValueError(f"{beside.location}: the reward model takes text alone")
+            if not self._attached:
+                self.media.attach(self._network.backbone.model)
+                self._attached = True
+            media_id = self.media.token_id
+        eos_id = int(self.tokenizer.eos_token_id)
+        rule = TokenRule(eos_id, self.max_seq_len, "drop", False, media_id=media_id)
         tokenized = tokenize(records, make_encoder(self.tokenizer), rule)
         results: list[float | None] = [None] * len(records)
         samples = {

@@ -227,6 +227,7 @@ def test_policy_allows_exactly_the_scripts_and_styles_of_the_page():
     for rule, texts in blocks.items():
         hashes = [b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
         assert rules.pop(rule) == " ".join(f"'sha256-{each}'" for each in hashes)
+    assert rules.pop("img-src") == "data:"
     assert rules == dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'")
     tags = [tag for tag, _ in document.elements]
     assert tags[:4] == ["html", "head", "meta", "meta"]  # before any content

@@ -61,8 +61,8 @@ def test_an_answer_that_cannot_be_drawn_is_left_out(verb, monkeypatch):
 def test_a_weight_that_is_not_finite_is_named_by_generate(verb, monkeypatch):
     load = generate.load_policy
 
-    def spoilt(config):
-        policy = load(config)
+    def spoilt(*configs):
+        policy = load(*configs)
         policy.model.get_output_embeddings().weight.data[3] = torch.inf
         return policy
 

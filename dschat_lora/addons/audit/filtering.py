@@ -107,7 +107,7 @@ class RowFilter:
         self.found = Filtered(config)
         self.sample: list[str] = []
         self._usable, self._draw = 0, random.Random(seed)
-        self._options, self._chat, self._kind = row_options(data), chat, kind
+        self._options, self._chat, self._kind = row_options(data, chat.media), chat, kind
         self._reader = RowReader(self._options, chat, kind, skips=True)
         self._digests: set[bytes] = set()
         near = config.near_duplicates

@@ -1,9 +1,11 @@
 """Options of ``eval`` and ``score``."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from dschat_lora.config.addons import addon_options
 from dschat_lora.config.groups import require, require_numbers
-from dschat_lora.config.options import option
+from dschat_lora.config.options import group, option
 from dschat_lora.config.verbs import ReadingConfig
 
 
@@ -39,6 +41,7 @@ class EvalConfig(ReadingConfig):
     apply_chat_template: bool = option(
         False, help="questions of --tasks are a user's messages, rendered by the chat template"
     )
+    addons: Any = group(addon_options("eval"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +72,7 @@ class ScoreConfig(ReadingConfig):
         help="files (.jsonl .json .csv .parquet .arrow), directories of them, or hub data sets"
     )
     output_path: str | None = option(None, help="JSONL file to write; default: standard output")
+    addons: Any = group(addon_options("score"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

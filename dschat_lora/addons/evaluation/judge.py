@@ -45,11 +45,11 @@ def function_judge(option: str, name: str, tokenizer: Tokenizer, columns: Sequen
     return scores_of
 
 
-def scorer_of(config: ReadingConfig, reward_model: str) -> Scorer:
-    """The reward model, loaded as the model that is read."""
+def scorer_of(config: ReadingConfig, reward_model: str, verb: object = None) -> Scorer:
+    """The reward model, loaded as the model that is read; see :class:`Scorer`."""
     model = replace(config.model, model_name_or_path=reward_model)
     size = config.per_device_eval_batch_size
-    return Scorer(model, batch_size=size, max_seq_len=config.max_seq_len)
+    return Scorer(model, batch_size=size, max_seq_len=config.max_seq_len, verb=verb)
 
 
 def model_judge(config: ReadingConfig, reward_model: str) -> Judge:

@@ -13,12 +13,13 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.records import TextRecord, answers_of
 from dschat_lora.data.samples import SequenceSample
-from dschat_lora.data.tokenize import TokenRule, tokenize
+from dschat_lora.data.tokenize import tokenize
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.supervised.generate import (
     AnswerGenerator,
+    policy_rule,
     prompt_ids,
     room_for_prompts,
     row_prompts,
@@ -86,10 +87,10 @@ def show_measures(found: Mapping[str, float], *, as_json: bool) -> None:
 
 def score_rows(config: EvalConfig) -> dict[str, float]:
     """Means of a reward model's scores, and how often it prefers the chosen answer."""
-    scorer = scorer_of(config, config.model_name_or_path)
-    chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs)
+    scorer = scorer_of(config, config.model_name_or_path, config)
+    chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs, media=scorer.media)
     pairs, single, count, too_long = Pairs(), list[float](), 0, 0
-    rows = read_rows(config, kind="samples", limit=config.limit)
+    rows = read_rows(config, kind="samples", limit=config.limit, media=scorer.media)
     for chunk in chunks((answers_of(last_record(row, chat, "pairs")) for _, row in rows)):
         values = iter(scorer.scores([each for own in chunk for each in own]))
         for own in chunk:
@@ -112,8 +113,8 @@ def measure_policy(config: EvalConfig) -> dict[str, float]:
 
     Of prompts alone, whose own answers are scored, there is no perplexity.
     """
-    policy = load_policy(config.model)
-    values, row = next(read_rows(config, kind=None, limit=1))
+    policy = load_policy(config.model, config)
+    values, row = next(read_rows(config, kind=None, limit=1, media=policy.media))
     judge = None
     if name := config.judge_function:
         judge = function_judge("judge_function", name, policy.tokenizer, [*values])
@@ -127,11 +128,12 @@ def measure_policy(config: EvalConfig) -> dict[str, float]:
 
 def measure_answers(config: EvalConfig, policy: LoadedPolicy) -> dict[str, float]:
     """Perplexity of the answers, and preferences by log-probability."""
-    chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
+    kwargs = config.loading.chat_template_kwargs
+    chat = make_chat(policy.tokenizer, kwargs, media=policy.media)
     limit = min(each for each in (policy.positions, config.max_seq_len, 2**31) if each)
     meter, pairs = LossMeter(policy.model, policy.tokenizer), Pairs()
     loss, tokens, rows, too_long = 0.0, 0, 0, 0
-    read = read_rows(config, kind="samples", limit=config.limit)
+    read = read_rows(config, kind="samples", limit=config.limit, media=policy.media)
     for chunk in chunks(last_record(row, chat, "samples") for _, row in read):
         firsts = sample_losses(chunk, policy, meter, limit, config.per_device_eval_batch_size)
         paired = [i for i, record in enumerate(chunk) if record.rejected is not None]
@@ -176,7 +178,7 @@ def sample_losses(
     Raises:
         ValueError: naming a row whose loss is not finite.
     """
-    rule = TokenRule(int(policy.tokenizer.eos_token_id), limit, "drop", False)
+    rule = policy_rule(records, policy, limit, kind="samples")
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
     samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, SequenceSample)}
     found: list[tuple[float, int] | None] = [None] * len(records)
@@ -194,7 +196,8 @@ def own_scores(config: EvalConfig, policy: LoadedPolicy, judge: Judge | None) ->
     if config.reward_model is None and judge is None:
         return {}
     scorer = None if config.reward_model is None else model_judge(config, config.reward_model)
-    chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
+    kwargs = config.loading.chat_template_kwargs
+    chat = make_chat(policy.tokenizer, kwargs, media=policy.media)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
     generate = AnswerGenerator(
         policy,

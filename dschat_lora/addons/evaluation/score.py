@@ -26,11 +26,12 @@ def score_files(config: ScoreConfig) -> None:
         config.model,
         batch_size=config.per_device_eval_batch_size,
         max_seq_len=config.max_seq_len,
+        verb=config,
     )
     count = too_long = pairs = 0
     right = 0.0
     with output_file(config.output_path) as file:
-        for rows, records in _chunks(config, scorer.tokenizer):
+        for rows, records in _chunks(config, scorer):
             values = iter(scorer.scores([each for own in records for each in own]))
             for row, own in zip(rows, records, strict=True):
                 scores = [next(values) for _ in own]
@@ -60,13 +61,14 @@ def _described(row: dict[str, Any], scores: Sequence[float | None]) -> dict[str,
 
 
 def _chunks(
-    config: ScoreConfig, tokenizer: Any
+    config: ScoreConfig, scorer: Scorer
 ) -> Iterator[tuple[list[dict[str, Any]], list[tuple[TextRecord, ...]]]]:
     """Rows as read, and for each the one or two answers to score."""
-    chat = make_chat(tokenizer, config.loading.chat_template_kwargs)
+    kwargs = config.loading.chat_template_kwargs
+    chat = make_chat(scorer.tokenizer, kwargs, media=scorer.media)
     rows: list[dict[str, Any]] = []
     records: list[tuple[TextRecord, ...]] = []
-    for values, row in read_rows(config, kind="samples"):
+    for values, row in read_rows(config, kind="samples", media=scorer.media):
         rows.append(values)
         records.append(answers_of(last_record(row, chat, "pairs")))
         if len(rows) == ROWS_AT_A_TIME:

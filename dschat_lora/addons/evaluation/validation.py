@@ -5,7 +5,9 @@ from typing import Any
 from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.verbs import ReadingConfig
+from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import DataKind, check_sources
+from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.score.builtin_rewards import check_scorer
 from dschat_lora.runtime.checks import find_of_kind, require_packages, task_of
@@ -15,8 +17,8 @@ from dschat_lora.runtime.validation import check_reading
 
 def check_score(config: ScoreConfig) -> None:
     """Refuse what is no reward model, and files that cannot be read or written."""
-    check_reading(config, ("SEQ_CLS",))
-    check_rows(config, "samples")
+    source = check_reading(config, ("SEQ_CLS",))
+    check_rows(config, "samples", source)
     if config.output_path is not None:
         check_file_can_be_made(config.output_path, "output_path")
 
@@ -29,7 +31,7 @@ def check_eval(config: EvalConfig) -> bool:
         require_packages("--tasks", "lm_eval", extra="evaluation")
     else:
         answers = config.reward_model or config.judge_function  # of the model are scored
-        check_rows(config, "prompts" if answers else "samples")
+        check_rows(config, "prompts" if answers else "samples", source)
     if config.judge_function is not None and task_of(source) == "SEQ_CLS":
         raise ValueError(
             f"--judge_function {config.judge_function} scores a language model's answers, and "
@@ -46,10 +48,10 @@ def check_eval(config: EvalConfig) -> bool:
     return False
 
 
-def check_rows(config: ReadingConfig, kind: DataKind) -> None:
+def check_rows(config: ReadingConfig, kind: DataKind, source: ModelSource) -> None:
     """Refuse files whose first rows cannot be used."""
     data = DataConfig(data_path=config.data_path, columns=config.columns, unpaired_rows="all")
-    check_sources(data, kind)
+    check_sources(data, kind, media_reader(config, None, source.base))
 
 
 def check_function(option: str, name: str | None) -> None:

@@ -4,9 +4,19 @@ from dschat_lora.config.addons import Addon
 
 ADDON = Addon(
     "images",
-    options=dict.fromkeys(
-        ("sft", "reward", "dpo", "rlhf", "audit", "generate"),
-        "dschat_lora.addons.images.options:ImageOptions",
-    ),
-    provides={"media": {"images": "dschat_lora.addons.images.families:image_reader"}},
+    options={
+        **dict.fromkeys(
+            ("sft", "reward", "dpo", "rlhf"),
+            "dschat_lora.addons.images.options:TrainingImageOptions",
+        ),
+        **dict.fromkeys(
+            ("audit", "eval", "score", "serve", "chat"),
+            "dschat_lora.addons.images.options:ImageOptions",
+        ),
+        "generate": "dschat_lora.addons.images.options:PromptImageOptions",
+    },
+    provides={
+        "media": {"images": "dschat_lora.addons.images.families:image_reader"},
+        "thumbnail": {"images": "dschat_lora.addons.images.pictures:thumbnail"},
+    },
 )

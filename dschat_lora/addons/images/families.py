@@ -46,12 +46,18 @@ def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "Imag
     kind = model_type(base)
     if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
         return None
+    from dschat_lora.addons.images.options import ImageOptions
     from dschat_lora.addons.images.reader import ImageReader, PictureStore, RunDecoder
     from dschat_lora.runtime.checks import cache_directory
 
-    data = getattr(config.data, "data", config.data)
-    folder = cache_directory(data) / "pictures"
-    reader = ImageReader(base, tokenizer, config.addons.images, PictureStore(folder))
+    options = getattr(getattr(config, "addons", None), "images", None)
+    options = ImageOptions() if config is None else options
+    if options is None:  # of a command that reads no pictures
+        return None
+    data = getattr(config, "data", None)  # a verb that prepares none has pictures in memory
+    data = getattr(data, "data", data)
+    store = PictureStore(None if data is None else cache_directory(data) / "pictures")
+    reader = ImageReader(base, tokenizer, options, store)
     if tokenizer is not None:
         tokenizer.decode = RunDecoder(tokenizer, reader)  # type: ignore[method-assign]
     return reader

@@ -1,6 +1,7 @@
 """Options of rows with pictures."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, require_numbers
 from dschat_lora.config.options import option
@@ -17,6 +18,12 @@ class ImageOptions:
         50_000_000, help="most pixels of a picture, which is refused before it is decoded"
     )
 
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 1", "max_image_pixels")
+
+
+@dataclass(frozen=True)
+class TrainingImageOptions(ImageOptions):
     train_vision: bool = option(
         False, help="adapt the linear layers of the part that sees and of its projector, too"
     )
@@ -26,7 +33,7 @@ class ImageOptions:
     )
 
     def __post_init__(self) -> None:
-        require_numbers(self, ">= 1", "max_image_pixels")
+        super().__post_init__()
         require_numbers(self, "> 0", "vision_learning_rate")
 
     def choose_layers(self, lora: LoraConfig) -> LoraConfig:
@@ -40,3 +47,19 @@ class ImageOptions:
         if lora.lora_dim == 0:
             raise ValueError("--train_vision is for adapters: give --lora_dim")
         return replace(lora, target_modules=(*lora.target_modules, ALL_BESIDE))
+
+
+@dataclass(frozen=True)
+class PromptImageOptions(ImageOptions):
+    image: tuple[str, ...] = option(
+        (), help="files of pictures in front of each of --prompts, or where it has <image>"
+    )
+
+    def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A row of a prompt with its pictures."""
+        prompt = values["prompt"]
+        if not self.image:
+            return values
+        if isinstance(prompt, str) and "<image>" not in prompt:
+            prompt = "<image>" * len(self.image) + prompt
+        return {**values, "prompt": prompt, "images": list(self.image)}

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.messages import is_there
+from dschat_lora.runtime.checks import cache_directory
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -34,7 +36,7 @@ _BROKEN = (
     *(ArithmeticError, AttributeError, AssertionError, EOFError, LookupError, MemoryError),
     *(OSError, RuntimeError, SyntaxError, TypeError, ValueError, struct.error, zlib.error),
 )
-Reference = dict[str, str]
+Reference = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,14 @@ class Picture:
     data: bytes = field(default=b"", repr=False)  # as a file has it
     url: str = ""
     image: Any = None  # of Pillow
+    size: tuple[int, int] | None = None  # width and height, if they are known
 
     def __str__(self) -> str:
         name = f"{self.path or self.url!r:.300}" if self.path or self.url else "in memory"
         return f"picture of {len(self.data):,} bytes" if self.data else f"picture {name}"
 
 
-def picture_of(value: Any, folder: str | Path, *, allow_urls: bool = False) -> Picture:
+def picture_of(value: Any, folder: str | Path | None, *, allow_urls: bool = False) -> Picture:
     """A picture as a row has it: a path, a URI, base64, bytes, an object with these, a PIL image.
 
     Paths are relative to ``folder``, that of the row's file. Text that is no file is base64 where
@@ -94,7 +97,7 @@ def picture_of(value: Any, folder: str | Path, *, allow_urls: bool = False) -> P
     return _of_text(text, folder, allow_urls)
 
 
-def _of_text(text: str, folder: str | Path, allow_urls: bool) -> Picture:
+def _of_text(text: str, folder: str | Path | None, allow_urls: bool) -> Picture:
     found = re.match(r"(data):|([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE)
     scheme = found[found.lastindex or 0].lower() if found else ""
     if scheme == "data":
@@ -111,7 +114,11 @@ def _of_text(text: str, folder: str | Path, allow_urls: bool) -> Picture:
     return _of_file(unquote(text[len("file://") :]) if scheme else text, folder)
 
 
-def _of_file(name: str, folder: str | Path) -> Picture:
+def _of_file(name: str, folder: str | Path | None) -> Picture:
+    if folder is None:
+        if name.startswith(_BASE64_BEGINS):
+            return Picture(data=_decoded(name))
+        raise ValueError(f"picture {name!r:.100} must be a data URI; files are not read here")
     path = os.path.abspath(os.path.join(folder, os.path.expanduser(name)))
     try:
         mode = os.stat(path).st_mode
@@ -267,9 +274,12 @@ def digest(data: bytes) -> str:
 
 
 class PictureStore:
-    """Bytes of pictures by references, which samples keep; in a folder those that have no file."""
+    """Bytes of pictures by references, which samples keep; in a folder those that have no file.
 
-    def __init__(self, folder: Path) -> None:
+    Without a folder references hold these.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def put(self, picture: Picture, data: bytes) -> Reference:
@@ -283,6 +293,8 @@ class PictureStore:
         name = digest(data)
         if picture.path:
             return {"digest": name, "path": picture.path}
+        if self._folder is None:
+            return {"digest": name, "data": data}
         path = self._path(name)
         # One that a failure of the power has cut is written again.
         if not path.is_file() or path.stat().st_size != len(data):
@@ -292,13 +304,15 @@ class PictureStore:
                 os.replace(Path(staging) / name, path)
         return {"digest": name}
 
-    def load(self, reference: Reference, limits: Limits = LIMITS) -> bytes:
+    def load(self, reference: Mapping[str, Any], limits: Limits = LIMITS) -> bytes:
         """The bytes of a reference.
 
         Raises:
             ValueError: naming the file, if it is gone or has other bytes.
         """
         name = reference["digest"]
+        if "data" in reference:
+            return bytes(reference["data"])
         picture = Picture(path=reference.get("path") or str(self._path(name)))
         data = read(picture, limits)
         if digest(data) != name:
@@ -307,4 +321,24 @@ class PictureStore:
 
     def _path(self, name: str) -> Path:
         assert re.fullmatch(r"[0-9a-f]{32}", name)
+        assert self._folder is not None, "bytes without a file are in the reference"
         return self._folder / name[:2] / name
+
+
+def thumbnail(reference: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """A data URI of a few KB of a picture that a run saw; None where it is not there any more.
+
+    ``config`` has the run's options by name.
+    """
+    if not re.fullmatch(r"[0-9a-f]{32}", str(reference.get("digest"))):
+        return None
+    data = DataConfig(data_output_path=config.get("data_output_path"))
+    buffer = io.BytesIO()
+    try:
+        content = PictureStore(cache_directory(data) / "pictures").load(reference)
+        image = open_picture(content)
+    except ValueError:
+        return None
+    image.thumbnail((96, 96))
+    image.save(buffer, "JPEG", quality=70)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

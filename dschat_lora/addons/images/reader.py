@@ -2,6 +2,7 @@
 
 import json
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
@@ -10,8 +11,11 @@ from itertools import islice
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
+from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, model_type
 from dschat_lora.addons.images.options import ImageOptions
 from dschat_lora.addons.images.pictures import (
     NO_PILLOW,
@@ -37,9 +41,15 @@ if TYPE_CHECKING:
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
+MOST_NAMED = 10_000  # in a checkpoint
 LAST_ID = 2**31  # tokens are stored in 32 bits
 SHAPES_AT_ONCE = 64  # that one process expands in a second or two
-
+# Of pictures that come one after another: those that are known though no run of them is held, and
+# shapes.
+RECENT, RECENT_BYTES, RECENT_SHAPES = 1024, 2**28, 4096
+# Most of a request: pictures, and bytes of one.
+REQUEST_PICTURES, REQUEST_BYTES = 64, 2**25
+_DECODING = Lock()  # one of many requests' pictures at a time, as they may be large
 
 # Width, height and whether it is a sample's only picture, where the processor's tiles depend on it.
 Shape = tuple[int, int, bool]
@@ -69,13 +79,66 @@ class Entry:
         """Whether it is cut into tiles as a sample's only picture."""
         return self.shape[2]
 
+    @property
+    def name(self) -> str:
+        """In a word or two: its file's, or its size."""
+        path, (width, height, _) = self.reference.get("path"), self.shape
+        return f"picture {Path(path).name if path else f'{width} x {height}'}"
+
+
+class _HeldRun(Run):
+    """A run with its entry, which is forgotten after it."""
+
+    entry: Entry
+
+
+class Passing:
+    """Pictures that come one after another: they are known while a run is held, and a while after.
+
+    Ids are not used twice. Copies begin anew.
+    """
+
+    def __init__(self) -> None:
+        self._next = FIRST_ID
+        self._held: WeakValueDictionary[int, Entry] = WeakValueDictionary()
+        self._recent: OrderedDict[tuple[str, bool], Entry] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Passing, ()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Those that are known, in the order of their ids."""
+        found = (ref() for ref in self._held.valuerefs())
+        return sorted((each for each in found if each is not None), key=lambda each: each.first)
+
+    def find(self, digest: str, *, alone: bool) -> Entry | None:
+        """The entry of a picture of these bytes, if it is known."""
+        if (digest, alone) in self._recent:
+            self._recent.move_to_end((digest, alone))
+        return self._recent.get((digest, alone))
+
+    def add(self, entry: Entry, known: Expansion) -> Entry:
+        """The entry with ids; it is known from here on."""
+        entry = replace(entry, first=self._next, size=known.size, grid=known.grid)
+        self._next += known.size
+        self._held[entry.first] = entry
+        self._recent[entry.reference["digest"], entry.alone] = entry
+        sizes = [len(each.reference.get("data", b"")) for each in self._recent.values()]
+        total = sum(sizes)
+        for size in sizes[:-1]:
+            if len(self._recent) <= RECENT and total <= RECENT_BYTES:
+                break
+            self._recent.popitem(last=False)
+            total -= size
+        return entry
+
 
 @dataclass
 class ImageReader:
     """Reads the pictures of rows for one model; see :class:`dschat_lora.data.media.MediaReader`.
 
     Attributes:
-        entries: the pictures, in the order of their runs.
         digest: of the pictures that were scanned, and of all that reads them.
     """
 
@@ -83,7 +146,8 @@ class ImageReader:
     tokenizer: "Tokenizer | None"
     options: ImageOptions
     store: PictureStore
-    entries: list[Entry] = field(default_factory=list)
+    kind: str = "pictures"
+    _entries: list[Entry] = field(default_factory=list)
     digest: str = ""
     towers: "dict[str, PictureInputs]" = field(
         default_factory=dict
@@ -92,6 +156,16 @@ class ImageReader:
     _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
     _expansions: dict[Shape, Expansion] = field(default_factory=dict)
     _sound: set[int] = field(default_factory=set)  # entries that were decoded once
+    _passing: Passing = field(default_factory=Passing)  # where nothing was scanned
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The pictures that are known, in the order of their runs."""
+        return self._entries or self._passing.entries or self._entries
+
+    @entries.setter
+    def entries(self, entries: list[Entry]) -> None:
+        self._entries = entries
 
     def __deepcopy__(self, memo: object) -> "ImageReader":
         return self  # the decoders of a tokenizer's copies share it
@@ -126,9 +200,43 @@ class ImageReader:
         """By what library pictures become tensors."""
         return {"pictures read by": self.processor.backend}
 
-    def row(self, values: dict[str, Any], fields: Sequence[str], folder: Path) -> dict[str, Any]:
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What pictures are read by, and a digest of each by its number and the name of its file.
+
+        Of more than ``MOST_NAMED`` it is one of all.
+        """
+        described = json.dumps(self.processor.described(), sort_keys=True)
+        found = {"the processor": digest(described.encode())[:8]}
+        digests = [entry.reference["digest"] for entry in self.entries]
+        if len(digests) > MOST_NAMED:
+            return {"pictures and their processor": self.digest}
+        names = (Path(entry.reference.get("path", "within a row")).name for entry in self.entries)
+        pairs = enumerate(zip(names, digests, strict=True), 1)
+        return found | {f"picture {n}, {name}": each[:8] for n, (name, each) in pairs}
+
+    def summary(self) -> str:
+        """That it takes pictures, and the backend of its processor."""
+        kind = model_type(self.base)
+        backend = "PIL" if kind in FAMILIES else "torchvision" if kind in WITH_TORCHVISION else ""
+        return f"pictures, by a processor with {backend}" if backend else ""
+
+    def row(
+        self, values: dict[str, Any], fields: Sequence[str], folder: Path | None
+    ) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
-        return with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
+        made = with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
+        if folder is None and "images" in made:
+            if (count := len(made["images"])) > REQUEST_PICTURES:
+                raise ValueError(f"{count} pictures are more than {REQUEST_PICTURES}")
+            made["images"] = tuple(map(self._received, made["images"]))
+        return made
+
+    def _received(self, picture: Picture) -> Picture:
+        """A picture of a request with its bytes and size."""
+        data = read(picture, replace(self.limits, max_bytes=REQUEST_BYTES))
+        with _DECODING:
+            return Picture(data=data, size=open_picture(data, self.limits, picture).size)
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
@@ -187,12 +295,31 @@ class ImageReader:
                 f"it {count} times {token!r}, which stands for one"
             )
         entries = [self._entry(each, alone=len(pictures) == 1) for each in pictures[:count]]
-        expansions = iter([self._expansions[entry.shape].text for entry in entries])
+        expansions = iter([self._expanded(entry.shape).text for entry in entries])
         made = []
         for text in texts:
             first, *rest = text.split(token)
             made.append(first + "".join(next(expansions) + part for part in rest))
-        return made, tuple(Run(entry.first, entry.size) for entry in entries)
+        return made, tuple(map(self._run, entries))
+
+    def _run(self, entry: Entry) -> Run:
+        if self._entries:  # of data, whose entries stay
+            return Run(entry.first, entry.size)
+        run = _HeldRun(entry.first, entry.size)
+        run.entry = entry
+        return run
+
+    def shown(self, text: str, runs: Sequence[Run]) -> str:
+        """The text with the name of each picture in place of its tokens."""
+        for run in runs:
+            entry = self.entry_of(run.first)
+            text = text.replace(self._expanded(entry.shape).text, f"[{entry.name}]", 1)
+        return text
+
+    def describe(self, token: int) -> tuple[str, Run]:
+        """The name of the picture that a token is of, and its run."""
+        entry = self.entry_of(token)
+        return entry.name, Run(entry.first, entry.size)
 
     def columns(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         """The columns of a row as JSON holds them: pictures by their paths, messages as read."""
@@ -230,7 +357,8 @@ class ImageReader:
 
     def entry_of(self, number: int) -> Entry:
         """That of the picture whose run has an id."""
-        return self.entries[bisect_right(self.entries, number, key=attrgetter("first")) - 1]
+        entries = self.entries
+        return entries[bisect_right(entries, number, key=attrgetter("first")) - 1]
 
     def entries_of(self, ids: Sequence[int]) -> list[Entry]:
         """Those of all pictures in a text, in order."""
@@ -271,17 +399,27 @@ class ImageReader:
         return number
 
     def _entry(self, picture: Picture, *, alone: bool) -> Entry:
+        if not self._numbers:
+            return self._passing_entry(picture, alone=alone and self.processor.counts_pictures)
         number = self._find(picture, alone=alone)
         if isinstance(number, str):
             raise ValueError(number)
         if not self.entries[number].size:
             new = self.entries.pop()
-            self._expansions.setdefault(new.shape, self._expand(new.shape))
+            self._expanded(new.shape)
             self._append(new)
         entry = self.entries[number]
         if number not in self._sound:  # decoded here, where what is broken is known by its row
             open_picture(self.store.load(entry.reference, self.limits), self.limits, picture)
             self._sound.add(number)
+        return entry
+
+    def _passing_entry(self, picture: Picture, *, alone: bool) -> Entry:
+        data = read(picture, self.limits)
+        if (entry := self._passing.find(digest(data), alone=alone)) is None:
+            size = picture.size or open_picture(data, self.limits, picture).size
+            entry = Entry(self.store.put(picture, data), (*size, alone))
+            entry = self._passing.add(entry, self._expanded(entry.shape))
         return entry
 
     def _append(self, entry: Entry) -> None:
@@ -291,6 +429,13 @@ class ImageReader:
         if first + known.size > LAST_ID:
             raise ValueError(f"the data has more than {LAST_ID - FIRST_ID:,} tokens of pictures")
         self.entries.append(replace(entry, first=first, size=known.size, grid=known.grid))
+
+    def _expanded(self, shape: Shape) -> Expansion:
+        if shape not in self._expansions:
+            if len(self._expansions) >= RECENT_SHAPES and not self._numbers:
+                self._expansions.clear()
+            self._expansions[shape] = self._expand(shape)
+        return self._expansions[shape]
 
     def _expand(self, shape: Shape) -> Expansion:
         text, grid = self.processor.expansion(shape[:2], shape[2])
@@ -304,11 +449,14 @@ class RunDecoder:
     tokenizer: Any
     reader: ImageReader
 
+    def __deepcopy__(self, memo: object) -> "RunDecoder":
+        return self
+
     def __call__(self, token_ids: Any, *args: Any, **options: Any) -> Any:
         """As the tokenizer's own."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, list | tuple):
-            pairs = zip(ids, [-1, *ids[:-1]], strict=True)
+            pairs = zip(ids, [-1, *ids][: len(ids)], strict=True)
             ids = [self._shown(i) for i, last in pairs if not self._goes_on(i, last)]
         return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
 

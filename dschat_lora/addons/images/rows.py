@@ -18,7 +18,11 @@ Read = Callable[[str, Any], Picture]
 
 
 def with_pictures(
-    values: dict[str, Any], fields: Sequence[str], folder: str | Path, *, allow_urls: bool = False
+    values: dict[str, Any],
+    fields: Sequence[str],
+    folder: str | Path | None,
+    *,
+    allow_urls: bool = False,
 ) -> dict[str, Any]:
     """The row with ``images``, a tuple of its pictures in the order of its text.
 
@@ -31,7 +35,7 @@ def with_pictures(
     Args:
         values: columns of a row type.
         fields: those that are read.
-        folder: what paths are relative to.
+        folder: what paths are relative to; None refuses them.
         allow_urls: whether pictures may be URLs.
 
     Raises:

@@ -3,9 +3,10 @@
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from PIL.Image import Image
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
-from dschat_lora.addons.images.reader import ImageReader
+from dschat_lora.addons.images.reader import Entry, ImageReader
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.engine.zero import gathered
 from dschat_lora.models.backbone import cache_argument
@@ -30,31 +31,54 @@ _AHEAD = -1
 Features = tuple[Tensor, ...]
 
 
+class Table(NamedTuple):
+    """Pictures by their ids: the first one, and sizes and (rows, columns) of their tokens."""
+
+    entries: Sequence[Entry]
+    first: Tensor
+    sizes: Tensor
+    grids: Tensor
+
+
 class PictureInputs:
     """Called before the language model: gives it features in place of runs of token ids.
 
     A forward pre-hook; equal for copies of the model, which share the tower.
 
     Attributes:
-        tower: the composite model's own class below its head, without its language model.
         model: whose modules the tower's are, where adapters are in them; else the tower is frozen.
     """
 
     def __init__(
-        self, tower: nn.Module, family: Family, reader: ImageReader, model: TextModel | None
+        self,
+        load: Callable[[], nn.Module],
+        family: Family,
+        reader: ImageReader,
+        model: TextModel | None = None,
     ) -> None:
-        self.tower, self.family, self.reader, self.model = tower, family, reader, model
+        self._load, self.family, self.reader, self.model = load, family, reader, model
         self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.frozen: tuple[str, int] | None = None  # digest and bytes of the tower's parameters
-        self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
-        self._kept: OrderedDict[int, Features] = OrderedDict()  # the last used is the last
+        # digest and bytes of the parameters of a frozen tower
+        self.frozen: tuple[str, int] | None = None
+        self._tables: dict[torch.device, Table] = {}
+        # By the first id; the last used is the last.
+        self._kept: OrderedDict[int, Features] = OrderedDict()
         self._kept_bytes = 0
+
+    @cached_property
+    def tower(self) -> nn.Module:
+        """The composite model's own class below its head, without its language model.
+
+        It is loaded when it is first used.
+        """
+        with torch.inference_mode(False):
+            return self._load()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PictureInputs":
         if self.model is None:
             return self
         tower, model = copy.deepcopy(self.tower, memo), copy.deepcopy(self.model, memo)
-        return PictureInputs(tower, self.family, self.reader, model)
+        return PictureInputs(lambda: tower, self.family, self.reader, model)
 
     def __call__(
         self, model: nn.Module, positional: tuple[Any, ...], inputs: dict[str, Any]
@@ -64,21 +88,22 @@ class PictureInputs:
         if ids is None:
             return None
         changed = dict(inputs)
-        if cache is not None and ids.shape[1] == 1:
-            if not self.family.by_grid:
+        if cache is not None and (ids.shape[1] == 1 or hasattr(cache, "read_tokens")):
+            if not self.family.by_grid and ids.shape[1] == 1:
                 return None
             if (ahead := _ahead_of(cache)) is not None:
                 changed["position_ids"] = inputs["position_ids"] + ahead
                 return positional, changed
-        seen = ids >= FIRST_ID
+        seen, table = ids >= FIRST_ID, self._table(ids.device)
         if self.family.by_grid:
-            changed["position_ids"] = self._positions(ids, inputs.get("position_ids"), cache)
+            plain = inputs.get("position_ids")
+            changed["position_ids"] = self._positions(ids, plain, cache, table)
         # Without a picture, too: at ZeRO 3 ranks must call the same modules in the same order.
         has_pictures = bool(seen.any())
         embeds = model.get_input_embeddings()(ids.masked_fill(seen, 0))  # type: ignore[operator]
         changed |= {"input_ids": None, "inputs_embeds": embeds}
         if has_pictures or self.model is not None:
-            changed |= self._embedded(embeds, ids, seen)
+            changed |= self._embedded(embeds, ids, seen, table)
         config: Any = model.config
         if getattr(config, "hidden_size_per_layer_input", 0):
             padded = ids.masked_fill(seen, config.pad_token_id)
@@ -89,7 +114,7 @@ class PictureInputs:
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
         return positional, changed
 
-    def _embedded(self, embeds: Tensor, ids: Tensor, seen: Tensor) -> dict[str, Any]:
+    def _embedded(self, embeds: Tensor, ids: Tensor, seen: Tensor, table: Table) -> dict[str, Any]:
         """Inputs with features in place of what is ``seen`` of (B, T, H) embeddings."""
         if self.model is None and embeds.device != self.device:
             self.tower.to(embeds.device)
@@ -98,70 +123,72 @@ class PictureInputs:
             # Of weight 0, so that every micro-batch has gradients of the same parameters.
             blank = [_flat(layer) for layer in self._run([new_image("RGB", BLANK)], [1])]
             return {"inputs_embeds": embeds + sum(0.0 * layer.sum() for layer in blank)}
-        first, *early = [each.to(embeds.dtype) for each in self._features(ids[seen])]
+        first, *early = [each.to(embeds.dtype) for each in self._features(ids[seen], table)]
         inputs: dict[str, Any] = {"inputs_embeds": embeds.masked_scatter(seen[..., None], first)}
         if early:
             inputs |= {"visual_pos_masks": seen, "deepstack_visual_embeds": early}
         return inputs
 
-    def _table(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """First id, size and (rows, columns) of each picture known so far."""
-        entries = self.reader.entries
-        if device not in self._tables or len(self._tables[device][0]) < len(entries):
+    def _table(self, device: torch.device) -> Table:
+        """The pictures that are known."""
+        entries = self.reader.entries  # in the order of their ids, which only grow
+        old = self._tables[device].entries if device in self._tables else None
+        if old is None or len(old) != len(entries) or (old and old[-1] is not entries[-1]):
             numbers = ([e.first for e in entries], [e.size for e in entries])
             tensors = *map(torch.tensor, numbers), torch.tensor([e.grid for e in entries])
             first, sizes, grids = (each.to(device) for each in tensors)
-            self._tables[device] = first, sizes, grids.view(-1, 2)
+            self._tables[device] = Table(list(entries), first, sizes, grids.view(-1, 2))
         return self._tables[device]
 
-    def _features(self, ids: Tensor) -> list[Tensor]:
+    def _features(self, ids: Tensor, table: Table) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""
-        first, _, _ = self._table(ids.device)
-        numbers = torch.searchsorted(first, ids, right=True) - 1
+        numbers = torch.searchsorted(table.first, ids, right=True) - 1
         distinct, inverse = torch.unique(numbers, return_inverse=True)
-        found = self._of_pictures(distinct.tolist())
+        found = self._of_pictures([table.entries[number] for number in distinct.tolist()])
         starts = torch.tensor([0, *(len(each[0]) for each in found)], device=ids.device).cumsum(0)
-        places = starts[inverse] + ids - first[numbers]
+        places = starts[inverse] + ids - table.first[numbers]
         return [torch.cat(layer)[places] for layer in zip(*found, strict=True)]
 
-    def _of_pictures(self, numbers: Sequence[int]) -> list[Features]:
+    def _of_pictures(self, entries: Sequence[Entry]) -> list[Features]:
         if self.model is not None:
-            return self._see(numbers)  # its values change
-        lacking = [number for number in numbers if number not in self._kept]
+            return self._see(entries)  # its values change
+        lacking = [entry for entry in entries if entry.first not in self._kept]
         with torch.no_grad():
-            made = dict(zip(lacking, self._see(lacking), strict=True)) if lacking else {}
-        found = [made[number] if number in made else self._kept[number] for number in numbers]
-        for number, features in zip(numbers, found, strict=True):
-            self._kept[number] = features
-            self._kept.move_to_end(number)
-            self._kept_bytes += sum(x.nbytes for x in features) if number in made else 0
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > len(numbers):
+            made = self._see(lacking) if lacking else []
+        for entry, features in zip(lacking, made, strict=True):
+            self._kept[entry.first] = features
+            self._kept_bytes += sum(x.nbytes for x in features)
+        for entry in entries:
+            self._kept.move_to_end(entry.first)
+        found = [self._kept[entry.first] for entry in entries]
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > len(entries):
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= sum(x.nbytes for x in dropped)
         return found
 
-    def _see(self, numbers: Sequence[int]) -> list[Features]:
+    def _see(self, entries: Sequence[Entry]) -> list[Features]:
         """Features of these entries; the tower is run once."""
-        entries, counts = self.reader.entries, self.reader.processor.counts_pictures
+        counts = self.reader.processor.counts_pictures
         # One of several is cut as such, though the others are not here.
-        alone = [number for number in numbers if entries[number].alone or not counts]
-        others = [number for number in numbers if number not in alone]
+        alone = [entry for entry in entries if entry.alone or not counts]
+        others = [entry for entry in entries if counts and not entry.alone]
         order = [*alone, *others, *(others if len(others) == 1 else ())]
         layers = self._run(
-            [self.reader.picture(entries[number]) for number in order],
+            [self.reader.picture(entry) for entry in order],
             [1] * len(alone) + ([len(order) - len(alone)] if others else []),
         )
-        sizes = [entries[number].size for number in order]
-        split = [torch.split(_flat(layer), sizes) for layer in layers]
-        found = dict(zip(order, zip(*split, strict=True), strict=True))
-        return [found[number] for number in numbers]
+        split = [torch.split(_flat(layer), [entry.size for entry in order]) for layer in layers]
+        made = zip(order, zip(*split, strict=True), strict=True)
+        found = {entry.first: features for entry, features in made}
+        return [found[entry.first] for entry in entries]
 
     def _run(self, pictures: Sequence[Image], counts: Sequence[int]) -> list[Any]:
         """What the tower makes of pictures, ``counts`` of each sample: features of each layer."""
+        tower = self.tower
         if self.model is not None:  # in which adapters were put in place of parts
             for path in self.model.rest:
                 above, _, last = path.rpartition(".")
-                setattr(self.tower, last, getattr(self.model.get_submodule(above), last))
+                setattr(tower, last, getattr(self.model.get_submodule(above), last))
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None)
             for name, value in self.reader.processor.inputs(pictures, counts).items()
@@ -171,7 +198,7 @@ class PictureInputs:
             output = self.tower.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
         return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
 
-    def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any) -> Tensor:
+    def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any, table: Table) -> Tensor:
         """(3, B, T) positions by time, row and column of (B, T) ids.
 
         A picture's tokens are at one time, in their grid's places; text goes on behind its longer
@@ -179,7 +206,11 @@ class PictureInputs:
         """
         if plain is None:
             plain = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        seen, (first, lengths, grids) = ids >= FIRST_ID, self._table(ids.device)
+        if not table.entries:
+            if cache is not None:
+                cache.update_recurrent_state(torch.zeros_like(ids[:, -1:]), _AHEAD)
+            return plain.expand(3, *ids.shape)
+        seen, (_, first, lengths, grids) = ids >= FIRST_ID, table
         numbers = (torch.searchsorted(first, ids.contiguous(), right=True) - 1).clamp(min=0)
         sizes = lengths[numbers]
         within = (ids - first[numbers]) * seen
@@ -244,8 +275,9 @@ def mutual_inputs(
 def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
-    That is loaded, once for all models on ``base``, unless adapters are in it: then it is among the
-    model's modules.
+    A frozen one is shared, with its features, by all models on ``base``. It is loaded here where
+    pictures are known, else when the first one comes. A tower with adapters is among the model's
+    own modules.
 
     Raises:
         ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
@@ -266,27 +298,37 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
             f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
             f"{whole.model_type} models, for which there is sdpa or eager alone"
         )
-    rate = reader.options.vision_learning_rate
+    rate = getattr(reader.options, "vision_learning_rate", None)  # of training alone
     model.rest_rate = rate
     above, inputs = model.text_path.rpartition(".")[0], reader.towers.get(base)
     if model.rest:
         tower = model.load_rest(base, meta=True).get_submodule(above)
-        inputs = PictureInputs(tower, family, reader, model)
-    elif rate is not None and any(p.requires_grad for p in model.parameters()):
+        inputs = PictureInputs(lambda: tower, family, reader, model)
+    elif rate is not None and model.can_generate() and _trains(model):
         raise ValueError(
             f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
             "none: give --train_vision or name its layers in --target_modules"
         )
     elif inputs is None:
-        frozen = model.load_rest(base, meta=False)
-        inputs = PictureInputs(frozen.get_submodule(above), family, reader, None)
-        size = sum(p.numel() * p.element_size() for p in frozen.parameters())
-        inputs.frozen = base_fingerprint(frozen), size
-        reader.towers[base] = inputs
-    if not model.rest:
+
+        def load() -> nn.Module:
+            return model.load_rest(base, meta=False).get_submodule(above)
+
+        inputs = reader.towers[base] = PictureInputs(load, family, reader)
+    if not model.rest and reader.entries:
+        inputs.frozen = inputs.frozen or _frozen(inputs.tower)
         model.frozen_rest = inputs.frozen
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
-    model.reads_whole = family.by_grid or bool(family.mutual)
+    model.reads_whole = FIRST_ID if family.by_grid or family.mutual else None
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
+
+
+def _frozen(tower: nn.Module) -> tuple[str, int]:
+    size = sum(p.numel() * p.element_size() for p in tower.parameters())
+    return base_fingerprint(tower), size
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from dschat_lora.addons.serving.config import ChatConfig
 from dschat_lora.addons.serving.decoder import AnswerDecoder, RunningAnswer
 from dschat_lora.addons.serving.endpoint.answers import Piece, StoppedError, TooLongError
 from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
+from dschat_lora.addons.serving.endpoint.text import read_messages
 from dschat_lora.addons.serving.models import AnswerScorer, ServedModel, open_models
 from dschat_lora.config.staging import write_whole
 from dschat_lora.data.messages import Message
@@ -20,6 +21,7 @@ from dschat_lora.report.terminal import is_terminal, log_once, note, write_text
 
 COMMANDS = {
     "/help": "show this",
+    "/image FILE": "show a picture with what is asked next",
     "/regenerate": "answer the last question anew",
     "/reset": "forget the conversation",
     "/save FILE": "write the conversation, one JSON line for each model, as step 1 reads it",
@@ -63,6 +65,7 @@ class ChatSession:
         self.config = config
         self._conversations = [Conversation(model) for model in models]
         self._decoder, self._scorer = decoder, scorer
+        self._pictures: list[Message] = []  # parts, for what is asked next
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer what ``read`` returns, line by line, until EOFError or the decoder's end."""
@@ -100,6 +103,7 @@ class ChatSession:
             width = max(map(len, COMMANDS))
             log_once("\n".join(f"{name:{width}}  {text}" for name, text in COMMANDS.items()))
         elif command == "/reset":
+            self._pictures.clear()
             for each in self._conversations:
                 each.messages.clear()
         elif command == "/regenerate":
@@ -108,6 +112,8 @@ class ChatSession:
             self.set(*rest.strip().partition(" ")[::2])
         elif command == "/save":
             self.save(rest.strip())
+        elif command == "/image":
+            self.show_picture(rest.strip())
         else:
             raise ValueError(f"{command} is no command; /help lists them")
 
@@ -153,6 +159,21 @@ class ChatSession:
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         log_once(f"saved to {path}")
 
+    def show_picture(self, file: str) -> None:
+        """Take a picture along with what is asked next.
+
+        Raises:
+            ValueError: if there is none in the file, or a model takes text alone.
+        """
+        if not file:
+            raise ValueError("/image needs a file")
+        part = {"type": "image", "image": str(Path(file).expanduser().absolute())}
+        for each in self._conversations:
+            if each.model.media is None:
+                raise ValueError(f"{each.model.name} takes text alone")
+            read_messages([{"role": "user", "content": [part]}], each.model.media, Path())
+        self._pictures.append(part)
+
     def ask(self, text: str) -> None:
         """Have each model answer, and write the answers as they come.
 
@@ -160,8 +181,12 @@ class ChatSession:
             ValueError: if the conversation is too long for a model.
         """
         self._forget_question()  # one whose answer was stopped before it began
+        content: Any = text
+        if self._pictures:
+            content = [*self._pictures, {"type": "text", "text": text}]
+            self._pictures = []
         for each in self._conversations:
-            each.messages.append({"role": "user", "content": text})
+            each.messages.append({"role": "user", "content": content})
         self._answer()
 
     def regenerate(self) -> None:
@@ -192,7 +217,8 @@ class ChatSession:
         try:
             for each in self._conversations:
                 pieces: SimpleQueue[Piece] = SimpleQueue()
-                prompt = each.model.chat_ids(self._messages(each))
+                read = read_messages(self._messages(each), each.model.media, Path())
+                prompt = each.model.chat_ids(read)
                 answer = self._decoder.submit(each.model, prompt, options, pieces.put)
                 asked.append((each, answer, pieces))
             for each, _, pieces in asked:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import CHECKPOINTS
+from dschat_lora.config.addons import addon_options
 from dschat_lora.config.groups import PROMPT_LOOKUP, check_address, require, require_numbers
 from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import InferenceConfig
@@ -38,6 +39,7 @@ class AnswerConfig:
     )
     prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP)
     loading: InferenceConfig = group(InferenceConfig)
+    addons: Any = group(addon_options("serve"))
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models", "nothing", "an output directory or more")
@@ -58,6 +60,7 @@ class ChatConfig(AnswerConfig):
 
     system: str | None = option(None, help="system prompt")
     seed: int | None = option(None, help="of sampling; another one each time when absent")
+    addons: Any = group(addon_options("chat"))
 
 
 @dataclass(frozen=True)

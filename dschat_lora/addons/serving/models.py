@@ -14,6 +14,7 @@ from dschat_lora.addons.serving.grammars import Grammars
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.chat import Chat, make_chat
 from dschat_lora.data.encoder import Encoder, make_encoder
+from dschat_lora.data.media import MediaReader
 from dschat_lora.data.messages import Message
 from dschat_lora.data.readers import RawRow
 from dschat_lora.data.records import to_records
@@ -40,6 +41,7 @@ from dschat_lora.models.loading import (
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import note
 from dschat_lora.runtime.checks import find_of_kind
+from dschat_lora.supervised.inference import attached_media
 from dschat_lora.supervised.scorer import Scorer
 
 NO_LIMIT = 2**31
@@ -82,6 +84,11 @@ class ServedModel:
     def vocabulary_size(self) -> int:
         """Tokens are below it."""
         return int(self.batch.base.get_input_embeddings().num_embeddings)
+
+    @property
+    def media(self) -> MediaReader | None:
+        """What reads inputs beside text; None where the model takes text alone."""
+        return self.chat.media
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -139,6 +146,8 @@ def _open_base(named: Sequence[NamedSource], config: AnswerConfig) -> dict[str, 
     model = model.requires_grad_(False).to(here).eval()
     check_cache(model)
     tokenizers = {each.name: load_tokenizer(each.source.tokenizer, options) for each in named}
+    # One for all adapters, whose prompts are read in one batch.
+    media = attached_media(config, tokenizers[named[0].name], named[0].source, model)
     adapted = [each for each in named if each.source.adapter is not None]
     numbers = {each.name: number for number, each in enumerate(adapted, start=1)}
     mixed, rows = model, None
@@ -159,7 +168,7 @@ def _open_base(named: Sequence[NamedSource], config: AnswerConfig) -> dict[str, 
     batch = BaseBatch(model, slots, asked or positions, rope)
     served = {}
     for name, tokenizer in tokenizers.items():
-        chat = make_chat(tokenizer, config.loading.chat_template_kwargs)
+        chat = make_chat(tokenizer, config.loading.chat_template_kwargs, media=media)
         encoder, ends = make_encoder(tokenizer), frozenset(end_ids(tokenizer))
         number = numbers.get(name, 0)
         served[name] = ServedModel(name, base, batch, number, tokenizer, chat, encoder, ends)

@@ -25,7 +25,12 @@ from dschat_lora.addons.serving.endpoint.answers import (
     RequestAnswers,
     UnsupportedError,
 )
-from dschat_lora.addons.serving.endpoint.guard import ApiError, invalid, read_json
+from dschat_lora.addons.serving.endpoint.guard import (
+    MAX_BODY_BYTES,
+    ApiError,
+    invalid,
+    read_json,
+)
 from dschat_lora.addons.serving.endpoint.http_server import HttpServer
 from dschat_lora.addons.serving.endpoint.http_server import make_app as guarded_app
 from dschat_lora.addons.serving.endpoint.requests import (
@@ -43,6 +48,8 @@ from dschat_lora.report.terminal import log_once
 # Seconds that running answers have after Ctrl-C.
 PATIENCE = 5.0
 HEALTH = "/healthz"
+CHAT = "/v1/chat/completions"
+MAX_MEDIA_BYTES = 2**25  # of the body of a chat with inputs beside text
 PAGE = {
     "/": "index.html",
     "/page.css": "page.css",
@@ -205,7 +212,7 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/models", service.list_models),
         Route("/v1/models/{name:path}", service.show_model),
-        Route("/v1/chat/completions", partial(service.answer, kind="chat"), methods=["POST"]),
+        Route(CHAT, partial(service.answer, kind="chat"), methods=["POST"]),
         Route("/v1/completions", partial(service.answer, kind="text"), methods=["POST"]),
         Route(HEALTH, service.health),
         Route("/settings", service.settings),
@@ -220,7 +227,12 @@ def make_app(service: Service) -> Starlette:
         ):
             routes.append(Route(path, handler, methods=["POST"]))
     config, public = service.config, frozenset((HEALTH, *PAGE))
-    return guarded_app(routes, host=config.host, token=config.token, public=public)
+    takes_media = any(model.media is not None for model in service.models.values())
+
+    def most(path: str) -> int:
+        return MAX_MEDIA_BYTES if takes_media and path == CHAT else MAX_BODY_BYTES
+
+    return guarded_app(routes, host=config.host, token=config.token, public=public, most=most)
 
 
 def _check_adapter(path: str) -> None:

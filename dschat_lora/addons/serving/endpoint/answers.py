@@ -19,6 +19,7 @@ from dschat_lora.addons.serving.endpoint.requests import (
     AnswerOptions,
     AnswerRequest,
 )
+from dschat_lora.addons.serving.endpoint.text import MediaPrompt
 from dschat_lora.addons.serving.endpoint.turns import Delta, Finish, Kind, Piece, Turn
 
 
@@ -224,7 +225,8 @@ class AnswerResponse(Response):
                 ended["prompt_logprobs"] = [None, *described]
             if self._request.options.return_token_ids:
                 ended["token_ids"] = list(whole.ids)
-                (top if is_chat else ended)["prompt_token_ids"] = list(prompt)  # as vLLM
+                shown = prompt.shown if isinstance(prompt, MediaPrompt) else prompt
+                (top if is_chat else ended)["prompt_token_ids"] = list(shown)  # as vLLM
             choices.append({"index": index, **content, **ended})
         kind = "chat.completion" if is_chat else "text_completion"
         top |= {"object": kind, "choices": choices, "usage": self._answers.usage}

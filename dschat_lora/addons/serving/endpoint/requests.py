@@ -13,7 +13,7 @@ from dschat_lora.addons.serving.endpoint.grammars import (
     tool_choice,
 )
 from dschat_lora.addons.serving.endpoint.guard import ApiError, check_value, invalid
-from dschat_lora.addons.serving.endpoint.text import TURN_FIELDS
+from dschat_lora.addons.serving.endpoint.text import TURN_FIELDS, ReadMessages, read_messages
 from dschat_lora.addons.serving.endpoint.turns import Kind
 from dschat_lora.data.chat import ends_in_words
 from dschat_lora.data.messages import Message, check_message, with_arguments
@@ -129,7 +129,7 @@ class AnswerRequest:
     """A request for answers: ``n`` to each prompt."""
 
     model: AnsweringModel
-    prompts: tuple[tuple[int, ...], ...]  # tokens
+    prompts: tuple[Sequence[int], ...]  # tokens
     options: AnswerOptions
     n: int
     stream: bool
@@ -188,10 +188,25 @@ async def parsed_request(
     parse = chat_request if kind == "chat" else text_request
 
     def alone() -> AnswerRequest:
+        read = _with_read_messages(body, models) if kind == "chat" else body
         with lock:
-            return parse(body, models, defaults)
+            return parse(read, models, defaults)
 
     return await asyncio.to_thread(alone)
+
+
+def _with_read_messages(body: object, models: Mapping[str, AnsweringModel]) -> object:
+    """The body with what its messages hold beside text read, where its model takes such."""
+    name, messages = (
+        body.get(each) if isinstance(body, dict) else None for each in ("model", "messages")
+    )
+    model = models.get(name) if isinstance(name, str) else None
+    if model is None or not isinstance(body, dict) or not isinstance(messages, list):
+        return body  # refused below
+    try:
+        return {**body, "messages": read_messages(messages, getattr(model, "media", None))}
+    except ValueError as error:
+        raise invalid(str(error), "messages") from error
 
 
 def chat_request(
@@ -220,7 +235,7 @@ def chat_request(
     }
     columns = {name: value for name, value in given.items() if value} | _turn(fields, messages)
     try:
-        prompt = tuple(model.chat_ids(messages, columns))
+        prompt = model.chat_ids(messages, columns)
     except ValueError as error:
         raise invalid(str(error), "messages") from error
     top = fields.number("top_logprobs", 0, _MAX_LOGPROBS, whole=True)
@@ -289,12 +304,13 @@ def checked_messages(messages: object, param: str = "messages") -> list[Message]
     Raises:
         ApiError: naming ``param`` and what is wrong.
     """
+    parts = ("image",) if isinstance(messages, ReadMessages) else ()
     if not isinstance(messages, list) or not messages:
         raise invalid(f"{param} must be a list of one message or more", param)
     for number, message in enumerate(messages, start=1):
         where = f"message {number}"
         try:
-            check_message(param, where, message)
+            check_message(param, where, message, media=parts)
         except ValueError as error:
             raise invalid(str(error), param) from error
         try:
@@ -307,7 +323,7 @@ def checked_messages(messages: object, param: str = "messages") -> list[Message]
 def _request(
     fields: Fields,
     model: AnsweringModel,
-    prompts: tuple[tuple[int, ...], ...],
+    prompts: tuple[Sequence[int], ...],
     defaults: AnswerDefaults,
     *,
     default_tokens: int | None,

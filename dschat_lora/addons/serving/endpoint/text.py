@@ -5,16 +5,48 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dschat_lora.data.chat import Chat, ends_in_words
 from dschat_lora.data.encoder import Encoder
+from dschat_lora.data.media import MediaReader, Run, with_runs
 from dschat_lora.data.messages import Message, content_text, with_arguments
 from dschat_lora.models.loading import Tokenizer
 
 TURN_FIELDS = ("add_generation_prompt", "continue_final_message")  # of a request, as in vLLM
 _INCOMPLETE = "\ufffd"  # what a tokenizer writes for the first bytes of a character
 _MOST_TOKENS = 8  # of a character; bytes that make none are shown as such
+
+
+class ReadMessages(list[Message]):
+    """Messages whose inputs beside text have been read, as ``values`` of a row have them."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values["messages"])
+        self.values = values
+
+
+class MediaPrompt(list[int]):
+    """Tokens with runs, which are held with it; ``shown`` has tokens of the vocabulary alone."""
+
+    def __init__(self, ids: Sequence[int], runs: Sequence[Run], shown: Sequence[int]) -> None:
+        super().__init__(ids)
+        self.runs, self.shown = runs, shown
+
+
+def read_messages(
+    messages: Sequence[Message], media: MediaReader | None, folder: Path | None = None
+) -> Sequence[Message]:
+    """The messages with what they hold beside text, by ``media``, read; files if in a ``folder``.
+
+    Raises:
+        ValueError: if something cannot be read.
+    """
+    if media is None:
+        return messages
+    values = media.row({"messages": list(messages)}, ["messages"], folder)
+    return ReadMessages(values) if len(values) > 1 else messages
 
 
 def chat_ids(
@@ -32,7 +64,8 @@ def chat_ids(
     others. They are left out when the messages are rendered, and put in place as the tokens of
     their text. ``columns`` holds a request's ``tools``, ``chat_template_kwargs``,
     ``add_generation_prompt`` and ``continue_final_message``, if any; where it has neither of these
-    two, the assistant's last words are continued.
+    two, the assistant's last words are continued. Of :class:`ReadMessages` they are a
+    :class:`MediaPrompt`.
 
     Raises:
         ValueError: if the chat template refuses the messages, has no place for the tools, or
@@ -64,8 +97,31 @@ def chat_ids(
     goes_on = continues(messages, columns)
     opens = columns.get("add_generation_prompt", not goes_on)
     text = chat.render(hidden, add_generation_prompt=opens, continue_final_message=goes_on)
-    if not typed:
-        return encoder.encode([text])[0]
+    runs: Sequence[Run] = ()
+    if chat.media is not None and isinstance(messages, ReadMessages):
+        (text,), runs = chat.media.insert([text], messages.values, whole=True)
+    if typed:
+        ids = _with_typed(text, typed, mark, special, encoder, tokenizer)
+    else:
+        ids = encoder.encode([text])[0]
+    if chat.media is None or not runs:
+        return ids
+    image = chat.media.token_id
+    if ids.count(image) != sum(run.size for run in runs):
+        name = tokenizer.convert_ids_to_tokens(image)
+        raise ValueError(f"a text has {name!r}, which stands for an input beside text")
+    return MediaPrompt(with_runs([ids], runs, image)[0], runs, ids)
+
+
+def _with_typed(
+    text: str,
+    typed: Sequence[str],
+    mark: str,
+    special: Mapping[str, int],
+    encoder: Encoder,
+    tokenizer: Tokenizer,
+) -> list[int]:
+    """Tokens of a text with ``mark`` and a number in the place of each typed special token."""
     first, *rest = re.split(f"{mark}([0-9]+);", text)
     if len(rest) < 2 * len(typed):
         raise ValueError(f"the chat template changes texts, in which {typed[0]!r} is no token")
