@@ -231,11 +231,11 @@ OPTIONS = {
     "num_train_epochs": 9,
     "eval_ratio": 0,
     "actor_lora_dim": 3,
-    "actor_lora_learning_rate": 5e-3,
+    "actor_lora_learning_rate": 2e-3,
     "lr_scheduler_type": "constant",
     "num_warmup_steps": 0,
     # At 1e-8 a gradient that is rounding alone would make a whole step.
-    "adam_epsilon": 1e-5,
+    "adam_epsilon": 1e-4,
     "kl_coef": 0.1,
     "reward_scaling": "none",
     "clip_reward_value": 0,
@@ -284,7 +284,7 @@ def plain_losses(home, found, iterations, algorithm, start):
     """(losses, policy) of GRPO or RLOO on given (prompt, tokens), whose prompts stand together."""
     policy, reference = with_start(home, start, is_trainable=True), with_start(home, start)
     trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=5e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=2e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
     losses = []
     for responses in iterations:
         inputs = [stock_inputs(home, found, number) for number, _ in responses]
@@ -362,7 +362,7 @@ def assert_same_steps(home, run, algorithm, start):
     assert [len(each) for each in iterations] == [12, 12]
     assert all(found.media.token_id not in tokens for each in iterations for _, tokens in each)
     losses, policy = plain_losses(home, found, iterations, algorithm, start)
-    assert max(map(abs, losses)) > 1e-3
+    assert max(map(abs, losses)) > 3e-4
     own = [line["loss"] for line in run.metrics if "loss" in line]
     means = [sum(losses[n : n + 2]) / 2 for n in (0, 2)]  # of an iteration's steps
     assert own == pytest.approx(means, abs=1e-5)
