@@ -104,7 +104,7 @@ FLOORS = [
             light="completions engine_checks",
         ),
         "rl.score": Room(
-            "algos config engine models report rl.options rl.response runtime",
+            "algos config data engine models report rl.options rl.response runtime",
             "jsonschema lm_eval math_verify numpy torch",
             light="builtin_rewards external_rewards",
         ),
