@@ -51,13 +51,16 @@ def as_sent(messages):
     return sent
 
 
-def write_adapter(base, directory, *, seed):
-    """An output directory with an adapter on ``base`` that changes what it says; returns it."""
-    source, options = find_model(str(base)), ModelConfig(model_name_or_path=str(base))
-    tokenizer = load_tokenizer(source.tokenizer, options)
-    lora = LoraConfig(lora_dim=4)
+def write_adapter(base, directory, *, seed, **options):
+    """An output directory with an adapter on ``base`` that changes what it says; returns it.
+
+    ``options`` are of :class:`LoraConfig`.
+    """
+    source, model = find_model(str(base)), ModelConfig(model_name_or_path=str(base))
+    tokenizer = load_tokenizer(source.tokenizer, model)
+    lora = LoraConfig(**{"lora_dim": 4, **options})
     adapted = build_causal_lm(
-        source, tokenizer, options, lora, dtype=torch.float32, seed=seed, meta=False
+        source, tokenizer, model, lora, dtype=torch.float32, seed=seed, meta=False
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -15,7 +15,7 @@ from seeing import Stock, as_sent, asked, data_uri, write_adapter
 import dschat_lora as dl
 from dschat_lora.addons.images import reader as readers
 from dschat_lora.commands import verbs
-from dschat_lora.config.groups import ModelConfig
+from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, ModelConfig
 from dschat_lora.data.media import FIRST_ID, media_reader
 from dschat_lora.models.loading import load_tokenizer
 from helpers.images import drawn, tiny_vlm
@@ -163,6 +163,25 @@ def test_the_audit_counts_pictures_and_shows_their_places(base, tmp_path):
     assert max(found.samples[1]["input_ids"]) < FIRST_ID
 
 
+def test_plan_counts_the_part_that_sees_where_rows_have_pictures(base, stock, tmp_path):
+    A.save(tmp_path / "a.png")
+    row = {"prompt": "<image>What?", "completion": "A cat", "images": ["a.png"]}
+    text = {"prompt": "What?", "completion": "A cat"}
+    for name, each in (("rows", row), ("texts", text)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(each) + "\n") * 8)
+    options = {"max_seq_len": 64, "dtype": "fp32", "data_output_path": str(tmp_path / "cache")}
+    found, texts = (
+        dl.plan("sft", str(base), str(tmp_path / f"{name}.jsonl"), eval_ratio=0.0, **options)
+        for name in ("rows", "texts")
+    )
+    parts = ("vision_tower", "multi_modal_projector")
+    size = sum(p.nbytes for part in parts for p in getattr(stock.bare.model, part).parameters())
+    assert found.facts["roles"]["pictures"]["weights"] == size
+    assert found.facts["peak"] - texts.facts["peak"] == size
+    assert found.facts["data"]["media_tokens"] == 8 * 4
+    assert "GiB more where rows are about more than text" in " ".join(str(texts).split())
+
+
 # The server
 
 
@@ -248,6 +267,19 @@ def test_a_body_may_be_as_large_as_pictures_are_and_no_larger(address):
     status, body = chat(address, image_url(encoded(bytes(size))))
     assert status == 400, body  # it was read
     assert chat(address, image_url("x" * 2**25))[0] == 413
+
+
+def test_adapters_of_the_part_that_sees_are_answered_by_generate_and_refused_by_serve(
+    base, tmp_path
+):
+    everywhere = (*LoraConfig().target_modules, ALL_BESIDE)
+    run = write_adapter(base, tmp_path / "tower", seed=3, target_modules=everywhere)
+    expected = Stock(base, run).answer(QUESTIONS[0], COUNT, run=run)[0]
+    assert expected != Stock(base).answer(QUESTIONS[0], COUNT)[0]
+    found = dl.generate(str(run), [QUESTIONS[0]], max_new_tokens=COUNT, dtype="fp32")
+    assert found == [Stock(base).text(expected)]
+    with pytest.raises(ValueError, match="merge it and name the merged model"), served(run):
+        pass
 
 
 # Pictures that come one after another
