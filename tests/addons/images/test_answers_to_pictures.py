@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from seeing import Stock, as_sent, asked, data_uri, write_adapter
+from transformers import AutoModelForSequenceClassification
 
 import dschat_lora as dl
 from dschat_lora.addons.images import reader as readers
@@ -133,6 +135,40 @@ def test_eval_measures_answers_to_pictures_as_stock_does(base, runs, stock, tmp_
         ).logits
     loss = torch.nn.functional.cross_entropy(logits[0, size - 1 : -1], ids[0, size:])
     assert found["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_scores_of_answers_to_pictures_are_those_of_stock(base, stock, tmp_path, capsys):
+    from dschat_lora.addons.evaluation.verbs import score
+
+    reward = write_adapter(base, tmp_path / "reward", seed=4, reward=True)
+    A.save(tmp_path / "a.png")
+    questions = [{"role": "user", "content": [{"type": "image"}, *QUESTIONS[0][0]["content"][1:]]}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("A cat", "Two dogs here")]
+    row = {"prompt": questions, "chosen": answers[0], "rejected": answers[1], "images": ["a.png"]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    score([str(reward), str(tmp_path / "pairs.jsonl"), "--dtype", "fp32"])
+    found = json.loads(capsys.readouterr().out)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=1, dtype=torch.float32
+    )
+    model = PeftModel.from_pretrained(model, reward / "adapter").eval()
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        text = stock.tokenizer.apply_chat_template(QUESTIONS[0] + answer, tokenize=False)
+        inputs = stock.processor._processor(text=[text], images=[[A]], return_tensors="pt")
+        with torch.no_grad():
+            expected = float(model(**inputs).logits[0, 0])
+        assert found[f"{name}_score"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_text_is_answered_without_files_of_a_processor_and_pictures_say_what_lacks(tmp_path):
+    model = tiny_vlm("llava_next", tmp_path / "model")
+    given = dl.generate(str(model), [QUESTIONS[3]], max_new_tokens=COUNT, dtype="fp32")
+    (model / "preprocessor_config.json").unlink()
+    (model / "processor_config.json").unlink()
+    found = dl.generate(str(model), [QUESTIONS[3]], max_new_tokens=COUNT, dtype="fp32")
+    assert found == given
+    with pytest.raises(ValueError, match="processor does not load"):
+        dl.generate(str(model), [QUESTIONS[0]], max_new_tokens=COUNT, dtype="fp32")
 
 
 def test_inspect_says_what_takes_pictures(base, runs, capsys):
