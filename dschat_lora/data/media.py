@@ -26,12 +26,15 @@ class MediaReader(Protocol):
 
     kind: str  # what they are called, in the plural
     token_id: int  # of the vocabulary, which text has ``size`` times for a run
-    digest: str  # of all that was scanned, and of what reads it
     placeholder: str  # what stands for one in a text that no chat template writes
 
     @property
     def facts(self) -> Mapping[str, str]:
         """What is recorded of how inputs beside text are read."""
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What the inputs are known by when a run goes on: a digest of each, by its name."""
 
     def row(
         self, values: dict[str, Any], fields: Sequence[str], folder: Path | None
@@ -82,8 +85,11 @@ class MediaReader(Protocol):
     def describe(self, token: int) -> tuple[str, Run]:
         """What a token of a run stands for, in words, and the run."""
 
-    def attach(self, model: Any) -> None:
-        """Have a language model take the runs of this reader, as others may too."""
+    def attach(self, model: Any, base: str | None = None) -> None:
+        """Have a language model take the runs that were numbered or read, as others may too.
+
+        ``base`` is the one that it is on, if not the reader's.
+        """
 
 
 def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:

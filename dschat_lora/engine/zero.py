@@ -143,7 +143,8 @@ def gather_with_parents(model: nn.Module) -> None:
     """
     for module in model.modules():
         for child in module.children():
-            if isinstance(child, nn.Conv1d) or type(child).__name__ == "Gemma3nTextAltUp":
+            reads = isinstance(child, nn.Conv1d) or isinstance(module, nn.MultiheadAttention)
+            if reads or type(child).__name__ == "Gemma3nTextAltUp":
                 for parameter in child.parameters(recurse=False):
                     deepspeed.zero.register_external_parameter(module, parameter)
 

@@ -58,6 +58,7 @@ class NF4State:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "NF4State":
         """The same with ``function`` of each tensor."""
+        _register_operators()  # on ranks that get their weights from rank 0
         mapped: dict[str, Any] = {n: function(t) for n, t in self.tensors().items()}
         return replace(self, **mapped)
 

@@ -159,7 +159,10 @@ def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Mo
     targets = _entries(config)
     if ALL_BESIDE in targets:
         own = tuple(target for target in targets if target != ALL_BESIDE)
-        chosen = {name for name in linear if is_inside(name, getattr(model, "rest", ()))}
+        inside = [name for name in linear if is_inside(name, getattr(model, "rest", ()))]
+        parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in inside}
+        # Which reads its layer's weight.
+        chosen = {n for n in inside if not isinstance(parents[n], nn.MultiheadAttention)}
         _require_match(chosen, "--target_modules", ALL_BESIDE, linear)
         return chosen | _chosen(model, replace(config, target_modules=own), candidates)
     if config.lora_module_name is not None:

@@ -16,6 +16,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_quantized
 from dschat_lora.lora.model import adapter_parameters, apply_lora, lora_layers, with_expert_settings
 from dschat_lora.lora.names import is_inside
+from dschat_lora.lora.parallel import group_of
 from dschat_lora.lora.targets import (
     adaptable_parts,
     choose_saved,
@@ -200,14 +201,14 @@ def check_targets(
     _check_experts(model, targets, lora, expert_learning_rate)
 
 
-def attach_media(adapted: AdaptedModel, media: MediaReader | None) -> None:
-    """Have a model take what rows hold beside text, if they do.
+def attach_media(adapted: AdaptedModel, media: MediaReader | None, base: str | None = None) -> None:
+    """Have a model take what rows hold beside text, if they do; see :meth:`MediaReader.attach`.
 
     Raises:
         ValueError: if layers are adapted that text does not run through, and there is nothing else.
     """
     if media is not None:
-        media.attach(adapted.model)
+        media.attach(adapted.model, base)
         vars(adapted.model)["media"] = media.facts
     elif found := [n for n in adapted.targets if is_inside(n, getattr(adapted.model, "rest", ()))]:
         raise ValueError(
@@ -224,15 +225,21 @@ def _load_rest(
         return
     if source.adapter is not None:
         stored = source.planned or lora_config_of(source.adapter)
-        names = (*stored.target_modules, *stored.modules_to_save)
-        if any(is_inside(name, model.place.left_out) for name in names):
-            model.put_rest(model.load_rest(source.base, meta=meta))
+        names = [*stored.target_modules, *stored.modules_to_save]
     elif lora.lora_dim and may_reach(model, lora, model.place.left_out):
         model.put_rest(model.load_rest(source.base, meta=True))
-        chosen = [*choose_targets(model, lora), *choose_saved(model, lora.modules_to_save)]
-        reached = any(is_inside(name, model.rest) for name in chosen)
-        if not (reached and meta):
-            model.put_rest(model.load_rest(source.base, meta=False) if reached else None)
+        names = [*choose_targets(model, lora), *choose_saved(model, lora.modules_to_save)]
+        model.put_rest(None)
+    else:
+        return
+    if not any(is_inside(name, model.place.left_out) for name in names):
+        return
+    if group_of(model) is not None:
+        raise ValueError(
+            f"--tensor_parallel_size above 1 adapts {model.text_path} alone; leave out layers "
+            "beside it"
+        )
+    model.put_rest(model.load_rest(source.base, meta=meta))
 
 
 def check_balancing(source: ModelSource, config: ModelConfig) -> None:

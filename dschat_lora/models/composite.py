@@ -263,6 +263,9 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
                 delattr(built.get_submodule(above), last)
         built.all_tied_weights_keys = {}
         if not meta:
+            from dschat_lora.models.four_bit_base import hold_four_bits
+
+            hold_four_bits(built, path, "as the files are")
             load_parts(built, path)
         return built.requires_grad_(False).eval()
 

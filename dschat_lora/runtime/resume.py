@@ -111,10 +111,10 @@ _IDENTITY = {
     "tokenizer": "the tokenizer",
     "train_data": "the training data",
     "eval_data": "the evaluation data",
+    "media": "what rows hold beside text",
     "dtype": "--dtype",
     "adapter": "the adapter",
     "start": "the adapter that training started from",
-    "media": "what rows hold beside text",
     "packing": "whether rows are packed",
     "rows": "the number of rows",
     "stream": "the sources that are streamed",
@@ -129,7 +129,7 @@ _IDENTITY = {
     "streams": "how random numbers are drawn",
 }
 # What --accept_changed_data lets differ.
-_OF_DATA = {"train_data", "eval_data", "text", "answers", "rows"}
+_OF_DATA = {"media", "train_data", "eval_data", "text", "answers", "rows"}
 
 
 def settle(config: ConfigT, *, stage: str) -> ConfigT:
@@ -208,12 +208,7 @@ def check_identity(
     differences = {}
     for name in _IDENTITY:
         before, value = then.get(name), now.get(name)
-        if isinstance(value, DataIdentity):
-            words = value.difference(before)
-        else:
-            words = None if before == value else f"(was {before}, now {value})"
-            if words and isinstance(before, Mapping) and "blocks" in before:  # a digest
-                words = f"(was {before.get('samples')} samples, now {value})"
+        words = _difference(before, value)
         if words is not None:
             differences[name] = f"{_IDENTITY[name]} {words}"
     if accepts_changed_data:
@@ -225,6 +220,20 @@ def check_identity(
             f"--resume_from_checkpoint {checkpoint}: the run was another one; what differs: "
             f"{'; '.join(differences.values())}{hint}"
         )
+
+
+def _difference(before: Any, value: Any) -> str | None:
+    """How a part of the identity differs from ``before``; None where it does not."""
+    if isinstance(value, DataIdentity):
+        return value.difference(before)
+    if before == value:
+        return None
+    if isinstance(before, Mapping) and isinstance(value, Mapping):
+        key = next(k for k in {**before, **value} if before.get(k) != value.get(k))
+        return f"({key}: was {before.get(key, 'none')}, now {value.get(key, 'none')})"
+    if isinstance(before, Mapping) and "blocks" in before:  # a digest
+        return f"(was {before.get('samples')} samples, now {value})"
+    return f"(was {before}, now {value})"
 
 
 def run_of(checkpoint: str | Path) -> Path | None:

@@ -269,7 +269,7 @@ def state_identity(
         "dtype": settings.dtype,
         "adapter": adapted.lora.described(),
         "start": adapter_fingerprint(adapted.model),
-        **({} if data.media is None else {"media": data.media.digest}),
+        **({} if data.media is None else {"media": dict(data.media.identity)}),
     }
 
 

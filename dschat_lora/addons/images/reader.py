@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dschat_lora.data.encoder import Tokenizer
 
 INDEX = "pictures.json"
+MOST_NAMED = 10_000  # in a checkpoint
 LAST_ID = 2**31  # tokens are stored in 32 bits
 SHAPES_AT_ONCE = 64  # that one process expands in a second or two
 # Of pictures that come one after another: those that are known though no run of them is held, and
@@ -148,7 +149,9 @@ class ImageReader:
     kind: str = "pictures"
     _entries: list[Entry] = field(default_factory=list)
     digest: str = ""
-    inputs: "PictureInputs | None" = None  # of the models that it is attached to
+    towers: "dict[str, PictureInputs]" = field(
+        default_factory=dict
+    )  # by base, those that are frozen
     # Numbers of entries by where a picture is and by its bytes, or what is wrong with it.
     _numbers: dict[tuple[str, bool], int | str] = field(default_factory=dict)
     _expansions: dict[Shape, Expansion] = field(default_factory=dict)
@@ -196,6 +199,21 @@ class ImageReader:
     def facts(self) -> Mapping[str, str]:
         """By what library pictures become tensors."""
         return {"pictures read by": self.processor.backend}
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What pictures are read by, and a digest of each by its number and the name of its file.
+
+        Of more than ``MOST_NAMED`` it is one of all.
+        """
+        described = json.dumps(self.processor.described(), sort_keys=True)
+        found = {"the processor": digest(described.encode())[:8]}
+        digests = [entry.reference["digest"] for entry in self.entries]
+        if len(digests) > MOST_NAMED:
+            return {"pictures and their processor": self.digest}
+        names = (Path(entry.reference.get("path", "within a row")).name for entry in self.entries)
+        pairs = enumerate(zip(names, digests, strict=True), 1)
+        return found | {f"picture {n}, {name}": each[:8] for n, (name, each) in pairs}
 
     def summary(self) -> str:
         """That it takes pictures, and the backend of its processor."""
@@ -355,11 +373,11 @@ class ImageReader:
         """
         return open_picture(self.store.load(dict(entry.reference), self.limits), self.limits)
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: Any, base: str | None = None) -> None:
         """Have a language model take the pictures; its tower is loaded if it has none."""
         from dschat_lora.addons.images.vision import attach
 
-        attach(model, self)
+        attach(model, self, base or self.base)
 
     def _find(self, picture: Picture, *, alone: bool) -> int | str:
         """The number of a picture's entry, which it gets if it is new, or what is wrong with it."""

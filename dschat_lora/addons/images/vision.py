@@ -58,6 +58,8 @@ class PictureInputs:
     ) -> None:
         self._load, self.family, self.reader, self.model = load, family, reader, model
         self.device, self.dtype = torch.device("cpu"), torch.float32
+        # digest and bytes of the parameters of a frozen tower
+        self.frozen: tuple[str, int] | None = None
         self._tables: dict[torch.device, Table] = {}
         # By the first id; the last used is the last.
         self._kept: OrderedDict[int, Features] = OrderedDict()
@@ -270,11 +272,12 @@ def mutual_inputs(
     return {"attention_mask": made if isinstance(mask, dict) else made["full_attention"]}
 
 
-def attach(model: PreTrainedModel, reader: ImageReader) -> None:
+def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
-    Those of a reader share a frozen one, and its features, which is loaded here where pictures are
-    known, else when the first one comes. A tower with adapters is among the model's own modules.
+    A frozen one is shared, with its features, by all models on ``base``. It is loaded here where
+    pictures are known, else when the first one comes. A tower with adapters is among the model's
+    own modules.
 
     Raises:
         ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
@@ -285,7 +288,7 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
     assert isinstance(model, TextModel)
     if model.place.head is None:
         raise ValueError(
-            f"{reader.base}: transformers has no sequence classifier of {whole.model_type}, so "
+            f"{base}: transformers has no sequence classifier of {whole.model_type}, so "
             "reward models and critics of it take rows without pictures alone; those of gemma3 "
             "and qwen3_5 take pictures"
         )
@@ -297,27 +300,35 @@ def attach(model: PreTrainedModel, reader: ImageReader) -> None:
         )
     rate = getattr(reader.options, "vision_learning_rate", None)  # of training alone
     model.rest_rate = rate
-    if rate is not None and not model.rest:
+    above, inputs = model.text_path.rpartition(".")[0], reader.towers.get(base)
+    if model.rest:
+        tower = model.load_rest(base, meta=True).get_submodule(above)
+        inputs = PictureInputs(lambda: tower, family, reader, model)
+    elif rate is not None and model.can_generate() and _trains(model):
         raise ValueError(
             f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
             "none: give --train_vision or name its layers in --target_modules"
         )
-    inputs = None if model.rest else reader.inputs
-    if inputs is None:
-        above = model.text_path.rpartition(".")[0]
+    elif inputs is None:
 
         def load() -> nn.Module:
-            return model.load_rest(reader.base, meta=bool(model.rest)).get_submodule(above)
+            return model.load_rest(base, meta=False).get_submodule(above)
 
-        inputs = PictureInputs(load, family, reader, model if model.rest else None)
-    if not model.rest:
-        reader.inputs = inputs
-    if reader.entries and not model.rest:
-        parameters = list(inputs.tower.parameters())
-        size = sum(p.numel() * p.element_size() for p in parameters)
-        model.frozen_rest = base_fingerprint(inputs.tower), size
+        inputs = reader.towers[base] = PictureInputs(load, family, reader)
+    if not model.rest and reader.entries:
+        inputs.frozen = inputs.frozen or _frozen(inputs.tower)
+        model.frozen_rest = inputs.frozen
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
     model.reads_whole = FIRST_ID if family.by_grid or family.mutual else None
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
+
+
+def _frozen(tower: nn.Module) -> tuple[str, int]:
+    size = sum(p.numel() * p.element_size() for p in tower.parameters())
+    return base_fingerprint(tower), size
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:

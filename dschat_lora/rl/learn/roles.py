@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from dschat_lora.config.addons import chosen_layers
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.media import MediaReader
 from dschat_lora.engine.build import EngineSettings
@@ -13,6 +14,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.build import (
     AdaptedModel,
     as_trained,
+    attach_media,
     build_causal_lm,
     build_reward_model,
     check_targets,
@@ -57,11 +59,14 @@ class Roles:
         """The roles that train, by name."""
         return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
 
-    def take(self, media: MediaReader | None) -> None:
-        """Have all models take what prompts hold beside text."""
-        for model in (*(each.model for each in self.models.values()), self.rollout):
-            if media is not None:
-                media.attach(model)
+    def take(self, media: MediaReader | None, sources: Sources) -> None:
+        """Have all models take what prompts hold beside text, if they do."""
+        scored = sources.critic or sources.actor
+        for name, each in self.models.items():
+            base = scored.base if name in ("critic", "reward") else sources.actor.base
+            attach_media(each, media, base)
+        if media is not None:
+            media.attach(self.rollout, sources.actor.base)
 
     def whole(self) -> nn.Module:
         """All of them as one module, whose ``parameters()`` gives shared tensors once."""
@@ -118,7 +123,7 @@ def check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None
             check_targets(
                 sources.by_role.get(role, sources.actor),
                 options.model(config.load),
-                options.lora(config.classic.only_optimize_lora),
+                _lora(config, role),
                 tasks[role],
                 expert_learning_rate=options.expert_learning_rate,
                 group=group,
@@ -234,7 +239,7 @@ class _Builder:
             source,
             self.tokenizer,
             options or self.config.actor.model(self.config.load),
-            self._lora(self.config.actor) if trained else LoraConfig(),
+            _lora(self.config, "actor") if trained else LoraConfig(),
             base=base,
             dtype=self.dtype,
             seed=self.config.run.seed,
@@ -255,7 +260,7 @@ class _Builder:
             source,
             self.tokenizer,
             options.model(self.config.load),
-            self._lora(options) if trained else LoraConfig(),
+            _lora(self.config, "critic") if trained else LoraConfig(),
             base=base,
             new_head=new_head,
             dtype=self.dtype,
@@ -264,8 +269,12 @@ class _Builder:
             group=self.group,
         )
 
-    def _lora(self, options: RoleConfig) -> LoraConfig:
-        return options.lora(self.config.classic.only_optimize_lora)
+
+def _lora(config: RlhfConfig, role: str) -> LoraConfig:
+    """The adapter of a role; options of add-ons choose layers of the actor alone."""
+    options: RoleConfig = getattr(config, role)
+    lora: LoraConfig = options.lora(config.classic.only_optimize_lora)
+    return chosen_layers(config, lora) if role == "actor" else lora
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:

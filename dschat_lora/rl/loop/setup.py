@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.media import MediaReader, media_reader
@@ -119,7 +120,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         prepare_to_compile(run)
     sources = find_sources(config)
     check_same_models(sources.actor, sources.critic, sources.teacher)
-    config = _with_fitting_lengths(config, sources)
+    config = _with_fitting_lengths(_with_layers(config), sources)
     group = tensor_group(config.parallel)
     check_layers(config, sources, group)
     config = _with_ruled_rates(config, sources, run)
@@ -143,7 +144,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         group=group,
     )
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
-    roles.take(data.prompts.media)
+    roles.take(data.prompts.media, sources)
     models = Models(sources, roles, settings)
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run, costs = replace(run, config=config), plan_costs(config, models, free=free)
@@ -210,6 +211,14 @@ def _read_data(
             f"--data_path {' '.join(config.data.data_path)} has none: use --on_policy_share 1",
         )
     return RlhfData(prompts, text, answers)
+
+
+def _with_layers(config: RlhfConfig) -> RlhfConfig:
+    """With the actor's layers that options of add-ons choose."""
+    for own in groups_of(config, "choose_layers"):
+        lora = own.choose_layers(config.actor.lora(config.classic.only_optimize_lora))
+        config = replace(config, actor=replace(config.actor, target_modules=lora.target_modules))
+    return config
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:

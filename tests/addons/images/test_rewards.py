@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
+import dschat_lora
 from addons.images.training import EXACT, PICTURES, Seeing, answer, pair_row, train_steps
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.stages import DpoConfig, DpoStageConfig, RewardConfig, RewardStageConfig
@@ -16,8 +17,10 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.build import build_reward_model
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.supervised.kto import kto_objective
 from dschat_lora.supervised.pair_objectives import answer_logprobs, reward_objective, score_ends
+from helpers.step1 import write_jsonl
 
 NAMES = list(PICTURES)
 BATCHES = (("one", "several", "none"), ("another", "none"), ("like", "one", "several"))
@@ -155,3 +158,65 @@ class FakeEngine:
 
     def train(self):
         self.module.train()
+
+
+def note(completions, completion_ids, name, log_extra, **more):
+    """A reward of 0 that has the rollouts' record say what was drawn."""
+    log_extra("tokens", completion_ids)
+    log_extra("name", name)
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_scores_and_values_of_ppo_are_those_of_stock_transformers_and_peft(kind, tmp_path):
+    seeing = Seeing(kind, tmp_path)
+    seeing.data(map(pair_row, NAMES), "pairs", config_class=RewardStageConfig)
+    adapter = seeing.write(seeing.ours(build=build_reward_model), task="SEQ_CLS")
+    rows = [
+        {"prompt": row["prompt"], "images": row["images"], "name": name}
+        for name in NAMES
+        for row in [pair_row(name)]
+    ]
+    path = write_jsonl(tmp_path / "prompts.jsonl", rows)
+    run = dschat_lora.rlhf(
+        str(seeing.base),
+        str(path),
+        rewards=note,
+        critic=str(adapter),
+        algorithm="ppo",
+        output_dir=tmp_path / "out",
+        max_answer_seq_len=5,
+        eval_ratio=0.0,
+        num_train_epochs=1,
+        log_rollouts=10,
+        reward_scaling="none",
+        clip_reward_value=0,
+        preprocessing_num_workers=1,
+        dtype="fp32",
+        quiet=True,
+    )
+    theirs = seeing.stock(adapter, AutoModelForSequenceClassification, num_labels=1)
+    found = list(read_rollouts(run.path))
+    assert len(found) == len(NAMES)
+    values = {}
+    for row in found:
+        name, tokens = row["extra"]["name"], row["extra"]["tokens"]
+        prompt = seeing.prompt_inputs([*pair_row(name)["prompt"], answer("")], PICTURES[name])
+        scores = []
+        for size in range(len(tokens) + 1):
+            inputs = dict(prompt)
+            inputs["input_ids"] = torch.cat([prompt["input_ids"], torch.tensor([tokens])], 1)
+            for key in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+                if key in prompt:
+                    fill = int(key == "attention_mask")
+                    inputs[key] = F.pad(prompt[key], (0, len(tokens)), value=fill)
+                    inputs[key] = inputs[key][:, : prompt[key].shape[1] + size]
+            inputs["input_ids"] = inputs["input_ids"][:, : inputs["attention_mask"].shape[1]]
+            with torch.no_grad():
+                scores.append(theirs(**inputs).logits[0, 0].item())
+        assert row["rewards"]["reward_model"] == pytest.approx(scores[-1], abs=EXACT)
+        # Of each token the value before it, in four digits; of the first responses alone.
+        if "token_value" in row:
+            values[name] = row["token_value"]
+            assert values[name] == pytest.approx(scores[:-1], rel=1e-3, abs=1e-3)
+    assert {"one", "several"} & values.keys()

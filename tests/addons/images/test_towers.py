@@ -1,6 +1,8 @@
 """Adapters of models that see, with and without factors in the vision tower, against stock PEFT."""
 
 import json
+from dataclasses import replace
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -9,27 +11,38 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
-from dschat_lora.addons.images.processors import load_processor
+from dschat_lora.addons.images.options import TrainedImageOptions
+from dschat_lora.addons.images.processors import PictureProcessor, load_processor
+from dschat_lora.addons.images.vision import PictureInputs
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.export import save_merged
-from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.media import FIRST_ID, media_reader
 from dschat_lora.data.prepare import prepare
-from dschat_lora.lora.model import adapter_layout, adapter_parameters
+from dschat_lora.lora.model import adapter_layout, adapter_parameters, adapters_disabled
 from dschat_lora.lora.names import is_inside
+from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.build import build_causal_lm, check_targets
 from dschat_lora.models.causal_lm import CausalLMLoss
-from dschat_lora.models.loading import load_tokenizer
+from dschat_lora.models.loading import load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
+from dschat_lora.runtime import resume
+from dschat_lora.runtime.resume import check_identity
 from helpers.images import SEEING, drawn, tiny_vlm
 
 EXACT = 1e-5
 SIZES = [(32, 32), (20, 40)]
 COUNTS = [1, 2, 0]  # pictures of each row
+BESIDE = ("all-beside",)
 SOME = ("llava_next", "gemma3", "qwen3_vl")
+MOSTLY_SOME = pytest.mark.parametrize(
+    "seen",
+    [pytest.param(each, marks=() if each in SOME else pytest.mark.thorough) for each in SEEING],
+    indirect=True,
+)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -58,33 +71,36 @@ class Seeing:
         argv = ["--model_name_or_path", self.base, "--data_path", str(rows), "--eval_ratio", "0"]
         argv += ["--data_output_path", str(folder / "cache"), "--preprocessing_num_workers", "1"]
         self.config = parse_config(SupervisedConfig, argv, program="sft")
-        self.source = find_model(self.base)
         self.tokenizer = load_tokenizer(self.base, self.config.model)
+        self.read()
+
+    def read(self):
+        """Prepare the rows."""
         self.reader = media_reader(self.config, self.tokenizer, self.base)
         self.data = prepare(
             *(self.config.data, self.tokenizer),
             **{"phase": 1, "seed": 1, "eos_id": self.tokenizer.eos_token_id},
-            cache_dir=folder / "cache",
+            cache_dir=self.folder / "cache",
             media=self.reader,
         )
 
-    def ours(self, *targets, adapter=None):
-        """Our model with random factors, or with an adapter."""
-        lora = LoraConfig() if adapter else LoraConfig(lora_dim=4, target_modules=targets)
-        source = find_model(str(adapter or self.base))
+    def ours(self, *targets, dtype=torch.float32):
+        """Our model with random factors."""
+        lora = LoraConfig(lora_dim=4, target_modules=targets)
+        source = find_model(self.base)
         check_targets(source, ModelConfig(), lora)
         adapted = build_causal_lm(
             *(source, self.tokenizer, ModelConfig(), lora),
-            **{"dtype": torch.float32, "seed": 1, "meta": False},
+            **{"dtype": dtype, "seed": 1, "meta": False},
         )
+        self.reader.inputs = None  # a tower of the last model
         self.reader.attach(adapted.model)
         self.applied = adapted.lora
-        if adapter is None:
-            with torch.no_grad():
-                for name, parameter in adapter_parameters(adapted.model).items():
-                    own = torch.Generator().manual_seed(len(name))
-                    if name.endswith("lora_B"):
-                        parameter.normal_(std=0.05, generator=own)
+        with torch.no_grad():
+            for name, parameter in adapter_parameters(adapted.model).items():
+                own = torch.Generator().manual_seed(len(name))
+                if name.endswith("lora_B"):
+                    parameter.normal_(std=0.05, generator=own)
         return adapted.model.eval()
 
     def write(self, model, name="adapter"):
@@ -125,7 +141,7 @@ class Seeing:
             yield ids[None], stock, labels
 
 
-@pytest.fixture(scope="module", params=SEEING)
+@pytest.fixture(scope="module")
 def seen(request, tmp_path_factory):
     return Seeing(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -162,6 +178,11 @@ def stock_loss(stock, seen):
     return sum(losses)
 
 
+@pytest.mark.parametrize(
+    "seen",
+    [pytest.param(each, marks=pytest.mark.smoke if each == "qwen3_vl" else ()) for each in SEEING],
+    indirect=True,
+)
 def test_adapters_of_tower_and_text_are_those_of_stock_peft(seen):
     model = seen.ours("all-linear", "all-beside")
     theirs = seen.stock(seen.write(model))
@@ -184,6 +205,7 @@ def test_adapters_of_tower_and_text_are_those_of_stock_peft(seen):
     assert compared >= 8  # factors of the tower
 
 
+@MOSTLY_SOME
 def test_a_batch_without_pictures_has_gradients_of_nothing_for_the_tower(seen):
     model = seen.ours("all-linear", "all-beside")
     loss = loss_of(model, seen, [COUNTS.index(0)])
@@ -197,7 +219,10 @@ MERGED = [pytest.param(each, marks=() if each in SOME else pytest.mark.thorough)
 
 
 @pytest.mark.parametrize("seen", MERGED, indirect=True)
-@pytest.mark.parametrize("rest", [(), ("all-beside",)], ids=["text", "all"])
+@pytest.mark.parametrize(
+    "rest",
+    [pytest.param((), id="text", marks=pytest.mark.thorough), pytest.param(BESIDE, id="all")],
+)
 def test_a_merged_model_is_the_unmerged_one_in_stock_transformers(seen, rest, tmp_path):
     model = seen.ours("all-linear", *rest)
     save_merged(
@@ -211,7 +236,8 @@ def test_a_merged_model_is_the_unmerged_one_in_stock_transformers(seen, rest, tm
     limit = 2e-4 if seen.family == "gemma4" else EXACT
     assert furthest(model, seen.stock(base=tmp_path / "merged"), seen) < limit
     assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
-    load_processor(str(tmp_path / "merged"), seen.tokenizer)
+    merged = str(tmp_path / "merged")
+    load_processor(merged, load_tokenizer(merged, ModelConfig()))
 
 
 @pytest.mark.parametrize("seen", SOME, indirect=True)
@@ -219,3 +245,119 @@ def test_adapters_of_the_text_model_alone_leave_the_tower_out(seen):
     model = seen.ours("all-linear")
     assert not model.rest
     assert furthest(model, seen.stock(seen.write(model)), seen) < EXACT
+
+
+@pytest.mark.parametrize("seen", SOME[:1], indirect=True)
+def test_features_of_a_frozen_tower_are_computed_once_and_those_of_a_trained_one_each_time(seen):
+    ids, _, _ = next(seen.rows())
+    for rest, calls in ((), 1), (BESIDE, 2):
+        model = seen.ours("all-linear", *rest)
+        tower = hook_of(model).tower
+        tower.get_image_features = counted = Mock(side_effect=tower.get_image_features)
+        with torch.no_grad():
+            first = model(ids, use_cache=False).logits
+            assert torch.equal(model(ids, use_cache=False).logits, first)
+            assert counted.call_count == calls
+            for name, parameter in adapter_parameters(model).items():
+                if is_inside(name, model.rest):
+                    parameter.add_(0.05)
+            changed = model(ids, use_cache=False).logits
+        assert torch.equal(changed, first) == (not rest)
+
+
+def hook_of(model):
+    """What gives the model its pictures."""
+    hooks = model.base_model._forward_pre_hooks.values()
+    return next(each for each in hooks if isinstance(each, PictureInputs))
+
+
+@pytest.mark.parametrize("seen", SOME[:1], indirect=True)
+def test_a_copy_that_shares_parameters_sees_by_its_own_modules(seen):
+    model = seen.ours("all-linear", "all-beside")
+    copy = share_parameters(model)
+    assert hook_of(copy).model is copy
+    ids, _, _ = next(seen.rows())
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        for parameter in adapter_parameters(model).values():
+            parameter.add_(0.05)
+        after = copy(ids, use_cache=False).logits
+        assert torch.equal(model(ids, use_cache=False).logits, after)
+        assert not torch.equal(after, before)
+        with adapters_disabled(copy):
+            base = copy(ids, use_cache=False).logits
+        assert torch.equal(model(ids, use_cache=False).logits, after)
+        frozen = seen.ours("all-linear")
+        with adapters_disabled(frozen):
+            torch.testing.assert_close(frozen(ids, use_cache=False).logits, base)
+
+
+@pytest.mark.parametrize("seen", SOME[:1], indirect=True)
+def test_factors_of_the_tower_have_a_rate_of_their_own(seen):
+    model = seen.ours("all-linear", "all-beside")
+    optim = replace(OptimConfig(), lora_learning_rate=1e-3, loraplus_lr_ratio=4.0)
+    model.rest_rate = 1e-5
+    groups = {group["name"]: group for group in parameter_groups(model, optim)}
+    assert {name: group["lr"] for name, group in groups.items()} == {
+        **{"lora": 1e-3, "lora_B": 4e-3},
+        **{"rest": 1e-5, "rest_B": 4e-5},
+    }
+    tower = {id(p) for n, p in adapter_parameters(model).items() if is_inside(n, model.rest)}
+    found = {id(p) for name in ("rest", "rest_B") for p in groups[name]["params"]}
+    assert found == tower
+    model.rest_rate = None
+    assert {group["name"] for group in parameter_groups(model, optim)} == {"lora", "lora_B"}
+
+
+@pytest.mark.parametrize("seen", SOME[:1], indirect=True)
+def test_a_rate_for_a_frozen_tower_is_refused(seen):
+    seen.reader.options = replace(seen.reader.options, vision_learning_rate=1e-5)
+    with pytest.raises(ValueError, match=r"^--vision_learning_rate 1e-05 is for adapters of the"):
+        seen.ours("all-linear")
+    seen.reader.options = replace(seen.reader.options, vision_learning_rate=None)
+
+
+def test_train_vision_adds_the_layers_that_see_to_those_that_are_chosen():
+    lora = LoraConfig(lora_dim=4, target_modules=("q_proj",))
+    assert TrainedImageOptions().choose_layers(lora) is lora
+    chosen = TrainedImageOptions(train_vision=True).choose_layers(lora)
+    assert chosen.target_modules == ("q_proj", "all-beside")
+    with pytest.raises(ValueError, match=r"^--train_vision is for adapters: give --lora_dim$"):
+        TrainedImageOptions(train_vision=True).choose_layers(LoraConfig())
+
+
+@pytest.mark.parametrize("seen", SOME[:1], indirect=True)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.thorough)]
+)
+def test_towers_are_of_the_type_of_the_model(seen, dtype):
+    ids, stock, _ = next(seen.rows())
+    theirs = AutoModelForImageTextToText.from_pretrained(seen.base, dtype=dtype).eval()
+    pixels = {n: v.to(dtype) if v.is_floating_point() else v for n, v in stock.items()}
+    for rest in (), BESIDE:
+        model = seen.ours("all-linear", *rest, dtype=dtype)
+        tower = {p.dtype for n, p in hook_of(model).tower.named_parameters() if "lora" not in n}
+        assert tower == {dtype} or rest
+        with torch.no_grad(), adapters_disabled(model):
+            found = model(ids, use_cache=False).logits
+            torch.testing.assert_close(found, theirs(**pixels).logits, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("seen", SOME[:1], indirect=True)
+def test_a_run_goes_on_with_the_same_pictures_alone(seen, monkeypatch):
+    before = dict(seen.reader.identity)
+    seen.read()
+    assert seen.reader.identity == before
+    whole = (seen.folder / "1.png").read_bytes()
+    drawn(*SIZES[1], seed=9).save(seen.folder / "1.png")
+    seen.read()
+    monkeypatch.setattr(resume, "read_state", lambda _: {"step": 2, "identity": {"media": before}})
+    told = r"what differs: what rows hold beside text \(picture 2, 1\.png: was [0-9a-f]{8}, now"
+    with pytest.raises(ValueError, match=told):
+        check_identity(seen.folder, {"media": seen.reader.identity})
+    (seen.folder / "1.png").write_bytes(whole)
+    seen.read()
+    described = dict(seen.reader.processor.described())
+    monkeypatch.setattr(PictureProcessor, "described", lambda _: described | {"backend": "other"})
+    with pytest.raises(ValueError, match=r"beside text \(the processor: was [0-9a-f]{8}, now"):
+        check_identity(seen.folder, {"media": seen.reader.identity})

@@ -1,11 +1,13 @@
 """Training on rows with pictures, against plain loops in stock transformers and PEFT."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForImageTextToText
 
 from addons.images.training import (
     EXACT,
@@ -35,6 +37,8 @@ BATCHES = (
     (("several",), ("none",), ("another",)),
     (("none",), ("one",)),
 )
+# Of those that make test runs: masks within a picture, positions by a grid, a recurrence.
+SMOKE = {("gemma3", "shared"), ("qwen3_vl", "shared"), ("qwen3_5", "alone")}
 
 
 @pytest.fixture(scope="module", params=SEEING)
@@ -108,7 +112,13 @@ def plain_dpo(seeing):
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("shared", marks=pytest.mark.smoke), "separate", "alone"]
+    ("seeing", "layout"),
+    [
+        pytest.param(kind, layout, marks=pytest.mark.smoke if (kind, layout) in SMOKE else ())
+        for kind in SEEING
+        for layout in ("shared", "separate", "alone")
+    ],
+    indirect=["seeing"],
 )
 def test_dpo_is_that_of_stock_transformers_and_peft(seeing, plain_dpo, layout):
     model = seeing.ours()
@@ -155,6 +165,23 @@ def test_rows_under_masks_have_the_log_probabilities_of_stock_transformers(
         with torch.no_grad():
             found = answer_logprobs(network, batch)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=EXACT)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gemma4_whose_pictures_are_seen_whole_in_windows_is_that_of_stock(tmp_path, attention):
+    seeing, names = Seeing("gemma4", tmp_path), ("one", "several", "none")
+    file = seeing.base / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    config["text_config"]["use_bidirectional_attention"] = "vision"  # as in the larger models
+    file.write_text(json.dumps(config), "utf-8")
+    options = ("--attn_implementation", attention)
+    pairs = seeing.data(map(pair_row, names), "pairs", *options)
+    model = seeing.ours()
+    theirs = seeing.stock(seeing.write(model))
+    with torch.no_grad():
+        found = answer_logprobs(CausalLMLogprobs(model), PairCollator(1, "shared")([pairs]))
+        wanted = both_logprobs(seeing, theirs, [names])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=EXACT)
 
 
 def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(seeing):
@@ -223,3 +250,24 @@ def test_no_text_is_cut_within_a_picture(tmp_path):
     assert fits < count(behind, "truncate") < 40
     assert count(before, "split") == fits
     assert count(before, "truncate") == 40
+
+
+BY_GRID = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("seeing", BY_GRID, indirect=True)
+def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
+    samples = dict(zip(NAMES, seeing.data(map(sample_row, NAMES)), strict=True))
+    (hook,) = seeing.ours().base_model._forward_pre_hooks.values()
+    stock = AutoModelForImageTextToText.from_pretrained(seeing.base).model
+    rows = [("one", "several", "like", "none"), ("another",)]
+    batch = SampleCollator(1)([[samples[name] for name in row] for row in rows])
+    found = hook._positions(batch.input_ids, batch.position_ids, None)
+    for row, names in enumerate(rows):
+        for number, name in enumerate(names, 1):
+            inputs, _ = seeing.inputs(sample_row(name)["messages"], PICTURES[name])
+            grid = inputs.get("image_grid_thw")
+            own = stock.get_rope_index(
+                inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=grid
+            )[0]
+            assert torch.equal(found[:, row, batch.segment_ids[row] == number], own[:, 0])
