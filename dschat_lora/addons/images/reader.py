@@ -283,9 +283,9 @@ class ImageReader:
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
     ) -> tuple[list[str], tuple[Run, ...]]:
         """Texts with the tokens of each picture in place of its placeholder, and their runs."""
-        pictures, processor = values.get("images", ()), self.processor
-        if not pictures:
+        if not (pictures := values.get("images", ())):
             return list(texts), ()
+        processor = self.processor
         if isinstance(values.get("prompt", values.get("text")), str):
             texts = [text.replace("<image>", processor.placeholder) for text in texts]
         token, count = processor.token, sum(text.count(processor.token) for text in texts)

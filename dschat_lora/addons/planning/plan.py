@@ -19,6 +19,7 @@ from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import value_shape
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
+from dschat_lora.models.composite import TextModel
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import tabled_peak
@@ -146,6 +147,8 @@ class StagePlan:
 
     config: Any
     models: AdaptedModel | Roles
+    # What is loaded beside text models for rows that are about more, by its name: bytes.
+    beside: Mapping[str, int] = field(default_factory=dict)
     # by config, of these models
     known: dict[Any, MemoryPlan] = field(default_factory=dict, compare=False, repr=False)
 
@@ -180,9 +183,21 @@ class StagePlan:
     def phases(self) -> dict[str, int]:
         """The most bytes on one device in each phase; see :attr:`memory`."""
         plan = self._memory_plan()
+        beside = sum(self.beside.values())
         if not isinstance(self.models, Roles):
-            return {TRAINING: plan.updating}
-        return {TRAINING: plan.updating, GENERATION: plan.weights + plan.training + plan.cache}
+            return {TRAINING: plan.updating + beside}
+        decoding = plan.weights + plan.training + plan.cache
+        return {TRAINING: plan.updating + beside, GENERATION: decoding + beside}
+
+    @property
+    def left_out(self) -> tuple[str, int] | None:
+        """Names and bytes of what composite models have beside text, if it is not loaded."""
+        models = self.models.models.values() if isinstance(self.models, Roles) else [self.models]
+        for each in models:
+            if isinstance(each.model, TextModel) and not each.model.rest:
+                rest = each.model.load_rest("", meta=True)
+                return ", ".join(each.model.place.left_out), parameter_bytes(rest.parameters())
+        return None
 
     @property
     def memory(self) -> StageMemory:
@@ -199,6 +214,7 @@ class StagePlan:
         for name, each in models.items():
             roles[name] = _role_memory(name, each.model, seen, trained, settings)
             seen |= {id(p) for p in each.model.parameters()}
+        roles |= {name: RoleMemory(size, 0) for name, size in self.beside.items()}
         return StageMemory(roles, self.phases, self._memory_plan().cache)
 
     def _memory_plan(self) -> MemoryPlan:

@@ -130,8 +130,7 @@ def lines(planned: Planned) -> Iterator[str]:
         return _gib(size) if size else "-"
 
     rows = [[name, *(cell(role, column) for column in columns)] for name, role in roles.items()]
-    yield from table(["GiB", *columns], rows)
-    yield ""
+    yield from [*table(["GiB", *columns], rows), ""]
     yield wrapped(f"  memory       {_peak_words(plan)}")
     kept, again = (
         _gib(with_recomputation(plan, on).memory.peak)
@@ -140,6 +139,7 @@ def lines(planned: Planned) -> Iterator[str]:
     yield wrapped(
         f"  recomputed   {kept} GiB where activations are kept, {again} GiB where recomputed"
     )
+    yield from _left_out_lines(plan)
     if card is not None:
         yield wrapped(f"  device       {_device_words(planned, card)}")
     if planned.better is not None:
@@ -162,6 +162,15 @@ def lines(planned: Planned) -> Iterator[str]:
         # The bundled data is for the bundled model and what is made of it.
         needs_data = model and not Path(model).expanduser().exists() and "data_path" not in given
         yield f"$ {planned.command}{' --data_path FILE' if needs_data else ''}"
+
+
+def _left_out_lines(plan: StagePlan) -> Iterator[str]:
+    """What a composite model has beside text, which the plan does not count."""
+    if not plan.beside and (left_out := plan.left_out) is not None:
+        names, size = left_out
+        yield wrapped(
+            f"  left out     {names}: {_gib(size)} GiB more where rows are about more than text"
+        )
 
 
 def _data_lines(data: DataAudit | str) -> Iterator[str]:

@@ -27,6 +27,7 @@ from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, flatten, option_names
 from dschat_lora.config.stages import DpoStageConfig
 from dschat_lora.data.audit import DataAudit
+from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import config_sources
 from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models.loading import load_tokenizer, only_errors
@@ -120,6 +121,13 @@ def _planned(
     given = resolved(plan, usable)
     options = restated(options, given.config)
     data = _audit(name, given.config, options)
+    if isinstance(data, DataAudit) and data.media and given.left_out is not None:
+        beside = {data.media_kind: given.left_out[1]}
+        given = replace(given, beside=beside)
+
+        def planner(change: Change, planner: Planner = planner) -> StagePlan:
+            return replace(planner(change), beside=beside)
+
     found = Planned(name, options, processes, given, card, {}, data=data)
     if usable is None:
         return found
@@ -201,7 +209,9 @@ def _audit(name: str, config: Any, options: Mapping[str, Any]) -> DataAudit | st
     if isinstance(config, DpoStageConfig) and config.dpo.is_unpaired:
         kind = "unpaired"
     tokenizer = load_tokenizer(source.tokenizer, model)
-    return prepare_data(data, tokenizer, seed=config.run.seed, phase=phase, kind=kind).audit
+    media = media_reader(config, tokenizer, source.base)
+    seed = config.run.seed
+    return prepare_data(data, tokenizer, seed=seed, phase=phase, kind=kind, media=media).audit
 
 
 @dataclass(frozen=True)

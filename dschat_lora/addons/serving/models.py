@@ -270,6 +270,11 @@ def _adapted(
     )
     if adapted.warning is not None:
         note(f"warning: {adapted.warning}")
+    if rest := getattr(adapted.model, "rest", ()):
+        raise ValueError(
+            f"{named.name}: its adapter has factors of {', '.join(rest)}, which several models "
+            "have in common here; merge it and name the merged model instead"
+        )
     return adapted.model.requires_grad_(False).eval()
 
 

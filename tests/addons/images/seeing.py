@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from dschat_lora.addons.images.processors import load_processor
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
 from helpers.served import CARD
@@ -51,14 +51,16 @@ def as_sent(messages):
     return sent
 
 
-def write_adapter(base, directory, *, seed):
-    """An output directory with an adapter on ``base`` that changes what it says; returns it."""
-    source, options = find_model(str(base)), ModelConfig(model_name_or_path=str(base))
-    tokenizer = load_tokenizer(source.tokenizer, options)
-    lora = LoraConfig(lora_dim=4)
-    adapted = build_causal_lm(
-        source, tokenizer, options, lora, dtype=torch.float32, seed=seed, meta=False
-    )
+def write_adapter(base, directory, *, seed, reward=False, **options):
+    """An output directory with an adapter on ``base`` that changes what it says; returns it.
+
+    ``options`` are of :class:`LoraConfig`.
+    """
+    source, model = find_model(str(base)), ModelConfig(model_name_or_path=str(base))
+    tokenizer = load_tokenizer(source.tokenizer, model)
+    lora = LoraConfig(**{"lora_dim": 4, **options})
+    build = build_reward_model if reward else build_causal_lm
+    adapted = build(source, tokenizer, model, lora, dtype=torch.float32, seed=seed, meta=False)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.model.named_parameters():

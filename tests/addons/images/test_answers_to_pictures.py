@@ -9,13 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from seeing import Stock, as_sent, asked, data_uri, write_adapter
+from transformers import AutoModelForSequenceClassification
 
 import dschat_lora as dl
 from dschat_lora.addons.images import reader as readers
 from dschat_lora.commands import verbs
-from dschat_lora.config.groups import ModelConfig
+from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, ModelConfig
 from dschat_lora.data.media import FIRST_ID, media_reader
 from dschat_lora.models.loading import load_tokenizer
 from helpers.images import drawn, tiny_vlm
@@ -135,6 +137,40 @@ def test_eval_measures_answers_to_pictures_as_stock_does(base, runs, stock, tmp_
     assert found["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
+def test_scores_of_answers_to_pictures_are_those_of_stock(base, stock, tmp_path, capsys):
+    from dschat_lora.addons.evaluation.verbs import score
+
+    reward = write_adapter(base, tmp_path / "reward", seed=4, reward=True)
+    A.save(tmp_path / "a.png")
+    questions = [{"role": "user", "content": [{"type": "image"}, *QUESTIONS[0][0]["content"][1:]]}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("A cat", "Two dogs here")]
+    row = {"prompt": questions, "chosen": answers[0], "rejected": answers[1], "images": ["a.png"]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    score([str(reward), str(tmp_path / "pairs.jsonl"), "--dtype", "fp32"])
+    found = json.loads(capsys.readouterr().out)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=1, dtype=torch.float32
+    )
+    model = PeftModel.from_pretrained(model, reward / "adapter").eval()
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        text = stock.tokenizer.apply_chat_template(QUESTIONS[0] + answer, tokenize=False)
+        inputs = stock.processor._processor(text=[text], images=[[A]], return_tensors="pt")
+        with torch.no_grad():
+            expected = float(model(**inputs).logits[0, 0])
+        assert found[f"{name}_score"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_text_is_answered_without_files_of_a_processor_and_pictures_say_what_lacks(tmp_path):
+    model = tiny_vlm("llava_next", tmp_path / "model")
+    given = dl.generate(str(model), [QUESTIONS[3]], max_new_tokens=COUNT, dtype="fp32")
+    (model / "preprocessor_config.json").unlink()
+    (model / "processor_config.json").unlink()
+    found = dl.generate(str(model), [QUESTIONS[3]], max_new_tokens=COUNT, dtype="fp32")
+    assert found == given
+    with pytest.raises(ValueError, match="processor does not load"):
+        dl.generate(str(model), [QUESTIONS[0]], max_new_tokens=COUNT, dtype="fp32")
+
+
 def test_inspect_says_what_takes_pictures(base, runs, capsys):
     for path in (base, runs[0] / "adapter"):
         verbs.inspect([str(path)])
@@ -161,6 +197,25 @@ def test_the_audit_counts_pictures_and_shows_their_places(base, tmp_path):
     assert f"pictures     1 in 1 rows, 4 tokens ({share:.1%})" in found.text
     assert "<start_of_image>|[picture a.png, 4 tokens]|<end_of_image>" in found.text
     assert max(found.samples[1]["input_ids"]) < FIRST_ID
+
+
+def test_plan_counts_the_part_that_sees_where_rows_have_pictures(base, stock, tmp_path):
+    A.save(tmp_path / "a.png")
+    row = {"prompt": "<image>What?", "completion": "A cat", "images": ["a.png"]}
+    text = {"prompt": "What?", "completion": "A cat"}
+    for name, each in (("rows", row), ("texts", text)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(each) + "\n") * 8)
+    options = {"max_seq_len": 64, "dtype": "fp32", "data_output_path": str(tmp_path / "cache")}
+    found, texts = (
+        dl.plan("sft", str(base), str(tmp_path / f"{name}.jsonl"), eval_ratio=0.0, **options)
+        for name in ("rows", "texts")
+    )
+    parts = ("vision_tower", "multi_modal_projector")
+    size = sum(p.nbytes for part in parts for p in getattr(stock.bare.model, part).parameters())
+    assert found.facts["roles"]["pictures"]["weights"] == size
+    assert found.facts["peak"] - texts.facts["peak"] == size
+    assert found.facts["data"]["media_tokens"] == 8 * 4
+    assert "GiB more where rows are about more than text" in " ".join(str(texts).split())
 
 
 # The server
@@ -248,6 +303,19 @@ def test_a_body_may_be_as_large_as_pictures_are_and_no_larger(address):
     status, body = chat(address, image_url(encoded(bytes(size))))
     assert status == 400, body  # it was read
     assert chat(address, image_url("x" * 2**25))[0] == 413
+
+
+def test_adapters_of_the_part_that_sees_are_answered_by_generate_and_refused_by_serve(
+    base, tmp_path
+):
+    everywhere = (*LoraConfig().target_modules, ALL_BESIDE)
+    run = write_adapter(base, tmp_path / "tower", seed=3, target_modules=everywhere)
+    expected = Stock(base, run).answer(QUESTIONS[0], COUNT, run=run)[0]
+    assert expected != Stock(base).answer(QUESTIONS[0], COUNT)[0]
+    found = dl.generate(str(run), [QUESTIONS[0]], max_new_tokens=COUNT, dtype="fp32")
+    assert found == [Stock(base).text(expected)]
+    with pytest.raises(ValueError, match="merge it and name the merged model"), served(run):
+        pass
 
 
 # Pictures that come one after another
