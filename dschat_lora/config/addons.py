@@ -29,6 +29,7 @@ SEAMS: Mapping[str, str] = {
     "options_file": "",
     "row_format": "",
     "media": "",
+    "rest": "",
     "thumbnail": "",
 }
 # What takes options of add-ons, by the verb's name.

@@ -91,21 +91,6 @@ def _check_not_frozen(
             )
 
 
-def may_reach(model: nn.Module, config: LoraConfig, parts: Collection[str]) -> bool:
-    """Whether the options may choose layers in ``parts`` that ``model`` does not have yet.
-
-    So do those that name one, and those that match nothing in the model.
-    """
-    rules = (*_entries(config), config.lora_module_name or "", *config.modules_to_save)
-    if ALL_BESIDE in rules or any(last_name(part) in rule for part in parts for rule in rules):
-        return True
-    try:
-        choose_targets(model, config)
-    except ValueError:
-        return True
-    return False
-
-
 def _meant(hits: set[str], rule: str, model: nn.Module) -> set[str]:
     """Of what a rule matches in a composite model what is in its text model.
 

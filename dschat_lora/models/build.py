@@ -10,22 +10,16 @@ from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.quantization import Kind
+from dschat_lora.config.addons import load, provided
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.media import MediaReader
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_quantized
 from dschat_lora.lora.model import adapter_parameters, apply_lora, lora_layers, with_expert_settings
 from dschat_lora.lora.names import is_inside
-from dschat_lora.lora.parallel import group_of
-from dschat_lora.lora.targets import (
-    adaptable_parts,
-    choose_saved,
-    choose_targets,
-    expert_names,
-    may_reach,
-)
+from dschat_lora.lora.targets import adaptable_parts, expert_names
 from dschat_lora.models.causal_lm import balancing_loss
-from dschat_lora.models.composite import Task, TextModel, left_out_words
+from dschat_lora.models.composite import Task, left_out_words
 from dschat_lora.models.four_bit_base import kind_of, packed_how, whole_weights_warning
 from dschat_lora.models.loading import Tokenizer, load_causal_lm, load_config, share_parameters
 from dschat_lora.models.other_base import base_warning
@@ -220,26 +214,9 @@ def attach_media(adapted: AdaptedModel, media: MediaReader | None, base: str | N
 def _load_rest(
     model: PreTrainedModel, source: ModelSource, lora: LoraConfig, *, meta: bool
 ) -> None:
-    """Load what stands beside the text model of a composite one, if layers of it are adapted."""
-    if not isinstance(model, TextModel):
-        return
-    if source.adapter is not None:
-        stored = source.planned or lora_config_of(source.adapter)
-        names = [*stored.target_modules, *stored.modules_to_save]
-    elif lora.lora_dim and may_reach(model, lora, model.place.left_out):
-        model.put_rest(model.load_rest(source.base, meta=True))
-        names = [*choose_targets(model, lora), *choose_saved(model, lora.modules_to_save)]
-        model.put_rest(None)
-    else:
-        return
-    if not any(is_inside(name, model.place.left_out) for name in names):
-        return
-    if group_of(model) is not None:
-        raise ValueError(
-            f"--tensor_parallel_size above 1 adapts {model.text_path} alone; leave out layers "
-            "beside it"
-        )
-    model.put_rest(model.load_rest(source.base, meta=meta))
+    """Have an add-on load what stands beside a text model, if layers of it are adapted."""
+    for path in provided("rest").values():
+        load(path)(model, source, lora, meta=meta)
 
 
 def check_balancing(source: ModelSource, config: ModelConfig) -> None:

@@ -22,7 +22,7 @@ from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.model import adapter_parameters, base_names
 from dschat_lora.models import composite
-from dschat_lora.models.build import attach_media, bits_of, build_causal_lm, build_reward_model
+from dschat_lora.models.build import bits_of, build_causal_lm, build_reward_model
 from dschat_lora.models.loading import (
     build_without_values,
     load_causal_lm,
@@ -261,39 +261,6 @@ def test_layers_are_chosen_by_the_names_of_the_composite_model(gemma):
     pattern = r"model\.language_model\.layers\.1\..*\.q_proj"
     targets = build(gemma, target_modules=(pattern,)).targets
     assert targets == ["model.language_model.layers.1.self_attn.q_proj"]
-
-
-def test_an_adapter_of_the_vision_tower_is_loaded_with_it_and_trained_by_no_text(gemma, tmp_path):
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    whole = peft.get_peft_model(whole_model(gemma), config)
-    whole.peft_config["default"].base_model_name_or_path = str(gemma)
-    whole.save_pretrained(tmp_path / "both")
-    adapted = build(tmp_path / "both")
-    assert adapted.model.rest == ("model.vision_tower", "model.multi_modal_projector")
-    name = next(each for each in adapted.targets if "vision_tower" in each)
-    theirs, ours = (each.get_submodule(name) for each in (whole.base_model.model, adapted.model))
-    assert torch.equal(ours.lora_B, theirs.lora_B["default"].weight)
-    assert_same_sums(logits(adapted.model), logits(whole))
-    with pytest.raises(
-        ValueError, match=r"factors of model\.vision_tower\.\S*q_proj, which rows of text alone"
-    ):
-        attach_media(adapted, None)
-
-
-def test_names_mean_the_text_model_where_it_has_them(gemma):
-    chosen = {
-        rule: build(gemma, target_modules=(rule,)).targets
-        for rule in ("q_proj", "fc1", "vision_tower.encoder.layers.0.self_attn.q_proj")
-    }
-    tower = "model.vision_tower"
-    within = {rule: {name.startswith(tower) for name in names} for rule, names in chosen.items()}
-    assert within == {rule: {rule != "q_proj"} for rule in chosen}
-    both = build(gemma, target_modules=(r".*(vision_tower|language_model).*\.q_proj",)).targets
-    assert {name.startswith(tower) for name in both} == {False, True}
-    text = build(gemma, target_modules=(r"(?!.*vision_tower).*\.q_proj",))
-    assert text.targets == chosen["q_proj"]
-    assert not text.model.rest
-    assert "not loaded" in next(text.facts())
 
 
 def test_an_adapter_of_the_text_model_by_its_own_names_is_refused(tmp_path):
