@@ -5,11 +5,13 @@ of its own, by which the model that the add-on has prepared finds what the run s
 handles tokens in between needs to know nothing of them: equal ids are equal inputs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dschat_lora.config.addons import load, provided
+from dschat_lora.config.data import DataConfig
+from dschat_lora.data.sources import Source
 
 FIRST_ID = 2**24  # of runs; no vocabulary is as large
 
@@ -51,8 +53,12 @@ class MediaReader(Protocol):
     def summary(self) -> str:
         """What the model takes, and by what it is read, in a few words; "" if that is not known."""
 
-    def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
-        """A digest of all that rows of :meth:`row` hold beside text; None where that is nothing."""
+    def scan(self, config: DataConfig, sources: Sequence[Source]) -> str | None:
+        """A digest of all that the rows hold beside text; None where that is nothing.
+
+        Raises:
+            ValueError: if there is some, and an option is for rows of text alone.
+        """
 
     def number(self, folder: Path, *, workers: int = 1) -> None:
         """Give each a run, and keep in ``folder`` what is needed to read it again."""

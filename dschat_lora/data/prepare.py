@@ -5,10 +5,9 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -23,18 +22,11 @@ from dschat_lora.data.collect import Collected, collect
 from dschat_lora.data.digests import DataDigest
 from dschat_lora.data.encoder import Tokenizer, describe_tokenizer, make_encoder
 from dschat_lora.data.media import MediaReader
-from dschat_lora.data.readers import RowError, count_rows, iter_rows, load_hub
+from dschat_lora.data.readers import count_rows, iter_rows, load_hub
 from dschat_lora.data.record_files import RecordTokenizer, RowCounts, RowReader, token_tasks
 from dschat_lora.data.records import answers_of
 from dschat_lora.data.row_arrays import Indices
-from dschat_lora.data.rows import (
-    DataKind,
-    RowOptions,
-    ValueT,
-    config_sources,
-    parse_row,
-    row_options,
-)
+from dschat_lora.data.rows import DataKind, ValueT, config_sources, row_options
 from dschat_lora.data.samples import (
     AnySample,
     Columns,
@@ -117,15 +109,8 @@ def prepare(
     """
     sources = config_sources(config)
     run: dict[str, Any] = {"phase": phase, "seed": seed, "eos_id": eos_id, "kind": kind}
-    beside_text = None
-    if media is not None:
-        beside_text = media.scan(_usable(sources, row_options(config, media)))
-        media = media if beside_text is not None else None
-    if media is not None and config.streaming:
-        raise ValueError(
-            "--streaming reads rows of text alone, and some of these hold more, such as images: "
-            "drop --streaming"
-        )
+    beside_text = None if media is None else media.scan(config, sources)
+    media = media if beside_text is not None else None
     key = fingerprint(config, sources, tokenizer, media=beside_text, **run)
     build = partial(_build, config, sources, tokenizer, progress=progress, media=media, **run)
     content, from_cache = load_or_build(cache_dir / key, build)
@@ -155,25 +140,6 @@ def prepare(
         left_out=frozenset(map(bytes.fromhex, content["left_out"])),
         media=media,
     )
-
-
-def _usable(sources: Sequence[Source], options: RowOptions) -> Iterator[dict[str, Any]]:
-    """The rows of all sources, but for those that are refused where they are read."""
-    for source in sources:
-        files = source.files if source.rows is None and not options.columns else ()
-        if files and not any(map(_names_images, files)):
-            continue  # as of text alone, which may be much
-        for row in iter_rows(source):
-            with suppress(RowError):
-                yield parse_row(row, options).values
-
-
-def _names_images(file: Path) -> bool:
-    """False where a file of text has not the word that columns and parts of images have."""
-    if data_suffix(file) not in (".jsonl", ".json", ".csv", ".txt") or not file.stat().st_size:
-        return True
-    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
-        return content.find(b"image") >= 0
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:

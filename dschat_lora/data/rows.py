@@ -95,16 +95,16 @@ def row_options(config: DataConfig, media: MediaReader | None = None) -> RowOpti
 
 def check_sources(
     config: DataConfig, kind: DataKind = "samples", media: MediaReader | None = None
-) -> bool:
+) -> None:
     """Check that all data can be found and that a stage can use their rows.
 
     Reads small files whole, the first row of others, the first of those in memory, and nothing
-    from the network. Returns whether any of these holds something beside text.
+    from the network.
 
     Raises:
         ValueError: naming the option and path, or the file and line.
     """
-    options, has_media = row_options(config, media), False
+    options = row_options(config, media)
     for source in config_sources(config):
         wanted: DataKind = "samples" if source.option == "sft_only_data_path" else kind
         for file in source.files[: CHECKED_SHARDS if source.streaming else None]:
@@ -113,15 +113,12 @@ def check_sources(
             for raw in islice(iter_file(file), seen):
                 rows += 1
                 if config.bad_rows == "stop":
-                    row = require_usable(parse_row(raw, options), wanted, options)
-                    has_media = has_media or medium_of(row.values) is not None
+                    require_usable(parse_row(raw, options), wanted, options)
             if not rows:
                 raise ValueError(f"--{source.option} {source.entry}: {file} has no rows")
         if source.rows is not None and config.bad_rows == "stop":
             for raw in islice(iter_rows(source), CHECKED_ROWS):
-                row = require_usable(parse_row(raw, options), wanted, options)
-                has_media = has_media or medium_of(row.values) is not None
-    return has_media
+                require_usable(parse_row(raw, options), wanted, options)
 
 
 def check_some_prompt_fits(config: DataConfig, tokenizer: str, kind: DataKind = "samples") -> None:

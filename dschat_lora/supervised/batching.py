@@ -86,11 +86,6 @@ def context_group(
             f"--context_parallel_size {size} takes models whose tokens meet in attention by "
             f"--attn_implementation sdpa alone, which {type(backbone.model).__name__} is not"
         )
-    if getattr(backbone.model, "reads_whole", False):
-        raise ValueError(
-            f"--context_parallel_size {size} divides rows, and {type(backbone.model).__name__} "
-            "reads images, whose places and masks are those of whole rows: drop it"
-        )
     return ContextGroup(ranks, rank() % size, size)
 
 

@@ -3,11 +3,13 @@
 import json
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
+from mmap import ACCESS_READ, mmap
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -29,8 +31,12 @@ from dschat_lora.addons.images.pictures import (
     read,
 )
 from dschat_lora.addons.images.rows import with_pictures
+from dschat_lora.config.data import DataConfig
 from dschat_lora.data.media import FIRST_ID, Run
 from dschat_lora.data.messages import IMAGES, is_there
+from dschat_lora.data.readers import RowError, iter_rows
+from dschat_lora.data.rows import RowOptions, parse_row, row_options
+from dschat_lora.data.sources import Source, data_suffix
 from dschat_lora.data.workers import map_in_order
 
 if TYPE_CHECKING:
@@ -146,6 +152,7 @@ class ImageReader:
     tokenizer: "Tokenizer | None"
     options: ImageOptions
     store: PictureStore
+    refusal: str = ""  # of rows with pictures, where an option is for text alone
     kind: str = "pictures"
     _entries: list[Entry] = field(default_factory=list)
     digest: str = ""
@@ -226,6 +233,8 @@ class ImageReader:
     ) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
         made = with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
+        if self.refusal and self.tokenizer is None and "images" in made:
+            raise ValueError(self.refusal)
         if folder is None and "images" in made:
             if (count := len(made["images"])) > REQUEST_PICTURES:
                 raise ValueError(f"{count} pictures are more than {REQUEST_PICTURES}")
@@ -238,15 +247,17 @@ class ImageReader:
         with _DECODING:
             return Picture(data=data, size=open_picture(data, self.limits, picture).size)
 
-    def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
+    def scan(self, config: DataConfig, sources: Sequence[Source]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
         self.entries, self._numbers, self._sound = [], {}, set()
-        for values in rows:
+        for values in _usable(sources, row_options(config, self)):
             pictures = values.get("images", ())
             for picture in pictures:
                 self._find(picture, alone=len(pictures) == 1)
         if not self._numbers:
             return None
+        if self.refusal:
+            raise ValueError(self.refusal)
         known = [[each.reference["digest"], each.shape] for each in self.entries]
         wrong = [text for text in self._numbers.values() if isinstance(text, str)]
         text = json.dumps([known, wrong, self.processor.described()], sort_keys=True)
@@ -467,6 +478,25 @@ class RunDecoder:
         """Whether an id is of the picture whose id stands before it."""
         is_next = number > FIRST_ID and number == last + 1
         return is_next and self.reader.entry_of(number).first != number
+
+
+def _usable(sources: Sequence[Source], options: RowOptions) -> Iterator[dict[str, Any]]:
+    """The rows of all sources, but for those that are refused where they are read."""
+    for source in sources:
+        files = source.files if source.rows is None and not options.columns else ()
+        if files and not any(map(_names_images, files)):
+            continue  # as of text alone, which may be much
+        for row in iter_rows(source):
+            with suppress(RowError):
+                yield parse_row(row, options).values
+
+
+def _names_images(file: Path) -> bool:
+    """False where a file of text has not the word that columns and parts of images have."""
+    if data_suffix(file) not in (".jsonl", ".json", ".csv", ".txt") or not file.stat().st_size:
+        return True
+    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
+        return content.find(b"image") >= 0
 
 
 def _named(value: Any) -> str:

@@ -31,7 +31,7 @@ from dschat_lora.rl.loop.memory import (
     trained_models,
     unpacking_note,
 )
-from dschat_lora.rl.loop.validation import check_reads_text_alone, fit_lengths
+from dschat_lora.rl.loop.validation import fit_lengths
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import (
     Sources,
@@ -181,8 +181,6 @@ def _read_data(
     prompts = read_training_data(
         config.data.data, tokenizer, run, phase=3, kind="prompts", media=media
     )
-    if prompts.media is not None:
-        check_reads_text_alone(config)
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
     for each in asking:
         each.check_columns(columns)

@@ -315,8 +315,7 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
     if config.data.data_path != inputs.asked and not config.data.num_prompts:
         check_bundled_data_fits(inputs.sources.actor, stage=config.stage, role="actor_")
     media = media_reader(config, None, inputs.sources.actor.base)
-    if check_sources(config.data.data, "prompts", media):
-        check_reads_text_alone(config)
+    check_sources(config.data.data, "prompts", media)
     check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
     data = text_data(config)
     if data is not None:
@@ -325,27 +324,6 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
         except ValueError as error:
             words = str(error).replace("--data_path", "--unsupervised_dataset_name")
             raise ValueError(words) from error
-
-
-def check_reads_text_alone(config: RlhfConfig) -> None:
-    """Refuse what reads text alone, for prompts that hold more.
-
-    Raises:
-        ValueError: naming it.
-    """
-    batch = config.batch
-    reads_text = {
-        f"--rollout_engine {batch.rollout_engine}": batch.rollout_engine != "own",
-        "distillation": config.ppo.rules.distills,
-        "an environment, agent or player": config.has_turns,
-    }
-    for what, is_used in reads_text.items():
-        if is_used:
-            paths = " ".join(map(str, config.data.data_path))
-            raise ValueError(
-                f"{what} reads text alone, and rows of --data_path {paths} hold more than text, "
-                "such as images"
-            )
 
 
 def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:

@@ -507,6 +507,6 @@ def test_what_reads_text_alone_refuses_rows_with_pictures_by_name(what, made):
     if "teacher_model_name_or_path" in options:
         options |= {"teacher_model_name_or_path": str(home / "model"), "rewards": ()}
         options |= {"num_generations": 1}
-    with pytest.raises(ValueError, match=f"^{what}.* reads text alone") as error:
+    with pytest.raises(ValueError, match=f"{what}.* reads text alone") as error:
         train(home, "refused", **options)
     assert "\n" not in str(error.value)

@@ -25,7 +25,6 @@ from dschat_lora.generation.greedy import greedy_decode
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
-from dschat_lora.supervised import batching
 from dschat_lora.supervised.batching import resolve_pair_layout
 from dschat_lora.supervised.evaluation import first_sequences, token_losses
 from dschat_lora.supervised.objectives import causal_lm_loss
@@ -239,7 +238,7 @@ def test_attention_by_flex_is_refused_where_tokens_of_a_picture_see_each_other(k
 
 def test_streams_of_rows_with_pictures_are_refused(tmp_path):
     seeing, rows = Seeing("llava_next", tmp_path), [sample_row("none"), sample_row("one")]
-    with pytest.raises(ValueError, match="--streaming reads rows of text alone"):
+    with pytest.raises(ValueError, match="--streaming reads text alone"):
         seeing.data(rows, "samples", "--streaming", "--max_steps", 3)
 
 
@@ -287,18 +286,10 @@ def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("gemma3", True), ("llava_next", False)])
-def test_rows_are_divided_only_where_pictures_are_plain_tokens(
-    kind, refused, tmp_path, monkeypatch
-):
-    seeing = Seeing(kind, tmp_path)
-    seeing.data([sample_row("one")])
-    engine = SimpleNamespace(module=CausalLMLoss(seeing.ours()))
-    parallel = SimpleNamespace(context_parallel_size=2)
-    setup = SimpleNamespace(config=SimpleNamespace(parallel=parallel))
-    monkeypatch.setattr(batching, "context", lambda: "ranks")
-    monkeypatch.setattr(batching, "rank", lambda: 1)
+def test_rows_are_divided_only_where_pictures_are_plain_tokens(kind, refused, tmp_path):
+    seeing, options = Seeing(kind, tmp_path), ("samples", "--context_parallel_size", 2)
     if refused:
         with pytest.raises(ValueError, match="--context_parallel_size 2 .* reads images"):
-            batching.context_group(setup, engine)
+            seeing.data([sample_row("one")], *options)
     else:
-        assert batching.context_group(setup, engine).size == 2
+        assert seeing.data([sample_row("one")], *options)
