@@ -209,17 +209,6 @@ def groups_of(config: Any, method: str) -> Iterator[Any]:
             yield own
 
 
-def chosen_layers(config: Any, lora: Any) -> Any:
-    """The LoRA options of a model, with the layers that options of add-ons add to them.
-
-    Raises:
-        ValueError: if these do not fit.
-    """
-    for own in groups_of(config, "choose_layers"):
-        lora = own.choose_layers(lora)
-    return lora
-
-
 def owners(config: Any) -> dict[str, str]:
     """The add-on of each option of a config that is of one."""
     return {

@@ -116,7 +116,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         check_data(config, rules, source)
         config = with_trackers(with_recomputation(with_deepspeed_json(config)), None)
         for own in groups_of(config, "check"):
-            own.check(config)
+            config = own.check(config) or config
         check_output_dir(config, None)
         check_source_is_kept(config.run, source)
         announce(config, source, bundled=bundled)

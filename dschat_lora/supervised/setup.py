@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dschat_lora.config.addons import chosen_layers, groups_of
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.groups import OptimConfig
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.media import media_reader
@@ -93,7 +93,6 @@ def set_up(
         ValueError: if data or model cannot be used.
     """
     config = run.config
-    config = replace(config, lora=chosen_layers(config, config.lora))
     if config.model.attn_implementation == "flex_attention":
         prepare_to_compile(run, FLEX_ATTENTION)
     if config.model.compile:

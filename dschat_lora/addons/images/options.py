@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, require_numbers
+from dschat_lora.config.groups import ALL_BESIDE, require_numbers
 from dschat_lora.config.options import option
 
 
@@ -36,17 +36,20 @@ class TrainingImageOptions(ImageOptions):
         super().__post_init__()
         require_numbers(self, "> 0", "vision_learning_rate")
 
-    def choose_layers(self, lora: LoraConfig) -> LoraConfig:
-        """The choice of layers with those of the part that sees, where they are to train.
+    def check(self, config: Any) -> Any:
+        """The config with the layers of the part that sees, where they are to train.
 
         Raises:
             ValueError: if nothing is adapted.
         """
-        if not self.train_vision:
-            return lora
+        name = "actor" if hasattr(config, "actor") else "lora"
+        lora = getattr(config, name)
+        if not self.train_vision or ALL_BESIDE in lora.target_modules:
+            return config
         if lora.lora_dim == 0:
             raise ValueError("--train_vision is for adapters: give --lora_dim")
-        return replace(lora, target_modules=(*lora.target_modules, ALL_BESIDE))
+        lora = replace(lora, target_modules=(*lora.target_modules, ALL_BESIDE))
+        return replace(config, **{name: lora})
 
 
 @dataclass(frozen=True)

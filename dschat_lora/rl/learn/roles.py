@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from dschat_lora.config.addons import chosen_layers
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.media import MediaReader
 from dschat_lora.engine.build import EngineSettings
@@ -123,7 +122,7 @@ def check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None
             check_targets(
                 sources.by_role.get(role, sources.actor),
                 options.model(config.load),
-                _lora(config, role),
+                options.lora(config.classic.only_optimize_lora),
                 tasks[role],
                 expert_learning_rate=options.expert_learning_rate,
                 group=group,
@@ -239,7 +238,7 @@ class _Builder:
             source,
             self.tokenizer,
             options or self.config.actor.model(self.config.load),
-            _lora(self.config, "actor") if trained else LoraConfig(),
+            self._lora(self.config.actor) if trained else LoraConfig(),
             base=base,
             dtype=self.dtype,
             seed=self.config.run.seed,
@@ -260,7 +259,7 @@ class _Builder:
             source,
             self.tokenizer,
             options.model(self.config.load),
-            _lora(self.config, "critic") if trained else LoraConfig(),
+            self._lora(options) if trained else LoraConfig(),
             base=base,
             new_head=new_head,
             dtype=self.dtype,
@@ -269,12 +268,8 @@ class _Builder:
             group=self.group,
         )
 
-
-def _lora(config: RlhfConfig, role: str) -> LoraConfig:
-    """The adapter of a role; options of add-ons choose layers of the actor alone."""
-    options: RoleConfig = getattr(config, role)
-    lora: LoraConfig = options.lora(config.classic.only_optimize_lora)
-    return chosen_layers(config, lora) if role == "actor" else lora
+    def _lora(self, options: RoleConfig) -> LoraConfig:
+        return options.lora(self.config.classic.only_optimize_lora)
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:

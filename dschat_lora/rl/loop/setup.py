@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.media import MediaReader, media_reader
@@ -120,7 +119,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         prepare_to_compile(run)
     sources = find_sources(config)
     check_same_models(sources.actor, sources.critic, sources.teacher)
-    config = _with_fitting_lengths(_with_layers(config), sources)
+    config = _with_fitting_lengths(config, sources)
     group = tensor_group(config.parallel)
     check_layers(config, sources, group)
     config = _with_ruled_rates(config, sources, run)
@@ -209,14 +208,6 @@ def _read_data(
             f"--data_path {' '.join(config.data.data_path)} has none: use --on_policy_share 1",
         )
     return RlhfData(prompts, text, answers)
-
-
-def _with_layers(config: RlhfConfig) -> RlhfConfig:
-    """With the actor's layers that options of add-ons choose."""
-    for own in groups_of(config, "choose_layers"):
-        lora = own.choose_layers(config.actor.lora(config.classic.only_optimize_lora))
-        config = replace(config, actor=replace(config.actor, target_modules=lora.target_modules))
-    return config
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:

@@ -69,7 +69,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
         inputs = RlhfInputs(find_sources(config), config.data.data_path)
         config = apply_checks(config, inputs, RLHF_CHECKS)
         for own in groups_of(config, "check"):
-            own.check(config)
+            config = own.check(config) or config
         return config
 
     return resolve_stage(config, check, stage=config.stage)

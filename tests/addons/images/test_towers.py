@@ -318,12 +318,14 @@ def test_a_rate_for_a_frozen_tower_is_refused(seen):
 
 
 def test_train_vision_adds_the_layers_that_see_to_those_that_are_chosen():
-    lora = LoraConfig(lora_dim=4, target_modules=("q_proj",))
-    assert TrainingImageOptions().choose_layers(lora) is lora
-    chosen = TrainingImageOptions(train_vision=True).choose_layers(lora)
-    assert chosen.target_modules == ("q_proj", "all-beside")
+    words = ["--lora_dim", "4", "--target_modules", "q_proj"]
+    config = parse_config(SupervisedConfig, words, program="test")
+    assert TrainingImageOptions().check(config) is config
+    chosen = TrainingImageOptions(train_vision=True).check(config)
+    assert chosen.lora.target_modules == ("q_proj", "all-beside")
+    assert TrainingImageOptions(train_vision=True).check(chosen) is chosen
     with pytest.raises(ValueError, match=r"^--train_vision is for adapters: give --lora_dim$"):
-        TrainingImageOptions(train_vision=True).choose_layers(LoraConfig())
+        TrainingImageOptions(train_vision=True).check(replace(config, lora=LoraConfig()))
 
 
 @pytest.mark.parametrize("seen", SOME[:1], indirect=True)
