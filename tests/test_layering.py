@@ -172,7 +172,7 @@ FLOORS = [
             "addon config data validation verbs",
         ),
         "addons.images": Room(
-            "config data engine models runtime",
+            "checkpoint config data engine lora models runtime",
             "PIL httpx huggingface_hub jinja2 numpy safetensors tokenizers torch transformers",
             "addon families options",
         ),

@@ -13,12 +13,7 @@ from dschat_lora.api.options import Data, Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.config.addons import addon_options
 from dschat_lora.config.bundled import BUNDLED_MODEL
-from dschat_lora.config.options import (
-    build_config,
-    nested_prefix,
-    option_names,
-    options_in_python,
-)
+from dschat_lora.config.options import build_config, nested_prefix, option_names, options_in_python
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import GenerateConfig, MergeConfig
 from dschat_lora.report.markup import safe

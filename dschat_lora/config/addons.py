@@ -30,7 +30,7 @@ SEAMS: Mapping[str, str] = {
     "row_format": "",
     "media": "",
     "rest": "",
-    "thumbnail": "",
+    "thumbnails": "",
 }
 # What takes options of add-ons, by the verb's name.
 COMMANDS = (

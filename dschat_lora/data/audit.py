@@ -63,11 +63,9 @@ class DataAudit:
     # rows of several samples, of which some are too long and left out
     partly_dropped_rows: int = 0
     eval_partly_dropped_rows: int = 0
-    # inputs beside text of training samples, their tokens, and what they are called
-    media: int = 0
-    media_rows: int = 0
-    media_tokens: int = 0
-    media_kind: str = ""
+    # inputs beside text of training samples: counts by their names, and the same in words
+    media: dict[str, int] = field(default_factory=dict)
+    media_words: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -198,11 +196,7 @@ class DataAudit:
                 f"{self.eval_identical_rows:,}"
             )
         if self.media:
-            share = self.media_tokens / max(1, self.tokens)
-            table[self.media_kind] = (
-                f"{self.media:,} in {self.media_rows:,} rows, {self.media_tokens:,} tokens "
-                f"({share:.1%})"
-            )
+            table[next(iter(self.media))] = self.media_words
         if conversations := self._conversations():
             table["answers"] = conversations
         if self.left_out:
@@ -234,6 +228,14 @@ def make_audit(
     config: DataConfig, rows: Collected, train: Tally, held_out: Tally, *, media_kind: str = ""
 ) -> DataAudit:
     """The audit of what was read and what was written."""
+    counts = {
+        media_kind: train.media,
+        f"rows_with_{media_kind}": train.media_rows,
+        f"tokens_of_{media_kind}": train.media_tokens,
+    }
+    count, found, tokens = counts.values()
+    share = tokens / max(1, train.tokens)
+    words = f"{count:,} in {found:,} rows, {tokens:,} tokens ({share:.1%})"
     return DataAudit(
         rows_by_type=dict(rows.counts.by_type),
         bad_rows=rows.counts.bad,
@@ -273,10 +275,8 @@ def make_audit(
         },
         max_seq_len=config.max_seq_len,
         kind=rows.kind,
-        media=train.media,
-        media_rows=train.media_rows,
-        media_tokens=train.media_tokens,
-        media_kind=media_kind,
+        media=counts if train.media else {},
+        media_words=words if train.media else "",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dschat_lora.config.data import parse_variables
 from dschat_lora.data.encoder import Tokenizer
-from dschat_lora.data.media import MediaReader
+from dschat_lora.data.media import MediaReader, media_of
 from dschat_lora.data.messages import Message, tool_schemas
 from dschat_lora.data.template_process import template_process
 from dschat_lora.data.templates import (
@@ -277,11 +277,7 @@ def ends_in_words(messages: Sequence[Message]) -> bool:
 
 
 def make_chat(
-    tokenizer: Tokenizer,
-    chat_template_kwargs: str | None = None,
-    *,
-    eos_id: int | None = None,
-    media: MediaReader | None = None,
+    tokenizer: Tokenizer, chat_template_kwargs: str | None = None, *, eos_id: int | None = None
 ) -> Chat:
     """How messages become text; ``eos_id`` ends an answer, by default the tokenizer's own token.
 
@@ -291,7 +287,8 @@ def make_chat(
     end = tokenizer.eos_token_id if eos_id is None else eos_id
     assert end is not None
     variables = parse_variables(chat_template_kwargs)
-    return Chat(tokenizer, tokenizer.convert_ids_to_tokens(end), variables, media=media)
+    token = tokenizer.convert_ids_to_tokens(end)
+    return Chat(tokenizer, token, variables, media=media_of(tokenizer))
 
 
 def end_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -59,10 +59,10 @@ def check_message(location: str, name: str, message: object, media: Collection[s
             raise EmptyRowError(location, f"{name}: the assistant's 'content' is empty")
 
 
-def content_text(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message's checked content, its parts one after another, without media."""
+def content_text(content: str | list[dict[str, Any]] | None, medium: str = "") -> str:
+    """The text of a message's checked content, its parts one after another; ``medium`` is media's."""
     if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
+        return "".join(part.get("text", medium) for part in content)
     return content or ""
 
 

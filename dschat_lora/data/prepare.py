@@ -177,8 +177,8 @@ def _build(
     workers = num_workers(config)
     if media is not None:
         media.number(directory, workers=workers)
-    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id, media=media)
-    tokens = TokenWriter(make_encoder(tokenizer), token_rule(config, eos_id, kind, media))
+    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
+    tokens = TokenWriter(make_encoder(tokenizer), token_rule(config, eos_id, kind))
     uses_all = config.data_split is None and not config.is_mixture
     at_once = uses_all and min(config.data_weights, default=1) >= 1 and kind != "unpaired"
     with progress(
@@ -267,9 +267,7 @@ def num_workers(config: DataConfig) -> int:
     return config.preprocessing_num_workers or min(MAX_WORKERS, usable_cores())
 
 
-def token_rule(
-    config: DataConfig, eos_id: int, kind: DataKind, media: MediaReader | None = None
-) -> TokenRule:
+def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
     """How records become samples, by the options."""
     return TokenRule(
         eos_id,
@@ -279,7 +277,6 @@ def token_rule(
         kind,
         config.eos_after_prompt,
         config.train_empty_think,
-        -1 if media is None else media.token_id,
     )
 
 
@@ -335,21 +332,16 @@ class ShownSample:
 
 
 def preview(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    eos_id: int,
-    kind: DataKind,
-    media: MediaReader | None = None,
+    config: DataConfig, tokenizer: Tokenizer, *, eos_id: int, kind: DataKind
 ) -> Iterator[ShownSample]:
     """Samples as they are trained on, in the order of the rows; rows that cannot be used are none.
 
     Raises:
         ValueError: if a file cannot be read.
     """
-    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id, media=media)
-    reader = RowReader(row_options(config, media), chat, kind, skips=True)
-    rule, encoder = token_rule(config, eos_id, kind, media), make_encoder(tokenizer)
+    chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
+    reader = RowReader(row_options(config, chat.media), chat, kind, skips=True)
+    rule, encoder = token_rule(config, eos_id, kind), make_encoder(tokenizer)
     for source in config_sources(config):
         for raw in iter_rows(source):
             records, _ = reader.records(raw, RowCounts())

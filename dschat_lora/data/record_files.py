@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.messages import EmptyRowError
 from dschat_lora.data.readers import Line, RawRow, RowError, iter_unread
-from dschat_lora.data.records import TextRecord, answers_of, row_digest, to_records, with_media
+from dschat_lora.data.records import TextRecord, answers_of, row_digest, to_records
 from dschat_lora.data.row_arrays import Indices, RowArrays, first_equals
 from dschat_lora.data.rows import DataKind, RowOptions, is_learnt, parse_row, require_usable
 from dschat_lora.data.samples import TEXT, Column, is_whole, read_table, write_table
@@ -132,8 +132,6 @@ class RowReader:
         try:
             row = parse_row(raw, self.options)
             records = to_records(row, self.chat, self.kind)
-            if self.options.media is not None:
-                records = with_media(records, row, self.options.media)
             prompt = records[-1].prompt
             if prompt:
                 group = records[-1].group

@@ -14,7 +14,7 @@ from dschat_lora.data.conversations import (
     supervise,
 )
 from dschat_lora.data.left_out import left_out
-from dschat_lora.data.media import MediaReader, Run
+from dschat_lora.data.media import Run
 from dschat_lora.data.messages import WEIGHT
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType, split_preference
@@ -110,8 +110,14 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
     ``pairs``, end in their end token whatever the template marks.
 
     Raises:
-        RowError: if its messages cannot be rendered or its pair has no shared prompt.
+        RowError: if its messages cannot be rendered or its pair has no shared prompt, or inputs
+            beside text are not as many as its places for them.
     """
+    records = _records(row, chat, kind)
+    return records if chat.media is None else chat.media.fill(records, row)
+
+
+def _records(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[TextRecord, ...]:
     values = row.values
     label = values["label"] if row.kind == "unpaired preference" else None
     try:
@@ -133,28 +139,6 @@ def to_records(row: ParsedRow, chat: Chat, kind: DataKind = "samples") -> tuple[
         raise RowError(row.location, str(error)) from error
     except RecursionError:
         raise RowError(row.location, TOO_DEEP) from None
-
-
-def with_media(
-    records: Sequence[TextRecord], row: ParsedRow, media: MediaReader
-) -> tuple[TextRecord, ...]:
-    """The records of a row with its inputs beside text in the places of their placeholders.
-
-    Raises:
-        RowError: if these are not as many, as where the chat template leaves one out.
-    """
-    made = []
-    for record in records:
-        try:
-            texts, runs = media.insert(
-                [span.text for span in record.spans], row.values, whole=record is records[-1]
-            )
-        except ValueError as error:
-            raise RowError(row.location, str(error)) from error
-        pairs = zip(record.spans, texts, strict=True)
-        spans = tuple(span._replace(text=text) for span, text in pairs)
-        made.append(record._replace(spans=spans, media=runs))
-    return tuple(made)
 
 
 def _rendered(

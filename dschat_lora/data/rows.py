@@ -211,9 +211,10 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     """
     if raw.problem is not None:
         raise RowError(raw.location, raw.problem)
+    read = () if options.media is None else IMAGES
     try:
         values = rename(raw.values, options.columns) if options.columns else raw.values
-        _check_media(values, () if options.media is None else IMAGES)
+        _check_media(values, read)
         # Files with rows of several types have null in the columns of the other types.
         values = {name: value for name, value in values.items() if value is not None}
         # A cell of a CSV file that is empty is text.
@@ -235,13 +236,12 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         "preference": ("prompt", "chosen", "rejected"),
         "prompt": ("prompt",),
     }
-    values = _with_media(values, fields[kind], raw.location, options)
+    values = _with_media(values, fields[kind], raw.location, options.media)
     if layout and (row := ParsedRow(raw.location, kind, values, layout)).is_encoded:
         return row
-    parts = () if options.media is None else ("image",)
     present = [name for name in fields[kind] if name in values]
     for name in present:
-        _check_field(raw.location, name, values[name], text_only=kind == "text", parts=parts)
+        _check_field(raw.location, name, values[name], text_only=kind == "text", read=read)
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
     if "label" in values and (good := flag(values["label"])) is not None:
@@ -341,13 +341,11 @@ def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
 
 
 def _with_media(
-    values: dict[str, Any], fields: Sequence[str], location: str, options: RowOptions
+    values: dict[str, Any], fields: Sequence[str], location: str, media: MediaReader | None
 ) -> dict[str, Any]:
-    if options.media is None:
-        return values
+    present, file = [name for name in fields if name in values], location.rpartition(":")[0]
     try:
-        present = [name for name in fields if name in values]
-        return options.media.row(values, present, _folder(location.rpartition(":")[0]))
+        return values if media is None else media.row(values, present, _folder(file))
     except ValueError as error:
         raise RowError(location, str(error)) from error
     except RecursionError:
@@ -376,7 +374,7 @@ def _check_media(values: Mapping[str, Any], read: Sequence[str]) -> None:
 
 
 def _check_field(
-    location: str, name: str, value: object, *, text_only: bool, parts: Sequence[str] = ()
+    location: str, name: str, value: object, *, text_only: bool, read: Sequence[str]
 ) -> None:
     if isinstance(value, str) and name != "messages":
         if not value.strip():
@@ -392,4 +390,4 @@ def _check_field(
     if not value:
         raise EmptyRowError(location, f"`{name}` is empty")
     for number, message in enumerate(value, start=1):
-        check_message(location, f"`{name}` item {number}", message, parts)
+        check_message(location, f"`{name}` item {number}", message, read)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from dschat_lora.config.files import MOST_TYPED_BYTES, read_text
 from dschat_lora.data.media import MediaReader
-from dschat_lora.data.messages import WEIGHT, Message, is_medium, with_arguments
+from dschat_lora.data.messages import WEIGHT, Message, content_text, is_medium, with_arguments
 from dschat_lora.data.thoughts import NO_THOUGHT, EmptyThought, find_empty_thought
 
 # A letter for private use: no template knows it, none trims it.
@@ -253,13 +253,9 @@ def fit_messages(
         content = fitted.get("content")
         # Some take parts of what the user says alone.
         as_text = facts.takes_text and message["role"] != "user"
-        as_text = as_text and not (isinstance(content, list) and any(map(is_medium, content)))
-        if isinstance(content, list) and (as_text or not facts.takes_parts):
-            texts = (
-                media.placeholder if media and is_medium(part) else part.get("text", "")
-                for part in content
-            )
-            fitted["content"] = "".join(texts)
+        beside = isinstance(content, list) and any(map(is_medium, content))
+        if isinstance(content, list) and ((as_text and not beside) or not facts.takes_parts):
+            fitted["content"] = content_text(content, media.placeholder if media and beside else "")
         elif isinstance(content, str) and by_parts:
             fitted["content"] = [{"type": "text", "text": content}]
         made.append(fitted)

@@ -10,7 +10,7 @@ import numpy as np
 from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
-from dschat_lora.data.media import has_media, with_runs
+from dschat_lora.data.media import Run, has_media, with_runs
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.rows import DataKind, shared_length
 from dschat_lora.data.samples import (
@@ -33,7 +33,6 @@ class TokenRule:
     kind: DataKind = "samples"
     eos_after_prompt: bool = False
     train_empty_think: bool = False
-    media_id: int = -1  # which stands for inputs beside text in what the tokenizer reads
 
 
 class Tokenized(NamedTuple):
@@ -97,7 +96,7 @@ def _tokenize_sample(
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     prefixes = [encoder.begin_once(ids) for ids in encoded]
-    pieces = _pieces(record, record.spans, prefixes, encoder, rule)
+    pieces = _pieces(record.spans, prefixes, encoder, record.media)
     for number, span in enumerate(record.spans[:-1]):
         if rule.eos_after_prompt and not span.target:
             pieces[number] = ended(pieces[number], rule.eos_id)
@@ -193,7 +192,7 @@ def _tokenize_prompt(
 ) -> Tokenized:
     doubled = encoder.begins_twice(encoded[-1])
     prefixes = [encoder.begin_once(ids) for ids in encoded]
-    ids = [*chain.from_iterable(_pieces(record, record.context, prefixes, encoder, rule))]
+    ids = [*chain.from_iterable(_pieces(record.context, prefixes, encoder, record.media))]
     cuts_media = has_media(ids[: max(0, len(ids) - rule.max_seq_len)])
     if not ids or (len(ids) > rule.max_seq_len and (cuts_media or rule.overlong != "truncate")):
         _refuse_overlong(record, len(ids), rule, option="max_prompt_seq_len")
@@ -214,9 +213,9 @@ def _two_answers(
     An empty thought that the chat template puts before both belongs to the prompt.
     """
     *prefixes, with_other = (encoder.begin_once(ids) for ids in encoded)
-    *context, own = _pieces(record, record.spans, prefixes, encoder, rule)
+    *context, own = _pieces(record.spans, prefixes, encoder, record.media)
     spans = (*record.spans[:-1], Span(_other_answer(record, rule), target=True))
-    *_, another = _pieces(record, spans, [*prefixes[:-1], with_other], encoder, rule)
+    *_, another = _pieces(spans, [*prefixes[:-1], with_other], encoder, record.media)
     if record.end == "eos":
         own, another = ended(own, rule.eos_id), ended(another, rule.eos_id)
     ((_, size),) = _thought_places(record.spans[-1], own, encoder, rule) or [(0, 0)]
@@ -230,18 +229,14 @@ def ended(ids: list[int], eos_id: int) -> list[int]:
 
 
 def _pieces(
-    record: TextRecord,
-    spans: Sequence[Span],
-    prefixes: Sequence[list[int]],
-    encoder: Encoder,
-    rule: TokenRule,
+    spans: Sequence[Span], prefixes: Sequence[list[int]], encoder: Encoder, runs: Sequence[Run]
 ) -> list[list[int]]:
-    """Tokens of each of a record's spans, from those of the text up to the end of each span."""
+    """Tokens of each span, from the tokens of the text up to the end of each span."""
     pieces = [prefixes[0]]
     for span, before, after in zip(spans[1:], prefixes[:-1], prefixes[1:], strict=True):
         continues = after[: len(before)] == before
         pieces.append(after[len(before) :] if continues else encoder.encode_alone(span.text))
-    return with_runs(pieces, record.media, rule.media_id) if record.media else pieces
+    return with_runs(pieces, runs) if runs else pieces
 
 
 def _refuse_overlong(

@@ -22,19 +22,17 @@ def can_keep_prefixes(model: PreTrainedModel) -> bool:
     """
     types = {str(getattr(module, "rope_type", "")) for module in model.modules()}
     varies = any(kind in each for each in types for kind in ("dynamic", "longrope"))
-    return not (varies or recurrent_layers(model))
+    return not varies and not recurrent_layers(model)
 
 
 def prefix_tokens(model: PreTrainedModel, tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens that may be taken from another text.
+    """The tokens that may be taken from another text; see ``reads_whole`` of a model, if it has it.
 
-    Models may have ``reads_whole`` set, the least token from the first of which on a text is read
-    at once, as what is kept of a part does not tell how the rest is read.
+    From the first token of at least that on, what is kept of a part does not tell how all is read.
     """
     least = getattr(model, "reads_whole", None)
-    if least is None:
-        return tokens
-    return tokens[: next((n for n, token in enumerate(tokens) if token >= least), len(tokens))]
+    whole = [] if least is None else [n for n, token in enumerate(tokens) if token >= least]
+    return tokens[: whole[0]] if whole else tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,13 +32,7 @@ from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import cache_argument
-from dschat_lora.models.stored_weights import (
-    StoredWeights,
-    add_tensors,
-    cached,
-    empty_parameters,
-    load_parts,
-)
+from dschat_lora.models.stored_weights import StoredWeights, add_tensors, cached
 
 # PEFT's names of the two kinds of model.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
@@ -244,30 +238,13 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
 
     def on_meta(self) -> PreTrainedModel:
         """The composite class of what is here; its names are those that files are read by."""
-        kind = self.place.shell.__mro__[2] if self.rest else self.place.shell
+        kind = self.whole_class if self.rest else self.place.shell
         return _on_meta(kind, _with_text(self.config))
 
-    def load_rest(self, path: str, *, meta: bool) -> PreTrainedModel:
-        """The composite model at ``path`` without its text model, frozen, in this one's type.
-
-        Raises:
-            ValueError: if the files lack some of it.
-        """
-        whole = copy.deepcopy(whole_config(self.config))
-        kind: Any = self.place.shell.__mro__[2]  # transformers' class
-        with torch.device("meta") if meta else empty_parameters(), _unbuildable_left_out():
-            built: PreTrainedModel = kind._from_config(whole, dtype=self.dtype)
-        for part in (self.place.path, self.place.head):
-            above, _, last = (part or "").rpartition(".")
-            if last:
-                delattr(built.get_submodule(above), last)
-        built.all_tied_weights_keys = {}
-        if not meta:
-            from dschat_lora.models.four_bit_base import hold_four_bits
-
-            hold_four_bits(built, path, "as the files are")
-            load_parts(built, path)
-        return built.requires_grad_(False).eval()
+    @property
+    def whole_class(self) -> type[PreTrainedModel]:
+        """The composite class of transformers."""
+        return self.place.shell.__mro__[2]
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -488,7 +465,7 @@ class _Shell(PreTrainedModel):  # type: ignore[misc]
     _keys_to_ignore_on_load_unexpected = (".*",)
 
     def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
-        with _unbuildable_left_out():
+        with unbuildable_left_out():
             super().__init__(config, *args, **kwargs)
         self.left_out = _prune(self, self.text_parts())
 
@@ -529,7 +506,7 @@ def _prune(module: nn.Module, kept: tuple[nn.Module, ...], prefix: str = "") -> 
 
 
 @contextmanager
-def _unbuildable_left_out() -> Iterator[None]:
+def unbuildable_left_out() -> Iterator[None]:
     """Within, a part whose library is not installed (timm) is built empty."""
     build = AutoModel.from_config
 

@@ -74,14 +74,12 @@ def _is_rollout(row: object) -> bool:
     if not isinstance(row, dict):
         return False
     has_rewards = isinstance(row.get("rewards"), dict) and type(row.get("iteration")) is int
-    sequences = row.get("earlier_sequences", [])
-    if not isinstance(sequences, list) or not all(isinstance(each, dict) for each in sequences):
-        return False
+    sequences, media = row.get("earlier_sequences", []), row.get("media", [])
+    for found in (sequences, media):
+        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+            return False
     texts = [each.get(name) for each in (row, *sequences) for name in ("prompt", "response")]
     texts.append(row.get("failure", ""))
-    media = row.get("media", [])
-    if not isinstance(media, list) or not all(isinstance(each, dict) for each in media):
-        return False
     texts += [each.get(name, "") for each in media for name in ("digest", "path")]
     numbers = [row.get(name) for name in ("reward", "advantage", "kl", "length")]
     if not has_rewards or not all(isinstance(text, str) for text in texts):
@@ -146,10 +144,8 @@ def show_rollouts(directory: Path, *, json: bool, **selection: Any) -> None:
         lines.append(f"{name}:")
         for row in chosen:
             lines.append(f"  {rollout_text(row)}")
-            if media := [
-                each.get("path") or each.get("digest", "") for each in row.get("media", ())
-            ]:
-                lines.append(f"    with {', '.join(media)}")
+            media = [each.get("path") or each.get("digest", "") for each in row.get("media", ())]
+            lines += [f"    with {', '.join(media)}"] * bool(media)
             for each in (*row.get("earlier_sequences", ()), row):
                 lines += [f"    {each['prompt']!r}", f"    -> {each['response']!r}"]
         if not chosen:
@@ -205,8 +201,7 @@ def _most_changed(rows: Sequence[Rollout], count: int) -> list[Rollout]:
 
 def _prompt(row: Rollout) -> str:
     """A prompt with all that is beside its text."""
-    beside: list[str] = [each.get("digest", "") for each in row.get("media", ())]
-    return "\n".join([row["prompt"], *beside])
+    return "\n".join([row["prompt"], *map(str, row.get("media", ()))])
 
 
 def _by_iteration(rows: Sequence[Rollout]) -> dict[int, list[Rollout]]:

@@ -16,7 +16,6 @@ LEAST_LOSSES = (0.1, 0.7, 2.0, 4.0)  # nats, from which a token has a darker sha
 MOST_SAMPLES = 20
 SHOWN_ROLLOUTS = 5  # of each selection
 MOST_BYTES = 400_000  # of responses that a page can search, all runs of a stage together
-MOST_THUMBNAILS = 24  # of a run
 MOST_CHARACTERS = 4000  # of a text, of all runs together
 ROLLOUT_TITLES = {
     "best": "Highest reward",
@@ -124,11 +123,6 @@ def data_rows(audit: Mapping[str, Any]) -> Rows:
     types = audit.get("rows_by_type")
     tokens, supervised = amount(audit.get("tokens")), amount(audit.get("supervised_tokens"))
     ended = amount(audit.get("eos_samples"))
-    media, media_rows, seen = (
-        amount(audit.get(name)) for name in ("media", "media_rows", "media_tokens")
-    )
-    share = f" ({seen / tokens:.1%})" if tokens else ""
-    beside_text = f"{media:,.0f} in {media_rows:,.0f} rows, {seen:,.0f} tokens{share}" * bool(media)
     learnt = f"{supervised:,.0f} ({supervised / tokens:.1%} of the tokens)" if tokens else ""
     counts = {
         "rows by type": ", ".join(f"{value_text(n)} {kind}" for kind, n in types.items())
@@ -139,7 +133,7 @@ def data_rows(audit: Mapping[str, Any]) -> Rows:
         "held out": f"{amount(audit.get('eval_rows')):,.0f} rows, "
         f"{amount(audit.get('eval_samples')):,.0f} samples",
         "tokens with a loss": learnt if supervised else "",
-        str(audit.get("media_kind")): beside_text,
+        "inputs beside text": str(audit.get("media_words") or ""),
         "samples that end in end-of-sequence": f"{ended:,.0f}" if ended else "",
         "limit": f"{short(amount(audit.get('max_seq_len')))} tokens",
     }
@@ -315,30 +309,20 @@ def token_losses(run: RunData) -> list[list[tuple[str, Any]]]:
 def selected_rollouts(run: RunData) -> dict[str, Versions]:
     """A few responses of training to each prompt, by the title of their selection.
 
-    Prompts are texts with thumbnails of what is beside them, of ``MOST_THUMBNAILS`` in all.
+    Prompts are texts with thumbnails, made by an add-on, of what is beside them.
     """
     query = RolloutQuery(best=SHOWN_ROLLOUTS, worst=SHOWN_ROLLOUTS, changed=SHOWN_ROLLOUTS)
     found: dict[str, Versions] = {}
-    made: dict[str, str | None] = {}
-    for selection, rows in select_rollouts(run.rollouts, query).items():
+    selected = select_rollouts(run.rollouts, query)
+    media = [row.get("media", []) for rows in selected.values() for row in rows]
+    made = [load(path)(media, run.config) for path in provided("thumbnails").values()]
+    shown = iter([*made, [()] * len(media)][0])
+    for selection, rows in selected.items():
         by_prompt = found.setdefault(ROLLOUT_TITLES[selection], {})
         for row in rows:
             version = (rollout_text(row), row["response"])
-            media = row.get("media")  # of the row's prompt, in order
-            media = media if isinstance(media, list) else []
-            for each in media:
-                if (key := json.dumps(each)) not in made and len(made) < MOST_THUMBNAILS:
-                    made[key] = thumbnail(each, run.config) if isinstance(each, dict) else None
-            shown = tuple(filter(None, (made.get(json.dumps(each)) for each in media)))
-            by_prompt.setdefault((row["prompt"], shown), []).append(version)
+            by_prompt.setdefault((row["prompt"], next(shown)), []).append(version)
     return found
-
-
-def thumbnail(reference: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """A data URI, made by an add-on, of an input beside text; None where there is none."""
-    makers = (load(path) for path in provided("thumbnail").values())
-    found = (make(reference, config) for make in makers)
-    return next((uri for uri in found if uri is not None), None)
 
 
 def cut(text: str, most: int) -> str:

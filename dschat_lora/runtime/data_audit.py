@@ -12,13 +12,7 @@ from dschat_lora.config.addons import groups_of
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.data.audit import MAX_SHOWN, DataAudit
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.media import (
-    FIRST_ID,
-    MediaReader,
-    has_media,
-    media_reader,
-    shown_tokens,
-)
+from dschat_lora.data.media import media_of, media_reader
 from dschat_lora.data.prepare import ShownSample, prepare, preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.models.loading import Tokenizer, load_tokenizer
@@ -60,7 +54,6 @@ class Findings:
     refusal: str | None  # why a run would stop
     tokenizer: Tokenizer
     of_rows: Sequence[RowFindings] = ()
-    media: MediaReader | None = None
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -80,15 +73,7 @@ class Findings:
             "split": audit.split_rows,
             "duplicates": audit.duplicate_rows,
             "overlap": audit.overlap_rows,
-            **(
-                {
-                    audit.media_kind: audit.media,
-                    f"rows_with_{audit.media_kind}": audit.media_rows,
-                    f"tokens_of_{audit.media_kind}": audit.media_tokens,
-                }
-                if audit.media
-                else {}
-            ),
+            **audit.media,
             **{name: count for each in self.of_rows for name, count in each.counts.items()},
         }
 
@@ -97,7 +82,7 @@ class Findings:
         samples = []
         for sample in self.samples:
             first, *others = (
-                {"input_ids": self._plain(ids), "supervised": supervised}
+                {"input_ids": _plain(self.tokenizer, ids), "supervised": supervised}
                 for ids, supervised in sample.sequences.values()
             )
             rejected = {"rejected": others[0]} if others else {}
@@ -111,17 +96,6 @@ class Findings:
             **{name: found for each in self.of_rows for name, found in each.to_dict().items()},
         }
 
-    def _plain(self, ids: list[int]) -> list[int]:
-        """Tokens of the vocabulary alone."""
-        if self.media is None or not has_media(ids):
-            return ids
-        return [self.media.token_id if token >= FIRST_ID else token for token in ids]
-
-    def shown(self, ids: Sequence[int], supervised: Sequence[int]) -> tuple[list[str], list[int]]:
-        """Texts of tokens, and 1 where they are learnt; each input beside text is one."""
-        found = shown_tokens(ids, self.tokenizer.decode, self.media)
-        return [text for text, _ in found], [supervised[place] for _, place in found]
-
     def lines(self, *, colour: bool = False) -> list[str]:
         """The findings for a person."""
         audit = self.audit
@@ -134,9 +108,9 @@ class Findings:
         lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
         for sample in self.samples:
             for name, (ids, supervised) in sample.sequences.items():
-                tokens, learnt = self.shown(ids, supervised)
+                tokens = _tokens(self.tokenizer, ids, supervised)
                 lines += ["", _headline(sample.row, name, supervised)]
-                lines.append(sample_text(tokens, learnt, colour=colour))
+                lines.append(sample_text(*tokens, colour=colour))
         if self.refusal is not None:
             lines += ["", f"refused      {self.refusal}"]
         return lines
@@ -166,8 +140,8 @@ def audit_data(config: AuditConfig) -> Findings:
             kind=kind,
             media=media,
         ).audit
-    samples = preview(data, tokenizer, eos_id=eos_id, kind=kind, media=media)
-    chat = make_chat(tokenizer, data.chat_template_kwargs, eos_id=eos_id, media=media)
+    samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
+    chat = make_chat(tokenizer, data.chat_template_kwargs, eos_id=eos_id)
     found = (
         own.look_at_rows(data, chat, kind=kind, seed=config.seed)
         for own in groups_of(config, "look_at_rows")
@@ -176,8 +150,7 @@ def audit_data(config: AuditConfig) -> Findings:
     refusal = audit.refusal
     if audit.bad_rows and config.data.bad_rows == "stop":
         refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
-    shown = list(islice(samples, config.show))
-    return Findings(audit, shown, refusal, tokenizer, of_rows, media)
+    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer, of_rows)
 
 
 def show_audit(config: AuditConfig) -> bool:
@@ -193,13 +166,29 @@ def show_audit(config: AuditConfig) -> bool:
     return found.refusal is None
 
 
+def _tokens(
+    tokenizer: Tokenizer, ids: Sequence[int], supervised: Sequence[int]
+) -> tuple[list[str], list[int]]:
+    """Texts of tokens, and 1 where they are learnt; an input beside text is one."""
+    if (media := media_of(tokenizer)) is None:
+        return [tokenizer.decode([each]) for each in ids], list(supervised)
+    found = media.tokens(ids)
+    return [text for text, _ in found], [supervised[place] for _, place in found]
+
+
+def _plain(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Tokens of the vocabulary alone."""
+    media = media_of(tokenizer)
+    return ids if media is None else media.plain(ids)
+
+
 def _page(found: Findings) -> str:
     table = "\n".join(replace(found, samples=[]).lines())
     parts = [f"<pre>{safe(table)}</pre>"]
     for sample in found.samples:
         for name, (ids, supervised) in sample.sequences.items():
             parts.append(f"<h3>{safe(_headline(sample.row, name, supervised))}</h3>")
-            parts.append(sample_html(*found.shown(ids, supervised)))
+            parts.append(sample_html(*_tokens(found.tokenizer, ids, supervised)))
     return page("Audit of data", "".join(parts))
 
 

@@ -15,7 +15,7 @@ from dschat_lora.config.groups import ParallelConfig, RunConfig, ScheduleConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.encoder import describe_tokenizer
-from dschat_lora.data.media import MediaReader
+from dschat_lora.data.media import MediaReader, media_reader
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.adamw import Update
@@ -147,13 +147,14 @@ def read_training_data(
     *,
     phase: int,
     kind: DataKind,
-    media: MediaReader | None = None,
+    base: str,
 ) -> Prepared:
-    """The rows that a run trains on; call on every rank.
+    """The rows that a run trains on, as the model at ``base`` reads them; call on every rank.
 
     Raises:
         ValueError: if rows cannot be read, or there is nothing to learn from them.
     """
+    media = media_reader(run.config, tokenizer, base)
     prepared = read_data(data, tokenizer, run, phase=phase, kind=kind, name="data", media=media)
     if run.config.optim.num_train_epochs > 0:
         prepared.audit.check()

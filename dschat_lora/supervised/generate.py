@@ -10,9 +10,8 @@ from dschat_lora.config.addons import groups_of
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.data.chat import Chat, Span, make_chat
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.readers import RawRow
-from dschat_lora.data.records import TextRecord, with_media
-from dschat_lora.data.rows import DataKind, RowOptions, parse_row
+from dschat_lora.data.media import MediaReader
+from dschat_lora.data.records import TextRecord
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.engine.distributed import device
@@ -141,10 +140,7 @@ def generate_answers(config: GenerateConfig) -> None:
         for answered in answer_prompts(config, policy, room):
             for record, answers in answered:
                 for answer in (None,) if answers is None else answers:
-                    prompt = record.prompt
-                    if policy.media is not None:
-                        prompt = policy.media.shown(prompt, record.media)
-                    file.write(_line(prompt, answer, in_json=in_json) + "\n")
+                    file.write(_line(record, policy.media, answer, in_json=in_json) + "\n")
                 count, too_long = count + 1, too_long + (answers is None)
                 undrawn += sum(each.undrawn for each in answers or ())
             file.flush()
@@ -196,26 +192,15 @@ def prompt_ids(
     records: Sequence[TextRecord], policy: LoadedPolicy, room: int
 ) -> list[list[int] | None]:
     """Token ids of prompts as step 3 has them; None for those of more than ``room`` tokens."""
-    rule = policy_rule(records, policy, room, kind="prompts")
+    rule = TokenRule(int(policy.tokenizer.eos_token_id), room, "drop", False, kind="prompts")
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
     samples = [each.sample for each in tokenized]
     return [s.input_ids.tolist() if isinstance(s, PromptSample) else None for s in samples]
 
 
-def policy_rule(
-    records: Sequence[TextRecord], policy: LoadedPolicy, limit: int, *, kind: DataKind
-) -> TokenRule:
-    """How records become samples of at most ``limit`` tokens; longer ones become none."""
-    has_media = policy.media is not None and any(record.media for record in records)
-    media_id = policy.media.token_id if policy.media is not None and has_media else -1
-    eos_id = int(policy.tokenizer.eos_token_id)
-    return TokenRule(eos_id, limit, "drop", False, kind=kind, media_id=media_id)
-
-
 def _chunks(config: GenerateConfig, policy: LoadedPolicy, size: int) -> Iterator[list[TextRecord]]:
     """Prompts of the line, then of the files."""
-    kwargs = config.loading.chat_template_kwargs
-    chat, records = make_chat(policy.tokenizer, kwargs, media=policy.media), list[TextRecord]()
+    chat, records = make_chat(policy.tokenizer, config.loading.chat_template_kwargs), []
     for record in all_prompts(config, chat):
         records.append(record)
         if len(records) == size * BATCHES_AT_A_TIME:
@@ -227,31 +212,23 @@ def _chunks(config: GenerateConfig, policy: LoadedPolicy, size: int) -> Iterator
 
 def all_prompts(config: GenerateConfig, chat: Chat) -> Iterator[TextRecord]:
     """The prompts of the line, then those of the rows."""
-    beside = list(groups_of(config, "beside_prompt"))
+    beside = list(groups_of(config, "record_of"))
     for number, text in enumerate(config.prompts, start=1):
         location, messages = f"--prompts {number}", [{"role": "user", "content": text}]
-        values = {"prompt": messages if config.chat else text}
-        for own in beside:
-            values = own.beside_prompt(values)
-        if len(values) > 1:
-            row = parse_row(RawRow(location, values), RowOptions(media=chat.media))
-            yield last_record(row, chat, "prompts")
-            continue
+        made = [own.record_of(location, messages if config.chat else text, chat) for own in beside]
         if config.chat:
             text = chat.render(messages, add_generation_prompt=True)
-        yield _plain_prompt(location, text)
+        yield next(filter(None, made), None) or _plain_prompt(location, text)
     yield from row_prompts(config, chat)
 
 
 def row_prompts(config: RowsConfig, chat: Chat, *, limit: int = 0) -> Iterator[TextRecord]:
     """The prompt of each row; of a row of ``text``, all of it."""
     for values, row in read_rows(config, kind=None, limit=limit, media=chat.media):
+        record = last_record(row, chat, "prompts")
         if row.kind == "text":
-            record = _plain_prompt(row.location, row.values["text"])
-            if chat.media is not None:
-                (record,) = with_media((record,), row, chat.media)
-        else:
-            record = last_record(row, chat, "prompts")
+            text = record.spans[0].text
+            record = _plain_prompt(row.location, text)._replace(media=record.media)
         columns = json.dumps(values, ensure_ascii=False, default=str)
         yield record._replace(columns=columns)
 
@@ -260,11 +237,14 @@ def _plain_prompt(location: str, text: str) -> TextRecord:
     return TextRecord(location, "prompt", (Span(text, target=False),))
 
 
-def _line(prompt: str, answer: Answer | None, *, in_json: bool) -> str:
+def _line(
+    record: TextRecord, media: MediaReader | None, answer: Answer | None, *, in_json: bool
+) -> str:
     if not in_json:
         if answer is None:
             return "(too long)"
         return "(no token can be drawn)" if answer.undrawn else answer.text
+    prompt = record.prompt if media is None else media.shown(record.prompt, record.media)
     fields: dict[str, Any] = {"prompt": prompt, "response": None}
     if answer is not None and not answer.undrawn:
         fields |= {"response": answer.text, "tokens": answer.tokens, "ended": answer.ended}

@@ -18,9 +18,9 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.staging import staged_file
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.chat import Chat
-from dschat_lora.data.media import MediaReader, media_reader
+from dschat_lora.data.media import MediaReader, media_of, media_reader
 from dschat_lora.data.readers import iter_rows
-from dschat_lora.data.records import TextRecord, to_records, with_media
+from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import DataKind, ParsedRow, RowOptions, parse_row, require_usable
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.sources import find_source
@@ -49,7 +49,11 @@ class LoadedPolicy:
     source: ModelSource
     model: PreTrainedModel
     tokenizer: Tokenizer
-    media: MediaReader | None = None  # of a model that takes inputs beside text
+
+    @property
+    def media(self) -> MediaReader | None:
+        """What reads inputs beside text; None where the model takes text alone."""
+        return media_of(self.tokenizer)
 
     @property
     def positions(self) -> int | None:
@@ -76,16 +80,14 @@ def load_policy(config: ModelConfig, verb: object = None) -> LoadedPolicy:
     if adapted.warning is not None:
         note(f"warning: {adapted.warning}")
     model = adapted.model.eval().to(here)
-    return LoadedPolicy(source, model, tokenizer, attached_media(verb, tokenizer, source, model))
+    attached_media(verb, tokenizer, source, model)
+    return LoadedPolicy(source, model, tokenizer)
 
 
 def attached_media(
     verb: object, tokenizer: Tokenizer, source: ModelSource, model: PreTrainedModel
 ) -> MediaReader | None:
-    """What reads inputs beside text for a model, which takes them then; None where it takes none.
-
-    ``verb`` is a config with options of add-ons.
-    """
+    """What reads inputs beside text for a model, which takes them then; see :func:`load_policy`."""
     media = None if verb is None else media_reader(verb, tokenizer, source.base)
     if media is not None:
         media.attach(model)
@@ -114,7 +116,7 @@ def read_rows(
 def last_record(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
     """The record of a row, up to its last answer or prompt."""
     *_, record = to_records(row, chat, kind)
-    return record if chat.media is None else with_media((record,), row, chat.media)[0]
+    return record
 
 
 def check_measured(

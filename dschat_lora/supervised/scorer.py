@@ -67,7 +67,6 @@ class Scorer:
             note(f"warning: {adapted.warning}")
         self._network = RewardModel(adapted.model).to(here).eval()
         self.media = media_reader(verb, self.tokenizer, source.base) if verb is not None else None
-        self._attached = False
         self._batch_size = batch_size
         self._collate = SampleCollator(int(self.tokenizer.pad_token_id))
         limit = getattr(adapted.model.config, "max_position_embeddings", None)
@@ -84,16 +83,11 @@ class Scorer:
         Raises:
             ValueError: naming a row whose score is not finite.
         """
-        media_id = -1
         if beside := next((record for record in records if record.media), None):
             if self.media is None:
                 raise ValueError(f"{beside.location}: the reward model takes text alone")
-            if not self._attached:
-                self.media.attach(self._network.backbone.model)
-                self._attached = True
-            media_id = self.media.token_id
-        eos_id = int(self.tokenizer.eos_token_id)
-        rule = TokenRule(eos_id, self.max_seq_len, "drop", False, media_id=media_id)
+            self.media.attach(self._network.backbone.model)
+        rule = TokenRule(int(self.tokenizer.eos_token_id), self.max_seq_len, "drop", False)
         tokenized = tokenize(records, make_encoder(self.tokenizer), rule)
         results: list[float | None] = [None] * len(records)
         samples = {

@@ -6,7 +6,6 @@ from typing import Any
 from dschat_lora.config.addons import groups_of
 from dschat_lora.config.groups import OptimConfig
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.data.media import media_reader
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
@@ -119,8 +118,7 @@ def set_up(
     if config.optim.learning_rate == "auto" or config.optim.lr_probe:
         config = replace(config, optim=_ruled(config, model_config, run))
     tokenizer = load_tokenizer(source.tokenizer, config.model)
-    media = media_reader(config, tokenizer, source.base)
-    data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind, media=media)
+    data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind, base=source.base)
     settings = engine_settings(
         config,
         dtype=config.model.dtype,

@@ -13,13 +13,12 @@ from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.records import TextRecord, answers_of
 from dschat_lora.data.samples import SequenceSample
-from dschat_lora.data.tokenize import tokenize
+from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.supervised.generate import (
     AnswerGenerator,
-    policy_rule,
     prompt_ids,
     room_for_prompts,
     row_prompts,
@@ -88,7 +87,7 @@ def show_measures(found: Mapping[str, float], *, as_json: bool) -> None:
 def score_rows(config: EvalConfig) -> dict[str, float]:
     """Means of a reward model's scores, and how often it prefers the chosen answer."""
     scorer = scorer_of(config, config.model_name_or_path, config)
-    chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs, media=scorer.media)
+    chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs)
     pairs, single, count, too_long = Pairs(), list[float](), 0, 0
     rows = read_rows(config, kind="samples", limit=config.limit, media=scorer.media)
     for chunk in chunks((answers_of(last_record(row, chat, "pairs")) for _, row in rows)):
@@ -128,8 +127,7 @@ def measure_policy(config: EvalConfig) -> dict[str, float]:
 
 def measure_answers(config: EvalConfig, policy: LoadedPolicy) -> dict[str, float]:
     """Perplexity of the answers, and preferences by log-probability."""
-    kwargs = config.loading.chat_template_kwargs
-    chat = make_chat(policy.tokenizer, kwargs, media=policy.media)
+    chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     limit = min(each for each in (policy.positions, config.max_seq_len, 2**31) if each)
     meter, pairs = LossMeter(policy.model, policy.tokenizer), Pairs()
     loss, tokens, rows, too_long = 0.0, 0, 0, 0
@@ -178,7 +176,7 @@ def sample_losses(
     Raises:
         ValueError: naming a row whose loss is not finite.
     """
-    rule = policy_rule(records, policy, limit, kind="samples")
+    rule = TokenRule(int(policy.tokenizer.eos_token_id), limit, "drop", False)
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
     samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, SequenceSample)}
     found: list[tuple[float, int] | None] = [None] * len(records)
@@ -196,8 +194,7 @@ def own_scores(config: EvalConfig, policy: LoadedPolicy, judge: Judge | None) ->
     if config.reward_model is None and judge is None:
         return {}
     scorer = None if config.reward_model is None else model_judge(config, config.reward_model)
-    kwargs = config.loading.chat_template_kwargs
-    chat = make_chat(policy.tokenizer, kwargs, media=policy.media)
+    chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     room = room_for_prompts(policy, config.max_new_tokens, config.max_seq_len)
     generate = AnswerGenerator(
         policy,

@@ -64,8 +64,7 @@ def _chunks(
     config: ScoreConfig, scorer: Scorer
 ) -> Iterator[tuple[list[dict[str, Any]], list[tuple[TextRecord, ...]]]]:
     """Rows as read, and for each the one or two answers to score."""
-    kwargs = config.loading.chat_template_kwargs
-    chat = make_chat(scorer.tokenizer, kwargs, media=scorer.media)
+    chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs)
     rows: list[dict[str, Any]] = []
     records: list[tuple[TextRecord, ...]] = []
     for values, row in read_rows(config, kind="samples", media=scorer.media):

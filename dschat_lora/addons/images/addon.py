@@ -18,6 +18,6 @@ ADDON = Addon(
     provides={
         "media": {"images": "dschat_lora.addons.images.families:image_reader"},
         "rest": {"images": "dschat_lora.addons.images.beside:load_adapted"},
-        "thumbnail": {"images": "dschat_lora.addons.images.pictures:thumbnail"},
+        "thumbnails": {"images": "dschat_lora.addons.images.pictures:thumbnails"},
     },
 )

@@ -1,5 +1,8 @@
 """Adapters of what stands beside the text model of a composite one."""
 
+import copy
+
+import torch
 from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import lora_config_of
@@ -7,8 +10,10 @@ from dschat_lora.config.groups import ALL_BESIDE, LoraConfig
 from dschat_lora.lora.names import is_inside, last_name
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.lora.targets import choose_saved, choose_targets
-from dschat_lora.models.composite import TextModel
+from dschat_lora.models.composite import TextModel, unbuildable_left_out, whole_config
+from dschat_lora.models.four_bit_base import hold_four_bits
 from dschat_lora.models.source import ModelSource
+from dschat_lora.models.stored_weights import empty_parameters, load_parts
 
 
 def load_adapted(
@@ -25,7 +30,7 @@ def load_adapted(
         stored = source.planned or lora_config_of(source.adapter)
         names = [*stored.target_modules, *stored.modules_to_save]
     elif lora.lora_dim and _may_reach(model, lora):
-        model.put_rest(model.load_rest(source.base, meta=True))
+        model.put_rest(load_rest(model, source.base, meta=True))
         names = [*choose_targets(model, lora), *choose_saved(model, lora.modules_to_save)]
         model.put_rest(None)
     else:
@@ -37,7 +42,27 @@ def load_adapted(
             f"--tensor_parallel_size above 1 adapts {model.text_path} alone; leave out layers "
             "beside it"
         )
-    model.put_rest(model.load_rest(source.base, meta=meta))
+    model.put_rest(load_rest(model, source.base, meta=meta))
+
+
+def load_rest(model: TextModel, path: str, *, meta: bool) -> PreTrainedModel:
+    """The composite model at ``path`` without its text model, frozen, in ``model``'s type.
+
+    Raises:
+        ValueError: if the files lack some of it.
+    """
+    whole, kind = copy.deepcopy(whole_config(model.config)), model.whole_class
+    with torch.device("meta") if meta else empty_parameters(), unbuildable_left_out():
+        built: PreTrainedModel = kind._from_config(whole, dtype=model.dtype)
+    for part in (model.place.path, model.place.head):
+        above, _, last = (part or "").rpartition(".")
+        if last:
+            delattr(built.get_submodule(above), last)
+    built.all_tied_weights_keys = {}
+    if not meta:
+        hold_four_bits(built, path, "as the files are")
+        load_parts(built, path)
+    return built.requires_grad_(False).eval()
 
 
 def _may_reach(model: TextModel, lora: LoraConfig) -> bool:

@@ -1,10 +1,14 @@
 """Options of rows with pictures."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.groups import ALL_BESIDE, require_numbers
 from dschat_lora.config.options import option
+
+if TYPE_CHECKING:
+    from dschat_lora.data.chat import Chat
+    from dschat_lora.data.records import TextRecord
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,15 @@ class PromptImageOptions(ImageOptions):
         (), help="files of pictures in front of each of --prompts, or where it has <image>"
     )
 
-    def beside_prompt(self, values: dict[str, Any]) -> dict[str, Any]:
-        """A row of a prompt with its pictures."""
-        prompt = values["prompt"]
+    def record_of(self, location: str, prompt: Any, chat: "Chat") -> "TextRecord | None":
+        """What is read of a prompt with its pictures; None where there are none."""
         if not self.image:
-            return values
+            return None
+        from dschat_lora.data.readers import RawRow
+        from dschat_lora.data.records import to_records
+        from dschat_lora.data.rows import RowOptions, parse_row
+
         if isinstance(prompt, str) and "<image>" not in prompt:
             prompt = "<image>" * len(self.image) + prompt
-        return {**values, "prompt": prompt, "images": list(self.image)}
+        raw = RawRow(location, {"prompt": prompt, "images": list(self.image)})
+        return to_records(parse_row(raw, RowOptions(media=chat.media)), chat, "prompts")[-1]

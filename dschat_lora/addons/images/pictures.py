@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,7 @@ class Limits:
 
 
 LIMITS = Limits()
+THUMBNAILS = 24  # most of a run
 NO_PILLOW = "pictures need Pillow: pip install 'dschat_lora[images]'"
 _ORIENTATION = 0x0112  # tag of EXIF; 5 to 8 are turned by a right angle
 
@@ -323,6 +324,17 @@ class PictureStore:
         assert re.fullmatch(r"[0-9a-f]{32}", name)
         assert self._folder is not None, "bytes without a file are in the reference"
         return self._folder / name[:2] / name
+
+
+def thumbnails(
+    media: Sequence[Sequence[Mapping[str, Any]]], config: Mapping[str, Any]
+) -> list[tuple[str, ...]]:
+    """Of each list of references the thumbnails of those that are there, ``THUMBNAILS`` in all."""
+    made: dict[str, str | None] = {}
+    for each in (each for own in media for each in own):
+        if str(each) not in made and len(made) < THUMBNAILS:
+            made[str(each)] = thumbnail(each, config)
+    return [tuple(uri for each in own if (uri := made.get(str(each)))) for own in media]
 
 
 def thumbnail(reference: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:

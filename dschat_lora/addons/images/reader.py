@@ -35,7 +35,7 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.data.media import FIRST_ID, Run
 from dschat_lora.data.messages import IMAGES, is_there
 from dschat_lora.data.readers import RowError, iter_rows
-from dschat_lora.data.rows import RowOptions, parse_row, row_options
+from dschat_lora.data.rows import ParsedRow, RowOptions, parse_row, row_options
 from dschat_lora.data.sources import Source, data_suffix
 from dschat_lora.data.workers import map_in_order
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from dschat_lora.addons.images.processors import PictureProcessor
     from dschat_lora.addons.images.vision import PictureInputs
     from dschat_lora.data.encoder import Tokenizer
+    from dschat_lora.data.records import TextRecord
 
 INDEX = "pictures.json"
 MOST_NAMED = 10_000  # in a checkpoint
@@ -229,10 +230,10 @@ class ImageReader:
         return f"pictures, by a processor with {backend}" if backend else ""
 
     def row(
-        self, values: dict[str, Any], fields: Sequence[str], folder: Path | None
+        self, values: Mapping[str, Any], fields: Sequence[str], folder: Path | None
     ) -> dict[str, Any]:
         """The row in one form: its pictures as ``images``, in the order of its text."""
-        made = with_pictures(values, fields, folder, allow_urls=self.options.allow_image_urls)
+        made = with_pictures(dict(values), fields, folder, allow_urls=self.options.allow_image_urls)
         if self.refusal and self.tokenizer is None and "images" in made:
             raise ValueError(self.refusal)
         if folder is None and "images" in made:
@@ -313,10 +314,24 @@ class ImageReader:
             made.append(first + "".join(next(expansions) + part for part in rest))
         return made, tuple(map(self._run, entries))
 
+    def fill(self, records: tuple["TextRecord", ...], row: ParsedRow) -> tuple["TextRecord", ...]:
+        """The records of a row with its pictures in their places."""
+        made = []
+        for record in records:
+            texts, whole = [span.text for span in record.spans], record is records[-1]
+            try:
+                texts, runs = self.insert(texts, row.values, whole=whole)
+            except ValueError as error:
+                raise RowError(row.location, str(error)) from error
+            pairs = zip(record.spans, texts, strict=True)
+            spans = tuple(span._replace(text=text) for span, text in pairs)
+            made.append(record._replace(spans=spans, media=runs))
+        return tuple(made)
+
     def _run(self, entry: Entry) -> Run:
         if self._entries:  # of data, whose entries stay
-            return Run(entry.first, entry.size)
-        run = _HeldRun(entry.first, entry.size)
+            return Run(entry.first, entry.size, self.token_id)
+        run = _HeldRun(entry.first, entry.size, self.token_id)
         run.entry = entry
         return run
 
@@ -327,10 +342,26 @@ class ImageReader:
             text = text.replace(self._expanded(entry.shape).text, f"[{entry.name}]", 1)
         return text
 
-    def describe(self, token: int) -> tuple[str, Run]:
-        """The name of the picture that a token is of, and its run."""
-        entry = self.entry_of(token)
-        return entry.name, Run(entry.first, entry.size)
+    def tokens(self, ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Text and place of each token; of a picture's, as many as follow each other, together."""
+        found: list[tuple[str, int]] = []
+        assert self.tokenizer is not None
+        for place, token in enumerate(ids):
+            if token < FIRST_ID:
+                found.append((self.tokenizer.decode([token]), place))
+                continue
+            entry = self.entry_of(token)
+            if token != entry.first and place and ids[place - 1] == token - 1:
+                continue
+            rest, end = enumerate(ids[place:]), entry.first + entry.size
+            count = next((n for n, i in rest if i != token + n or i >= end), len(ids) - place)
+            part = "" if count == entry.size else f" of {entry.size}"
+            found.append((f"[{entry.name}, {count}{part} tokens]", place))
+        return found
+
+    def plain(self, ids: Sequence[int]) -> list[int]:
+        """The ids with the image token in the place of each of a picture."""
+        return [self.token_id if token >= FIRST_ID else token for token in ids]
 
     def columns(self, values: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         """The columns of a row as JSON holds them: pictures by their paths, messages as read."""
@@ -344,7 +375,18 @@ class ImageReader:
         }
         return {**values, **read, **named}
 
-    def restored(self, columns: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+    def restored(
+        self, rows: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]]
+    ) -> list[dict[str, Any]]:
+        """Such columns with the pictures of each row's prompt; equal rows of a prompt share it."""
+        made: dict[tuple[Any, ...], dict[str, Any]] = {}
+        keys = [(*ids, str(columns)) for columns, ids in zip(rows, prompts, strict=True)]
+        for key, columns, ids in zip(keys, rows, prompts, strict=True):
+            if key not in made:
+                made[key] = self._restored(columns, ids)
+        return [made[key] for key in keys]
+
+    def _restored(self, columns: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
         """Such columns with the pictures of the row's prompt, decoded, as TRL has them.
 
         They are in the messages, all of which have parts, and in ``images`` or ``image``.

@@ -14,6 +14,7 @@ from PIL.Image import new as new_image
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from dschat_lora.addons.images.beside import load_rest
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
 from dschat_lora.addons.images.reader import Entry, ImageReader
 from dschat_lora.data.media import FIRST_ID
@@ -283,6 +284,9 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
         ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
             tower without adapters is to have a rate.
     """
+    hooks = model.base_model._forward_pre_hooks.values()
+    if any(isinstance(hook, PictureInputs) and hook.reader is reader for hook in hooks):
+        return  # it takes them already
     whole = whole_config(model.config)
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
@@ -302,7 +306,7 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
     model.rest_rate = rate
     above, inputs = model.text_path.rpartition(".")[0], reader.towers.get(base)
     if model.rest:
-        tower = model.load_rest(base, meta=True).get_submodule(above)
+        tower = load_rest(model, base, meta=True).get_submodule(above)
         inputs = PictureInputs(lambda: tower, family, reader, model)
     elif rate is not None and model.can_generate() and _trains(model):
         raise ValueError(
@@ -312,7 +316,7 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
     elif inputs is None:
 
         def load() -> nn.Module:
-            return model.load_rest(base, meta=False).get_submodule(above)
+            return load_rest(model, base, meta=False).get_submodule(above)
 
         inputs = reader.towers[base] = PictureInputs(load, family, reader)
     if not model.rest and reader.entries:

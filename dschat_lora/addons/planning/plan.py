@@ -18,8 +18,9 @@ from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import value_shape
+from dschat_lora.lora.names import is_inside
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
-from dschat_lora.models.composite import TextModel
+from dschat_lora.models.composite import TextModel, unbuildable_left_out, whole_config
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import tabled_peak
@@ -194,9 +195,13 @@ class StagePlan:
         """Names and bytes of what composite models have beside text, if it is not loaded."""
         models = self.models.models.values() if isinstance(self.models, Roles) else [self.models]
         for each in models:
-            if isinstance(each.model, TextModel) and not each.model.rest:
-                rest = each.model.load_rest("", meta=True)
-                return ", ".join(each.model.place.left_out), parameter_bytes(rest.parameters())
+            if isinstance(model := each.model, TextModel) and not model.rest:
+                parts, count = model.place.left_out, 0
+                with torch.device("meta"), unbuildable_left_out():
+                    whole = model.whole_class._from_config(whole_config(model.config))
+                for name, parameter in whole.named_parameters():
+                    count += parameter.numel() * is_inside(name, parts)
+                return ", ".join(parts), count * model.dtype.itemsize
         return None
 
     @property

@@ -122,7 +122,7 @@ def _planned(
     options = restated(options, given.config)
     data = _audit(name, given.config, options)
     if isinstance(data, DataAudit) and data.media and given.left_out is not None:
-        beside = {data.media_kind: given.left_out[1]}
+        beside = {next(iter(data.media)): given.left_out[1]}
         given = replace(given, beside=beside)
 
         def planner(change: Change, planner: Planner = planner) -> StagePlan:

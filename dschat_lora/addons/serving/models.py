@@ -168,7 +168,7 @@ def _open_base(named: Sequence[NamedSource], config: AnswerConfig) -> dict[str, 
     batch = BaseBatch(model, slots, asked or positions, rope)
     served = {}
     for name, tokenizer in tokenizers.items():
-        chat = make_chat(tokenizer, config.loading.chat_template_kwargs, media=media)
+        chat = replace(make_chat(tokenizer, config.loading.chat_template_kwargs), media=media)
         encoder, ends = make_encoder(tokenizer), frozenset(end_ids(tokenizer))
         number = numbers.get(name, 0)
         served[name] = ServedModel(name, base, batch, number, tokenizer, chat, encoder, ends)

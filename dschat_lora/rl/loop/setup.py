@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
-from dschat_lora.data.media import MediaReader, media_reader
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings
@@ -130,9 +129,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         from dschat_lora.rl.play.players import load_player
 
         player = load_player(config, tokenizer, run.closing)
-    media = media_reader(config, tokenizer, sources.actor.base)
-    scoring = load_scoring(config, tokenizer, player.reward_name, player.objects, media)
-    data = _read_data(config, tokenizer, run, [*player.asks, *scoring.asks], media)
+    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
+    data = _read_data(config, tokenizer, run, [*player.asks, *scoring.asks], sources.actor.base)
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
@@ -170,7 +168,7 @@ def _read_data(
     tokenizer: Tokenizer,
     run: OpenRun[RlhfConfig],
     asking: Iterable[AsksForColumns],
-    media: MediaReader | None,
+    base: str,
 ) -> RlhfData:
     """The data of the options, of which the prompts have the columns that ``asking`` needs.
 
@@ -178,7 +176,7 @@ def _read_data(
         ValueError: if columns are lacking, or there is nothing to learn from.
     """
     prompts = read_training_data(
-        config.data.data, tokenizer, run, phase=3, kind="prompts", media=media
+        config.data.data, tokenizer, run, phase=3, kind="prompts", base=base
     )
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
     for each in asking:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments, soft_overlong_punishment
 from dschat_lora.algos.segments import to_device
-from dschat_lora.data.media import MediaReader
 from dschat_lora.engine.distributed import (
     device,
     raise_together,
@@ -391,24 +390,20 @@ class Scoring:
 def load_scoring(
     config: RlhfConfig,
     tokenizer: Tokenizer,
+    *,
     episodes: str | None,
     objects: Mapping[int, Any] | None,
-    media: MediaReader | None = None,
 ) -> Scoring:
-    """What scores by the options; the other arguments are those of :func:`load_scorer`.
+    """What scores by the options; ``episodes`` and ``objects`` are those of :func:`load_scorer`.
 
     Raises:
         ValueError: if something cannot be used, or nothing scores.
     """
     name = config.rewards.judge_function
-    judge = None if name is None else load_function("judge_function", name, tokenizer, media=media)
+    judge = None if name is None else load_function("judge_function", name, tokenizer)
+    has_model = config.critic.model_name_or_path is not None
     scorer = load_scorer(
-        config.rewards,
-        tokenizer,
-        has_model=config.critic.model_name_or_path is not None,
-        episodes=episodes,
-        objects=objects,
-        media=media,
+        config.rewards, tokenizer, has_model=has_model, episodes=episodes, objects=objects
     )
     if scorer.weights:
         return Scoring(scorer, judge)
@@ -427,13 +422,12 @@ def load_scorer(
     has_model: bool,
     episodes: str | None = None,
     objects: Mapping[int, Any] | None = None,
-    media: MediaReader | None = None,
 ) -> RewardSum:
     """The functions of ``--reward_function`` with their weights, and those of ``--reward_gate``.
 
     With ``has_model`` the reward model is to be added, which :meth:`RewardSum.adding` does.
-    ``episodes`` is the name of the reward that an environment or agent gives, ``objects`` are those
-    of a stateful environment, and ``media`` reads what rows hold beside text.
+    ``episodes`` is the name of the reward that an environment or agent gives, and ``objects`` are
+    those of a stateful environment.
 
     Raises:
         ValueError: if one cannot be used.
@@ -443,7 +437,6 @@ def load_scorer(
         "batch": config.reward_batch,
         "retries": config.reward_retries,
         "timeout": config.reward_timeout,
-        "media": media,
     }
     functions = tuple(
         load_function(option, name, tokenizer, log=log, **calls)

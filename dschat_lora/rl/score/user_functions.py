@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.config.held import is_held
-from dschat_lora.data.media import MediaReader, has_media
+from dschat_lora.data.media import MediaReader, media_of
 from dschat_lora.data.messages import MEDIA
 from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
@@ -53,11 +53,8 @@ class DecodedResponse:
     ended: bool  # by itself
 
     @classmethod
-    def of(
-        cls, response: Response, tokenizer: Tokenizer, row: dict[str, Any] | None = None
-    ) -> "DecodedResponse":
-        """What there is to read of a response; ``row`` takes the place of its own."""
-        row = response.row if row is None else row
+    def of(cls, response: Response, tokenizer: Tokenizer, row: dict[str, Any]) -> "DecodedResponse":
+        """What there is to read of a response to the prompt of a row."""
         prompt = tokenizer.decode(response.prompt)
         text = tokenizer.decode(list(response.last_turn), skip_special_tokens=True)
         turns = messages_after_prompt(response, tokenizer.decode)
@@ -148,7 +145,6 @@ class UserFunction:
     batch: str = "all"  # of a call: "all" responses of this process, or those of a "group"
     retries: int = 0  # further tries after an error
     timeout: float = 0.0  # seconds that a try may take; 0: any
-    media: MediaReader | None = None  # of what rows hold beside text
     log: RewardLog = field(default_factory=RewardLog, compare=False)
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -195,7 +191,8 @@ class UserFunction:
         for tries_left in reversed(range(self.retries + 1)):
             # A call that succeeded is not made again, and what one logs that fails is not kept.
             logs = [RewardLog() for _ in parts]
-            media = None if is_remote(self.name) or is_builtin(self.name) else self.media
+            is_own = is_remote(self.name) or is_builtin(self.name)
+            media = None if is_own else media_of(self.tokenizer)
             calls = calls_of(
                 self.function, responses, self.tokenizer, state, logs, environments, media
             )
@@ -443,16 +440,12 @@ def calls_of(
     names = named_parameters(function)
     of_trl = not {"responses", "response"} & names.keys()
     shows = takes_all(function) or is_scorer(function) or bool(_SHOWS_ROWS & names.keys())
-    restored: dict[tuple[Any, ...], dict[str, Any]] = {}  # rows by prompt and columns
-    keys = [(each.prompt, each.columns) for each in responses]
-    for key, each in zip(keys, responses, strict=True):
-        if media is not None and shows and has_media(each.prompt) and key not in restored:
-            restored[key] = media.restored(each.row, each.prompt)
-    read = [
-        DecodedResponse.of(each, tokenizer, restored.get(key))
-        for key, each in zip(keys, responses, strict=True)
-    ]
-    rows, ids = [each.row for each in read], [each.token_ids for each in read]
+    rows = [each.row for each in responses]
+    if media is not None and shows:
+        rows = media.restored(rows, [each.prompt for each in responses])
+    pairs = zip(responses, rows, strict=True)
+    read = [DecodedResponse.of(each, tokenizer, row) for each, row in pairs]
+    ids = [each.token_ids for each in read]
     texts = [each.text for each in read]
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
     offered: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in columns}

@@ -214,7 +214,7 @@ def test_plan_counts_the_part_that_sees_where_rows_have_pictures(base, stock, tm
     size = sum(p.nbytes for part in parts for p in getattr(stock.bare.model, part).parameters())
     assert found.facts["roles"]["pictures"]["weights"] == size
     assert found.facts["peak"] - texts.facts["peak"] == size
-    assert found.facts["data"]["media_tokens"] == 8 * 4
+    assert found.facts["data"]["media"]["tokens_of_pictures"] == 8 * 4
     assert "GiB more where rows are about more than text" in " ".join(str(texts).split())
 
 

@@ -106,11 +106,11 @@ def chat_ids(
         ids = encoder.encode([text])[0]
     if chat.media is None or not runs:
         return ids
-    image = chat.media.token_id
+    image = runs[0].token
     if ids.count(image) != sum(run.size for run in runs):
         name = tokenizer.convert_ids_to_tokens(image)
         raise ValueError(f"a text has {name!r}, which stands for an input beside text")
-    return MediaPrompt(with_runs([ids], runs, image)[0], runs, ids)
+    return MediaPrompt(with_runs([ids], runs)[0], runs, ids)
 
 
 def _with_typed(
