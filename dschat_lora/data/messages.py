@@ -60,7 +60,7 @@ def check_message(location: str, name: str, message: object, media: Collection[s
 
 
 def content_text(content: str | list[dict[str, Any]] | None, medium: str = "") -> str:
-    """The text of a message's checked content, its parts one after another, others as ``medium``."""
+    """The text of checked content, its parts one after another, others as ``medium``."""
     if isinstance(content, list):
         return "".join(part.get("text", medium) for part in content)
     return content or ""

@@ -12,14 +12,7 @@ from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.media import MediaReader
 from dschat_lora.data.message_layouts import EmptyTextError, flag
-from dschat_lora.data.messages import (
-    IMAGES,
-    MEDIA,
-    EmptyRowError,
-    check_message,
-    is_there,
-    medium_of,
-)
+from dschat_lora.data.messages import IMAGES, MEDIA, EmptyRowError, check_message, medium_of
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.row_formats import TwoWayTokenizer, row_formats
 from dschat_lora.data.sources import Source, find_source
@@ -241,7 +234,7 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
         return row
     present = [name for name in fields[kind] if name in values]
     for name in present:
-        _check_field(raw.location, name, values[name], text_only=kind == "text", read=read)
+        _check_field(raw.location, name, values[name], kind, read)
     if len({isinstance(values[name], str) for name in present}) > 1:
         raise RowError(raw.location, f"{present} must be all texts or all message lists")
     if "label" in values and (good := flag(values["label"])) is not None:
@@ -360,10 +353,10 @@ def _folder(file: str) -> Path:
 
 def _check_media(values: Mapping[str, Any], read: Sequence[str]) -> None:
     """Refuse a row that is about more than its text, and the columns that are ``read``."""
+    if medium_of({name: values.get(name) for name in read}) is not None:
+        values = {name: value for name, value in values.items() if name not in read}
     columns = [name for name in MEDIA if name in values]
-    if any(is_there(values[name]) for name in columns if name in read):
-        columns = [name for name in columns if name not in read]
-    if columns and (medium := medium_of({name: values[name] for name in columns})) is not None:
+    if columns and (medium := medium_of(values)) is not None:
         plural = medium.removesuffix("s") + "s"
         raise ValueError(f"`{medium}` is not empty; text alone trains, without {plural}")
     for name in columns:
@@ -373,14 +366,12 @@ def _check_media(values: Mapping[str, Any], read: Sequence[str]) -> None:
             raise ValueError(f"a text has {sign}, and `{name}` is empty{reason}")
 
 
-def _check_field(
-    location: str, name: str, value: object, *, text_only: bool, read: Sequence[str]
-) -> None:
+def _check_field(location: str, name: str, value: object, kind: str, read: Sequence[str]) -> None:
     if isinstance(value, str) and name != "messages":
         if not value.strip():
             raise EmptyRowError(location, f"`{name}` is empty")
         return
-    if not isinstance(value, list) or text_only:
+    if not isinstance(value, list) or kind == "text":
         wanted = {"messages": "a message list", "text": "text"}
         raise RowError(
             location,

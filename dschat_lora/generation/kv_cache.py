@@ -13,12 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dschat_lora.models.backbone import (
-    attends,
-    attention_windows,
-    cache_argument,
-    recurrent_layers,
-)
+from dschat_lora.models.backbone import attends, attention_windows, cache_argument, recurrent_layers
 
 # Whether models gave with our cache what they give without, where that was tried.
 TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()

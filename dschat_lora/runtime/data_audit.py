@@ -79,10 +79,10 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON of counts and samples; of a pair, the chosen answer comes first."""
-        samples = []
+        samples, media = [], media_of(self.tokenizer)
         for sample in self.samples:
             first, *others = (
-                {"input_ids": _plain(self.tokenizer, ids), "supervised": supervised}
+                {"input_ids": media.plain(ids) if media else ids, "supervised": supervised}
                 for ids, supervised in sample.sequences.values()
             )
             rejected = {"rejected": others[0]} if others else {}
@@ -174,12 +174,6 @@ def _tokens(
         return [tokenizer.decode([each]) for each in ids], list(supervised)
     found = media.tokens(ids)
     return [text for text, _ in found], [supervised[place] for _, place in found]
-
-
-def _plain(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Tokens of the vocabulary alone."""
-    media = media_of(tokenizer)
-    return ids if media is None else media.plain(ids)
 
 
 def _page(found: Findings) -> str:

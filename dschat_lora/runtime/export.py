@@ -121,13 +121,10 @@ def card_settings(config: StageConfig, *, prefix: str = "") -> dict[str, Any]:
 
 
 def first_ids(samples: TokenSet, count: int, *, max_length: int) -> list[int]:
-    """Token ids of the first ``count`` samples in a row, at most ``max_length`` and 256.
-
-    Without what stands for inputs beside text, which the written model alone does not take.
-    """
+    """Token ids of the first ``count`` samples in a row, at most ``max_length`` and 256."""
     ids = [int(i) for n in range(min(count, len(samples))) for i in samples[n].input_ids]
-    ids = [i for i in ids if i < FIRST_ID]
-    return ids[: min(256, max_length)]
+    # Without what stands for inputs beside text, which the written model alone does not take.
+    return [i for i in ids if i < FIRST_ID][: min(256, max_length)]
 
 
 _ACTOR = "actor_model_name_or_path"

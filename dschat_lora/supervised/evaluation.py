@@ -196,9 +196,7 @@ def token_losses(
 ) -> list[list[float | None]]:
     """-log p of each token after those before it, in nats. Call on every rank.
 
-    None of the first, and of what stands for inputs beside text.
-
-    The engine is in evaluation mode.
+    None of the first and of what stands for inputs beside text. The engine is in evaluation mode.
     """
     model: nn.Module = engine.module.model
     found: list[list[float | None]] = []

@@ -95,11 +95,7 @@ def attached_media(
 
 
 def read_rows(
-    config: RowsConfig,
-    *,
-    kind: DataKind | None,
-    limit: int = 0,
-    media: MediaReader | None = None,
+    config: RowsConfig, *, kind: DataKind | None, limit: int = 0, media: MediaReader | None = None
 ) -> Iterator[tuple[dict[str, Any], ParsedRow]]:
     """Each row as read and as parsed, of ``limit`` at most (0: all).
 

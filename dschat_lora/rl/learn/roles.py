@@ -60,10 +60,9 @@ class Roles:
 
     def take(self, media: MediaReader | None, sources: Sources) -> None:
         """Have all models take what prompts hold beside text, if they do."""
-        scored = sources.critic or sources.actor
+        scored = {"critic": sources.critic, "reward": sources.critic}
         for name, each in self.models.items():
-            base = scored.base if name in ("critic", "reward") else sources.actor.base
-            attach_media(each, media, base)
+            attach_media(each, media, (scored.get(name) or sources.actor).base)
         if media is not None:
             media.attach(self.rollout, sources.actor.base)
 
