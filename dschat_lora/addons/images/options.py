@@ -1,14 +1,10 @@
 """Options of rows with pictures."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dschat_lora.config.groups import ALL_BESIDE, require_numbers
 from dschat_lora.config.options import option
-
-if TYPE_CHECKING:
-    from dschat_lora.data.chat import Chat
-    from dschat_lora.data.records import TextRecord
 
 
 @dataclass(frozen=True)
@@ -62,15 +58,12 @@ class PromptImageOptions(ImageOptions):
         (), help="files of pictures in front of each of --prompts, or where it has <image>"
     )
 
-    def record_of(self, location: str, prompt: Any, chat: "Chat") -> "TextRecord | None":
-        """What is read of a prompt with its pictures; None where there are none."""
-        if not self.image:
-            return None
-        from dschat_lora.data.readers import RawRow
-        from dschat_lora.data.records import to_records
-        from dschat_lora.data.rows import RowOptions, parse_row
+    def record_of(self, location: str, prompt: Any, chat: Any) -> Any:
+        """What is read of a prompt with its pictures; None where there are none.
 
-        if isinstance(prompt, str) and "<image>" not in prompt:
-            prompt = "<image>" * len(self.image) + prompt
-        raw = RawRow(location, {"prompt": prompt, "images": list(self.image)})
-        return to_records(parse_row(raw, RowOptions(media=chat.media)), chat, "prompts")[-1]
+        Raises:
+            ValueError: if the model takes text alone, or a picture cannot be read.
+        """
+        if self.image and chat.media is None:
+            raise ValueError("--image is for models that see, and this one takes text alone")
+        return chat.media.record_of(location, prompt, self.image, chat) if self.image else None

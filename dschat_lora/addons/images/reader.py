@@ -34,7 +34,8 @@ from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.media import FIRST_ID, Run
 from dschat_lora.data.messages import IMAGES, is_there
-from dschat_lora.data.readers import RowError, iter_rows
+from dschat_lora.data.readers import RawRow, RowError, iter_rows
+from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import ParsedRow, RowOptions, parse_row, row_options
 from dschat_lora.data.sources import Source, data_suffix
 from dschat_lora.data.workers import map_in_order
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
     from dschat_lora.addons.images.processors import PictureProcessor
     from dschat_lora.addons.images.vision import PictureInputs
+    from dschat_lora.data.chat import Chat
     from dschat_lora.data.encoder import Tokenizer
-    from dschat_lora.data.records import TextRecord
 
 INDEX = "pictures.json"
 MOST_NAMED = 10_000  # in a checkpoint
@@ -314,7 +315,7 @@ class ImageReader:
             made.append(first + "".join(next(expansions) + part for part in rest))
         return made, tuple(map(self._run, entries))
 
-    def fill(self, records: tuple["TextRecord", ...], row: ParsedRow) -> tuple["TextRecord", ...]:
+    def fill(self, records: tuple[TextRecord, ...], row: ParsedRow) -> tuple[TextRecord, ...]:
         """The records of a row with its pictures in their places."""
         made = []
         for record in records:
@@ -327,6 +328,15 @@ class ImageReader:
             spans = tuple(span._replace(text=text) for span, text in pairs)
             made.append(record._replace(spans=spans, media=runs))
         return tuple(made)
+
+    def record_of(
+        self, location: str, prompt: Any, images: Sequence[str], chat: "Chat"
+    ) -> TextRecord:
+        """The record of a prompt, text or messages, with pictures in front or in their places."""
+        if isinstance(prompt, str) and "<image>" not in prompt:
+            prompt = "<image>" * len(images) + prompt
+        raw = RawRow(location, {"prompt": prompt, "images": list(images)})
+        return to_records(parse_row(raw, RowOptions(media=self)), chat, "prompts")[-1]
 
     def _run(self, entry: Entry) -> Run:
         if self._entries:  # of data, whose entries stay
