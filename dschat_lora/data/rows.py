@@ -381,4 +381,4 @@ def _check_field(location: str, name: str, value: object, kind: str, read: Seque
     if not value:
         raise EmptyRowError(location, f"`{name}` is empty")
     for number, message in enumerate(value, start=1):
-        check_message(location, f"`{name}` item {number}", message, read)
+        check_message(location, f"`{name}` item {number}", message, read[1:])  # a part is one
