@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,14 +159,16 @@ def prepare(
 
 
 def _usable(sources: Sequence[Source], options: RowOptions) -> Iterator[dict[str, Any]]:
-    """The rows of all sources, but for those that are refused where they are read."""
+    """The rows of all sources, empty in place of those that are refused where they are read."""
     for source in sources:
         files = source.files if source.rows is None and not options.columns else ()
         if files and not any(map(_names_images, files)):
             continue  # as of text alone, which may be much
         for row in iter_rows(source):
+            values = {}
             with suppress(RowError):
-                yield parse_row(row, options).values
+                values = parse_row(row, options).values
+            yield values
 
 
 def _names_images(file: Path) -> bool:
@@ -343,7 +346,7 @@ def fingerprint(
         else:
             digest = hashlib.blake2b(digest_size=16)
             for row in iter_rows(source):
-                text = json.dumps([row.values, row.problem], default=repr)
+                text = json.dumps([row.values, row.problem], default=_without_address)
                 digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
             found = ["rows", digest.hexdigest()]
         described.append([source.option, *found, source.weight, source.most])
@@ -358,6 +361,11 @@ def fingerprint(
         parts["media"] = media
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _without_address(value: object) -> str:
+    """What an object without a form in JSON says of itself, which another process says, too."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Rows with pictures as text with runs of token ids."""
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
@@ -241,15 +242,16 @@ class ImageReader:
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
         self.entries, self._numbers, self._sound = [], {}, set()
+        of_rows = hashlib.blake2b(digest_size=16)  # which rows have which pictures
         for values in rows:
             pictures = values.get("images", ())
-            for picture in pictures:
-                self._find(picture, alone=len(pictures) == 1)
+            found = [self._find(each, alone=len(pictures) == 1) for each in pictures]
+            of_rows.update(json.dumps(found).encode())
         if not self._numbers:
             return None
         known = [[each.reference["digest"], each.shape] for each in self.entries]
-        wrong = [text for text in self._numbers.values() if isinstance(text, str)]
-        text = json.dumps([known, wrong, self.processor.described()], sort_keys=True)
+        facts = [known, of_rows.hexdigest(), self.processor.described()]
+        text = json.dumps(facts, sort_keys=True)
         self.digest = digest(text.encode())
         return self.digest
 
@@ -259,25 +261,18 @@ class ImageReader:
         few = len(shapes) < SHAPES_AT_ONCE
         made = map_in_order(self._expand, shapes, workers=1 if few else workers)
         self._expansions = dict(zip(shapes, made, strict=True))
-        entries, self.entries = self.entries, []
-        for entry in entries:
-            self._append(entry)
-        kept = {
-            "entries": [[each.reference, each.shape] for each in self.entries],
-            "expansions": [[*shape, *astuple(each)] for shape, each in self._expansions.items()],
-        }
+        self._append_all()
+        kept = [[*shape, *astuple(each)] for shape, each in self._expansions.items()]
         (folder / INDEX).write_text(json.dumps(kept), encoding="utf-8")
 
     def read(self, folder: Path) -> None:
-        """Take the runs that were kept in ``folder``."""
+        """Give the pictures that were scanned the runs that were kept."""
         kept = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self._expansions = {
             (width, height, alone): Expansion(text, size, tuple(grid))
-            for width, height, alone, text, size, grid in kept["expansions"]
+            for width, height, alone, text, size, grid in kept
         }
-        self.entries = []
-        for reference, shape in kept["entries"]:
-            self._append(Entry(reference, tuple(shape)))
+        self._append_all()
 
     def insert(
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
@@ -294,6 +289,9 @@ class ImageReader:
                 f"the row has {len(pictures)} pictures, and its text as the chat template writes "
                 f"it {count} times {token!r}, which stands for one"
             )
+        own = processor.image_token
+        if token != own and any(own in text for text in texts):
+            raise ValueError(f"a text has {own!r}, which stands for a part of a picture")
         entries = [self._entry(each, alone=len(pictures) == 1) for each in pictures[:count]]
         expansions = iter([self._expanded(entry.shape).text for entry in entries])
         made = []
@@ -421,6 +419,11 @@ class ImageReader:
             entry = Entry(self.store.put(picture, data), (*size, alone))
             entry = self._passing.add(entry, self._expanded(entry.shape))
         return entry
+
+    def _append_all(self) -> None:
+        entries, self.entries = self.entries, []
+        for entry in entries:
+            self._append(entry)
 
     def _append(self, entry: Entry) -> None:
         """Give an entry the ids after those of the last one."""
