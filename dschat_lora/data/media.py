@@ -52,7 +52,7 @@ class MediaReader(Protocol):
         """What the model takes, and by what it is read, in a few words; "" if that is not known."""
 
     def scan(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
-        """A digest of what each row of :meth:`row` holds beside text; None where that is nothing."""
+        """A digest of what each row of :meth:`row` holds beside text; None if that is nothing."""
 
     def number(self, folder: Path, *, workers: int = 1) -> None:
         """Give each a run, and keep in ``folder`` what is needed to read it again."""
