@@ -259,8 +259,17 @@ class ImageReader:
         """Give each picture its run of ids, and keep what is known of them."""
         shapes = list(dict.fromkeys(entry.shape for entry in self.entries))
         few = len(shapes) < SHAPES_AT_ONCE
-        made = map_in_order(self._expand, shapes, workers=1 if few else workers)
-        self._expansions = dict(zip(shapes, made, strict=True))
+        found = map_in_order(self._expand_or_reason, shapes, workers=1 if few else workers)
+        made = dict(zip(shapes, found, strict=True))
+        for where, number in self._numbers.items():
+            if isinstance(number, int):
+                entry = self.entries[number]
+                if isinstance(reason := made[entry.shape], str):
+                    self._numbers[where] = f"{entry.name}: {reason}"
+        none = Expansion("", 0, (0, 0))  # of a shape that is refused by its row
+        self._expansions = {
+            shape: none if isinstance(each, str) else each for shape, each in made.items()
+        }
         self._append_all()
         kept = [[*shape, *astuple(each)] for shape, each in self._expansions.items()]
         (folder / INDEX).write_text(json.dumps(kept), encoding="utf-8")
@@ -439,6 +448,12 @@ class ImageReader:
                 self._expansions.clear()
             self._expansions[shape] = self._expand(shape)
         return self._expansions[shape]
+
+    def _expand_or_reason(self, shape: Shape) -> Expansion | str:
+        try:
+            return self._expand(shape)
+        except ValueError as error:  # a processor's, as of Qwen's for a line of pixels
+            return str(error)
 
     def _expand(self, shape: Shape) -> Expansion:
         text, grid = self.processor.expansion(shape[:2], shape[2])

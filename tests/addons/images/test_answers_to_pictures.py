@@ -285,6 +285,7 @@ def bomb():
         (asked("x") * 3 + as_sent(asked(*[drawn(2, 2)] * 65)), "65 pictures are more than 64"),
         (as_sent(asked(A, "<start_of_image>")), "spelt"),
         (as_sent(asked(A, "<image>")), "<image>"),
+        ([{"role": "user", "content": "x", "images": [data_uri(A)]}], "'images' is none of its"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "audio"),
         (as_sent(asked(*[A] * 40)), "has room for 200 tokens"),
     ],

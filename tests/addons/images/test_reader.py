@@ -162,6 +162,18 @@ def test_bad_pictures_stop_the_run_by_file_and_row_or_are_skipped_and_counted(mo
     assert [text.split(": ")[0].rpartition(":")[2] for text in examples] == ["2", "3", "4"]
 
 
+def test_a_shape_that_the_processor_refuses_is_a_bad_row(folder, tmp_path):
+    qwen = tiny_vlm("qwen3_vl", tmp_path / "qwen3_vl")
+    drawn(2000, 1).save(folder / "0.png")
+    rows = [row(1), row(0), row(2)]
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: picture 0\.png: absolute aspect ratio"):
+        prepared(qwen, folder, rows)
+    for _ in range(2):  # from the cache, too
+        data = prepared(qwen, folder, rows, "--bad_rows", "skip")
+        known = [data.media.describe(first) for sample in data.train for first, _ in runs(sample)]
+        assert [name for name, _ in known] == ["picture 1.png", "picture 2.png"]
+
+
 def test_a_text_with_the_token_of_features_takes_no_part_of_a_picture(folder, tmp_path):
     gemma = tiny_vlm("gemma3", tmp_path / "gemma3")
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: a text has '<image_soft_token>'"):
