@@ -18,7 +18,7 @@ UnpairedRows = Literal["refuse", "good_only", "all"]
 COLUMNS = (
     *("prompt", "completion", "messages", "chosen", "rejected", "text", "margin", "label", "tools"),
     *("conversations", "instruction", "input", "output", "system", "history"),
-    *("question", "answer"),
+    *("question", "answer", "images"),
 )
 MAX_WEIGHT = 10_000  # times that rows are used in an epoch
 NameT = TypeVar("NameT")

@@ -53,13 +53,13 @@ class MediaReader(Protocol):
         """What the model takes, and by what it is read, in a few words; "" if that is not known."""
 
     def scan(self, config: DataConfig, sources: Sequence[Source]) -> str | None:
-        """A digest of all that the rows hold beside text; None where that is nothing."""
+        """A digest of what each row holds beside text; None where that is nothing."""
 
     def number(self, folder: Path, *, workers: int = 1) -> None:
         """Give each a run, and keep in ``folder`` what is needed to read it again."""
 
     def read(self, folder: Path) -> None:
-        """Take the runs that :meth:`number` has kept in ``folder``."""
+        """Take the runs that :meth:`number` has kept in ``folder`` for rows of an equal scan."""
 
     def insert(
         self, texts: Sequence[str], values: Row, *, whole: bool

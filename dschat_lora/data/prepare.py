@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -306,7 +307,7 @@ def fingerprint(
         else:
             digest = hashlib.blake2b(digest_size=16)
             for row in iter_rows(source):
-                text = json.dumps([row.values, row.problem], default=repr)
+                text = json.dumps([row.values, row.problem], default=_without_address)
                 digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
             found = ["rows", digest.hexdigest()]
         described.append([source.option, *found, source.weight, source.most])
@@ -321,6 +322,11 @@ def fingerprint(
         parts["media"] = media
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _without_address(value: object) -> str:
+    """What an object without a form in JSON says of itself, which another process says, too."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Rows with pictures as text with runs of token ids."""
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections import OrderedDict
@@ -252,17 +253,18 @@ class ImageReader:
     def scan(self, config: DataConfig, sources: Sequence[Source]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
         self.entries, self._numbers, self._sound = [], {}, set()
+        of_rows = hashlib.blake2b(digest_size=16)  # which rows have which pictures
         for values in _usable(sources, row_options(config, self)):
             pictures = values.get("images", ())
-            for picture in pictures:
-                self._find(picture, alone=len(pictures) == 1)
+            found = [self._find(each, alone=len(pictures) == 1) for each in pictures]
+            of_rows.update(json.dumps(found).encode())
         if not self._numbers:
             return None
         if self.refusal:
             raise ValueError(self.refusal)
         known = [[each.reference["digest"], each.shape] for each in self.entries]
-        wrong = [text for text in self._numbers.values() if isinstance(text, str)]
-        text = json.dumps([known, wrong, self.processor.described()], sort_keys=True)
+        facts = [known, of_rows.hexdigest(), self.processor.described()]
+        text = json.dumps(facts, sort_keys=True)
         self.digest = digest(text.encode())
         return self.digest
 
@@ -270,27 +272,29 @@ class ImageReader:
         """Give each picture its run of ids, and keep what is known of them."""
         shapes = list(dict.fromkeys(entry.shape for entry in self.entries))
         few = len(shapes) < SHAPES_AT_ONCE
-        made = map_in_order(self._expand, shapes, workers=1 if few else workers)
-        self._expansions = dict(zip(shapes, made, strict=True))
-        entries, self.entries = self.entries, []
-        for entry in entries:
-            self._append(entry)
-        kept = {
-            "entries": [[each.reference, each.shape] for each in self.entries],
-            "expansions": [[*shape, *astuple(each)] for shape, each in self._expansions.items()],
+        found = map_in_order(self._expand_or_reason, shapes, workers=1 if few else workers)
+        made = dict(zip(shapes, found, strict=True))
+        for where, number in self._numbers.items():
+            if isinstance(number, int):
+                entry = self.entries[number]
+                if isinstance(reason := made[entry.shape], str):
+                    self._numbers[where] = f"{entry.name}: {reason}"
+        none = Expansion("", 0, (0, 0))  # of a shape that is refused by its row
+        self._expansions = {
+            shape: none if isinstance(each, str) else each for shape, each in made.items()
         }
+        self._append_all()
+        kept = [[*shape, *astuple(each)] for shape, each in self._expansions.items()]
         (folder / INDEX).write_text(json.dumps(kept), encoding="utf-8")
 
     def read(self, folder: Path) -> None:
-        """Take the runs that were kept in ``folder``."""
+        """Give the pictures that were scanned the runs that were kept."""
         kept = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self._expansions = {
             (width, height, alone): Expansion(text, size, tuple(grid))
-            for width, height, alone, text, size, grid in kept["expansions"]
+            for width, height, alone, text, size, grid in kept
         }
-        self.entries = []
-        for reference, shape in kept["entries"]:
-            self._append(Entry(reference, tuple(shape)))
+        self._append_all()
 
     def insert(
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
@@ -488,6 +492,11 @@ class ImageReader:
             entry = self._passing.add(entry, self._expanded(entry.shape))
         return entry
 
+    def _append_all(self) -> None:
+        entries, self.entries = self.entries, []
+        for entry in entries:
+            self._append(entry)
+
     def _append(self, entry: Entry) -> None:
         """Give an entry the ids after those of the last one."""
         first = self.entries[-1].first + self.entries[-1].size if self.entries else FIRST_ID
@@ -502,6 +511,12 @@ class ImageReader:
                 self._expansions.clear()
             self._expansions[shape] = self._expand(shape)
         return self._expansions[shape]
+
+    def _expand_or_reason(self, shape: Shape) -> Expansion | str:
+        try:
+            return self._expand(shape)
+        except ValueError as error:  # a processor's, as of Qwen's for a line of pixels
+            return str(error)
 
     def _expand(self, shape: Shape) -> Expansion:
         text, grid = self.processor.expansion(shape[:2], shape[2])
@@ -542,8 +557,10 @@ def _usable(sources: Sequence[Source], options: RowOptions) -> Iterator[dict[str
         if files and not any(map(_names_images, files)):
             continue  # as of text alone, which may be much
         for row in iter_rows(source):
+            values = {}  # in place of a row that is refused where it is read
             with suppress(RowError):
-                yield parse_row(row, options).values
+                values = parse_row(row, options).values
+            yield values
 
 
 def _names_images(file: Path) -> bool:

@@ -61,7 +61,8 @@ class PictureInputs:
         self.device, self.dtype = torch.device("cpu"), torch.float32
         # digest and bytes of the parameters of a frozen tower
         self.frozen: tuple[str, int] | None = None
-        self._tables: dict[torch.device, Table] = {}
+        # By device, with the last entry, of which there is none where nothing is known.
+        self._tables: dict[torch.device, tuple[Entry | None, Table]] = {}
         # By the first id; the last used is the last.
         self._kept: OrderedDict[int, Features] = OrderedDict()
         self._kept_bytes = 0
@@ -133,13 +134,16 @@ class PictureInputs:
     def _table(self, device: torch.device) -> Table:
         """The pictures that are known."""
         entries = self.reader.entries  # in the order of their ids, which only grow
-        old = self._tables[device].entries if device in self._tables else None
-        if old is None or len(old) != len(entries) or (old and old[-1] is not entries[-1]):
+        last = entries[-1] if entries else None
+        kept, table = self._tables.get(device, (None, None))
+        if table is None or len(table.first) != len(entries) or kept is not last:
             numbers = ([e.first for e in entries], [e.size for e in entries])
             tensors = *map(torch.tensor, numbers), torch.tensor([e.grid for e in entries])
             first, sizes, grids = (each.to(device) for each in tensors)
-            self._tables[device] = Table(list(entries), first, sizes, grids.view(-1, 2))
-        return self._tables[device]
+            table = Table((), first, sizes, grids.view(-1, 2))
+            # Without the entries, of which passing ones are to be forgotten.
+            self._tables[device] = last, table
+        return table._replace(entries=entries)
 
     def _features(self, ids: Tensor, table: Table) -> list[Tensor]:
         """(M, H) of M ids, of the embeddings and of early layers."""

@@ -20,6 +20,7 @@ from dschat_lora.commands import verbs
 from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, ModelConfig
 from dschat_lora.data.media import FIRST_ID, media_reader
 from dschat_lora.models.loading import load_tokenizer
+from dschat_lora.supervised.inference import load_policy
 from helpers.images import drawn, tiny_vlm
 from helpers.served import send, served
 
@@ -284,6 +285,7 @@ def bomb():
         (asked("x") * 3 + as_sent(asked(*[drawn(2, 2)] * 65)), "65 pictures are more than 64"),
         (as_sent(asked(A, "<start_of_image>")), "spelt"),
         (as_sent(asked(A, "<image>")), "<image>"),
+        ([{"role": "user", "content": "x", "images": [data_uri(A)]}], "'images' is none of its"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "audio"),
         (as_sent(asked(*[A] * 40)), "has room for 200 tokens"),
     ],
@@ -349,6 +351,17 @@ def test_a_picture_is_known_while_a_prompt_holds_it_and_its_ids_are_not_used_aga
     (again,) = insert(reader, pictures[1])
     assert again.first > max(firsts)
     assert reader.picture(reader.entry_of(held.first)).tobytes() == pictures[0].tobytes()
+
+
+def test_a_model_that_has_seen_a_picture_does_not_hold_it(reader, base, monkeypatch):
+    monkeypatch.setattr(readers, "RECENT", 3)
+    options = ModelConfig(model_name_or_path=str(base))
+    model = load_policy(options).model
+    reader.attach(model)
+    for seed in range(8):
+        (run,) = insert(reader, drawn(8, 8, seed=seed))
+        model(input_ids=torch.tensor([[1, *range(run.first, sum(run)), 2]]))
+    assert len(reader.entries) <= 4  # the last one, too
 
 
 def test_bytes_of_pictures_that_nobody_holds_are_bounded(reader, monkeypatch):

@@ -449,6 +449,8 @@ def test_columns_by_their_names_keep_the_pictures(parse, folder):
     row = {"query": "<image>?", "reply": "b", "image": "red.png"}
     values = parse(row, columns=["prompt=query", "completion=reply"])
     assert (values["prompt"], values["images"]) == ("<image>?", pictures(folder, "r"))
+    values = parse({"text": "<image> a", "pics": ["red.png"]}, columns=["images=pics"])
+    assert values["images"] == pictures(folder, "r")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from dschat_lora.config.held import held
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.media import FIRST_ID, media_reader
@@ -33,10 +34,14 @@ def row(*pictures, text="What?", answer="That."):
 
 def prepared(model, folder, rows, *options, kind="samples", name="rows.jsonl"):
     (folder / name).write_text("\n".join(map(json.dumps, rows)))
+    return prepared_from(model, folder, folder / name, *options, kind=kind)
+
+
+def prepared_from(model, folder, data, *options, kind="samples"):
     config = parse_config(
         SupervisedConfig,
         [
-            *("--model_name_or_path", str(model), "--data_path", str(folder / name)),
+            *("--model_name_or_path", str(model), "--data_path", str(data)),
             *("--eval_ratio", "0", "--data_output_path", str(folder / "cache")),
             *("--preprocessing_num_workers", "1", *options),
         ],
@@ -112,6 +117,38 @@ def test_a_row_that_would_be_cut_inside_a_picture_is_dropped_and_counted(model, 
     assert runs(behind.train[0]) == [(first, size)]
 
 
+def test_a_file_that_becomes_another_of_the_pictures_is_other_data(model, folder):
+    shutil.copy(folder / "0.png", folder / "2.png")
+    rows = [row(0), row(1), row(2)]
+    first, second, third = (runs(sample) for sample in prepared(model, folder, rows).train)
+    assert (third, second) == (first, [(first[0][0] + first[0][1], second[0][1])])
+    shutil.copy(folder / "1.png", folder / "2.png")
+    _, second, third = (runs(sample) for sample in prepared(model, folder, rows).train)
+    assert third == second
+
+
+def test_equal_pictures_in_memory_are_equal_data(model, folder):
+    def again(*seeds):
+        images = [drawn(20, 20, seed=seed) for seed in seeds]
+        rows = [row(0) | {"images": [each]} for each in images]
+        with held(rows, "data") as name:
+            return prepared_from(model, folder, name).fingerprint
+
+    assert again(1, 2, 1) == again(1, 2, 1) != again(1, 2, 2)
+
+
+def test_pictures_of_data_that_were_moved_are_read_where_they_are(model, folder):
+    old, new = folder / "old", folder / "new"
+    for each in (old, new):
+        each.mkdir()
+        shutil.copy(folder / "0.png", each)
+        (each / "cache").symlink_to(folder)
+    prepared(model, old, [row(0)])
+    (old / "0.png").unlink()
+    media = prepared(model, new, [row(0)]).media
+    assert media.picture(media.entries[0]).size == (32, 32)
+
+
 @pytest.mark.smoke
 def test_bad_pictures_stop_the_run_by_file_and_row_or_are_skipped_and_counted(model, folder):
     (folder / "1.png").write_bytes((folder / "0.png").read_bytes()[:100])
@@ -123,6 +160,24 @@ def test_bad_pictures_stop_the_run_by_file_and_row_or_are_skipped_and_counted(mo
     assert len(data.train) == 1
     examples = data.audit.bad_row_examples
     assert [text.split(": ")[0].rpartition(":")[2] for text in examples] == ["2", "3", "4"]
+
+
+def test_a_shape_that_the_processor_refuses_is_a_bad_row(folder, tmp_path):
+    qwen = tiny_vlm("qwen3_vl", tmp_path / "qwen3_vl")
+    drawn(2000, 1).save(folder / "0.png")
+    rows = [row(1), row(0), row(2)]
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: picture 0\.png: absolute aspect ratio"):
+        prepared(qwen, folder, rows)
+    for _ in range(2):  # from the cache, too
+        data = prepared(qwen, folder, rows, "--bad_rows", "skip")
+        known = [data.media.describe(first) for sample in data.train for first, _ in runs(sample)]
+        assert [name for name, _ in known] == ["picture 1.png", "picture 2.png"]
+
+
+def test_a_text_with_the_token_of_features_takes_no_part_of_a_picture(folder, tmp_path):
+    gemma = tiny_vlm("gemma3", tmp_path / "gemma3")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: a text has '<image_soft_token>'"):
+        prepared(gemma, folder, [row(0), row(1, answer="It is <image_soft_token>.")])
 
 
 def test_a_row_without_pictures_is_what_it_is_without_the_reader(model, folder):

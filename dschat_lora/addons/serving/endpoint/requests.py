@@ -16,7 +16,7 @@ from dschat_lora.addons.serving.endpoint.guard import ApiError, check_value, inv
 from dschat_lora.addons.serving.endpoint.text import TURN_FIELDS, ReadMessages, read_messages
 from dschat_lora.addons.serving.endpoint.turns import Kind
 from dschat_lora.data.chat import ends_in_words
-from dschat_lora.data.messages import Message, check_message, with_arguments
+from dschat_lora.data.messages import Message, check_message, medium_of, with_arguments
 from dschat_lora.models.loading import Tokenizer
 
 MAX_CHOICES = 16
@@ -311,6 +311,8 @@ def checked_messages(messages: object, param: str = "messages") -> list[Message]
         where = f"message {number}"
         try:
             check_message(param, where, message, media=parts)
+            if (medium := medium_of(message)) is not None:
+                raise ValueError(f"{where}: {medium!r} is none of its keys; 'content' has parts")
         except ValueError as error:
             raise invalid(str(error), param) from error
         try:
