@@ -125,6 +125,20 @@ def test_bad_pictures_stop_the_run_by_file_and_row_or_are_skipped_and_counted(mo
     assert [text.split(": ")[0].rpartition(":")[2] for text in examples] == ["2", "3", "4"]
 
 
+def test_no_bad_picture_is_taken_for_rows_of_another_model(model, folder):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: `images` item 1: picture '7\.png' in"):
+        prepared(model, folder, [row(7)])
+
+
+@pytest.mark.parametrize("given", ["text", "prompt"])
+def test_tokens_of_pictures_are_not_learnt_where_all_others_are(model, folder, given):
+    rows = {"text": {"text": "<image>What?", "image": "0.png"}, "prompt": row(0)}
+    (sample,) = prepared(model, folder, [rows[given]], "--train_on_prompt").train
+    ids = sample.input_ids
+    assert (ids >= FIRST_ID).any()
+    assert sample.supervised.tolist() == [False, *(ids[1:] < FIRST_ID)]
+
+
 def test_a_row_without_pictures_is_what_it_is_without_the_reader(model, folder):
     rows = [row(), row(text="And?")]
     assert prepared(model, folder, rows).media is None
