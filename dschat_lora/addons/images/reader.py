@@ -275,9 +275,11 @@ class ImageReader:
             (width, height, alone): Expansion(text, size, tuple(grid))
             for width, height, alone, text, size, grid in kept["expansions"]
         }
+        # Files may have moved since: those that were scanned are there.
+        found = {entry.reference["digest"]: entry.reference for entry in self.entries}
         self.entries = []
         for reference, shape in kept["entries"]:
-            self._append(Entry(reference, tuple(shape)))
+            self._append(Entry(found.get(reference["digest"], reference), tuple(shape)))
 
     def insert(
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool

@@ -98,6 +98,15 @@ def test_another_picture_in_a_file_of_the_same_name_is_other_data(model, folder)
     assert before.media.identity == again.media.identity != after.media.identity
 
 
+def test_prepared_data_has_its_pictures_where_they_are_now(model, folder, tmp_path_factory):
+    prepared(model, folder, [row(0)])
+    moved = shutil.move(folder, tmp_path_factory.mktemp("moved") / "data")
+    again = prepared(model, moved, [row(0)])
+    assert again.from_cache
+    (entry,) = again.media.entries
+    assert again.media.picture(entry).size == (32, 32)
+
+
 def test_a_row_that_would_be_cut_inside_a_picture_is_dropped_and_counted(model, folder):
     long = row(0, text="word " * 20, answer="end " * 60)
     whole = prepared(model, folder, [long, row(0)])
