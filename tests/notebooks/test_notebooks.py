@@ -97,7 +97,7 @@ def check_your_data(text, html):
 
 def check_images(text, html):
     assert "picture train_0000.png, 4 tokens" in html
-    (before, after) = map(float, re.findall(rf"^right (?:before|after ) {NUMBER}$", text, re.M))
+    (before, after) = map(float, re.findall(rf"right (?:before|after ) {NUMBER}", text))
     assert 0.4 < before < after - 0.05
     ((before, after),) = held_out(html, "reward")
     assert after > before + 0.05
