@@ -221,7 +221,7 @@ def held() -> list[list[str]]:
 def expected(cluster: Cluster) -> list[list[str]]:
     """Step times and efficiency at ZeRO 0, by number of GPUs."""
     rows = [["", *(f"{ranks}" for ranks in RANKS)]]
-    for stage in ("SFT", "reward, DPO", "PPO"):
+    for stage in ("SFT", "PPO"):
         for name in MODELS:
             times = [step_seconds(model_of(name), stage, ranks, cluster) for ranks in RANKS]
             cells = [f"{_seconds(time)}, {times[0] / time:.0%}" for time in times[1:]]

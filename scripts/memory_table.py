@@ -36,7 +36,6 @@ _RL = {
     "per_device_generation_batch_size": DECODED,
     "actor_lora_dim": RANK,
 }
-_FUNCTION = {"reward_function": ("builtin:regex=yes",)}
 _SUPERVISED = {"max_seq_len": LENGTH, "lora_dim": RANK}
 # Column -> stage, its options, and those that name the model.
 STAGES_OF_TABLE: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -47,11 +46,6 @@ STAGES_OF_TABLE: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "rlhf",
         {**_RL, "critic_lora_dim": RANK},
         ("actor_model_name_or_path", "critic_model_name_or_path"),
-    ),
-    "GRPO": (
-        "rlhf",
-        {**_RL, **_FUNCTION, "algorithm": "grpo", "num_generations": DECODED},
-        ("actor_model_name_or_path",),
     ),
 }
 

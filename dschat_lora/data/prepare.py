@@ -110,10 +110,11 @@ def prepare(
     """
     sources = config_sources(config)
     run: dict[str, Any] = {"phase": phase, "seed": seed, "eos_id": eos_id, "kind": kind}
-    beside_text = None if media is None else media.scan(config, sources)
+    beside_text, reader = None if media is None else media.scan(config, sources), media
     media = media if beside_text is not None else None
     key = fingerprint(config, sources, tokenizer, media=beside_text, **run)
-    build = partial(_build, config, sources, tokenizer, progress=progress, media=media, **run)
+    run |= {"media": media, "reader": reader}
+    build = partial(_build, config, sources, tokenizer, progress=progress, **run)
     content, from_cache = load_or_build(cache_dir / key, build)
     if media is not None:
         media.read(cache_dir / key)
@@ -165,13 +166,15 @@ def _build(
     kind: DataKind,
     progress: Progress,
     media: MediaReader | None,
+    reader: MediaReader | None,
 ) -> dict[str, Any]:
     """Write both token sets; returns their digests and audit.
 
     Files of some thousand rows are written first: of samples, or of records and then of samples
     where only all rows tell which ones are used, or what an answer is compared with. A process that
     is killed leaves them to the next one. Memory does not grow with the rows, but for KTO's numbers
-    of the answers that are compared.
+    of the answers that are compared. ``reader`` is ``media`` or, where no usable row holds more
+    than text, what says what is wrong with others.
     """
     parts = directory / "parts"
     parts.mkdir(exist_ok=True)
@@ -197,7 +200,7 @@ def _build(
             seed=seed,
             kind=kind,
             tokens=tokens if at_once else None,
-            media=media,
+            media=reader,
         )
     files = found.rows
     sets: dict[str, NDArray[Any]] = {"train": found.times, "eval": found.eval.view(np.uint8)}

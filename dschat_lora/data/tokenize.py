@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
-from dschat_lora.data.media import Run, has_media, with_runs
+from dschat_lora.data.media import FIRST_ID, Run, has_media, with_runs
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.rows import DataKind, shared_length
 from dschat_lora.data.samples import (
@@ -291,5 +292,9 @@ def _to_sample(
                 runs[-1] += size
             elif size:
                 runs.append(size)
-    ids = np.fromiter(chain.from_iterable(pieces), np.int32)
-    return SequenceSample(ids[: rule.max_seq_len], tuple(runs))
+    ids = np.fromiter(chain.from_iterable(pieces), np.int32)[: rule.max_seq_len]
+    sample = SequenceSample(ids, tuple(runs))
+    if not record.media:
+        return sample
+    # Nothing predicts what is no token of the vocabulary.
+    return SequenceSample.of(ids, np.where(ids < FIRST_ID, sample.labels, IGNORE_INDEX))

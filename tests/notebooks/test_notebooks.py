@@ -11,7 +11,7 @@ from helpers.spread import ALL
 from scripts.run_notebooks import NOTEBOOKS, executed
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("quick_start", "grpo", "your_data")
+NAMES = ("quick_start", "grpo", "your_data", "images")
 MOST_BYTES = 300_000
 NUMBER = r"(-?\d+\.\d+)"
 pytestmark = pytest.mark.stage
@@ -95,10 +95,19 @@ def check_your_data(text, html):
     assert all("The number is" in answer for answer in after)
 
 
+def check_images(text, html):
+    assert "picture train_0000.png, 4 tokens" in html
+    (before, after) = map(float, re.findall(rf"right (?:before|after ) {NUMBER}", text))
+    assert 0.4 < before < after - 0.05
+    ((before, after),) = held_out(html, "reward")
+    assert after > before + 0.05
+
+
 CHECKS = {
     "quick_start": check_quick_start,
     "grpo": check_grpo,
     "your_data": check_your_data,
+    "images": check_images,
 }
 
 
@@ -125,7 +134,7 @@ def test_what_is_kept_of_a_notebook_is_what_it_shows(name):
 
 
 def test_curves_are_kept_as_pictures_that_every_viewer_shows():
-    for name in ("quick_start", "grpo"):
+    for name in ("quick_start", "grpo", "images"):
         assert any("image/png" in each.get("data", {}) for each in outputs(kept(name)))
 
 

@@ -103,6 +103,15 @@ def test_another_picture_in_a_file_of_the_same_name_is_other_data(model, folder)
     assert before.media.identity == again.media.identity != after.media.identity
 
 
+def test_prepared_data_has_its_pictures_where_they_are_now(model, folder, tmp_path_factory):
+    prepared(model, folder, [row(0)])
+    moved = shutil.move(folder, tmp_path_factory.mktemp("moved") / "data")
+    again = prepared(model, moved, [row(0)])
+    assert again.from_cache
+    (entry,) = again.media.entries
+    assert again.media.picture(entry).size == (32, 32)
+
+
 def test_a_row_that_would_be_cut_inside_a_picture_is_dropped_and_counted(model, folder):
     long = row(0, text="word " * 20, answer="end " * 60)
     whole = prepared(model, folder, [long, row(0)])
@@ -178,6 +187,20 @@ def test_a_text_with_the_token_of_features_takes_no_part_of_a_picture(folder, tm
     gemma = tiny_vlm("gemma3", tmp_path / "gemma3")
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: a text has '<image_soft_token>'"):
         prepared(gemma, folder, [row(0), row(1, answer="It is <image_soft_token>.")])
+
+
+def test_no_bad_picture_is_taken_for_rows_of_another_model(model, folder):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: `images` item 1: picture '7\.png' in"):
+        prepared(model, folder, [row(7)])
+
+
+@pytest.mark.parametrize("given", ["text", "prompt"])
+def test_tokens_of_pictures_are_not_learnt_where_all_others_are(model, folder, given):
+    rows = {"text": {"text": "<image>What?", "image": "0.png"}, "prompt": row(0)}
+    (sample,) = prepared(model, folder, [rows[given]], "--train_on_prompt").train
+    ids = sample.input_ids
+    assert (ids >= FIRST_ID).any()
+    assert sample.supervised.tolist() == [False, *(ids[1:] < FIRST_ID)]
 
 
 def test_a_row_without_pictures_is_what_it_is_without_the_reader(model, folder):
