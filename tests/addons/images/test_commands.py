@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
@@ -71,6 +72,7 @@ def test_dpo_has_one_reference_known_or_looked_up_and_writes_a_whole_model(launc
     assert merged.model.visual.patch_embed.proj.weight.isfinite().all()
 
 
+@pytest.mark.thorough
 def test_kto_and_reward_models_learn_from_pictures(launcher, tmp_path):
     seeing = with_rows("gemma3", tmp_path)
     options = ("--loss_type", "kto"), ("--reward_loss", "per_token")
