@@ -71,7 +71,7 @@ def compare(model, losses, wanted):
     torch.testing.assert_close(factors_of(model), wanted.factors, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("seeing", spread(*SEEING, smoke=("gemma3",)), indirect=True)
+@pytest.mark.parametrize("seeing", spread(*SEEING, smoke=("gemma3", "qwen3_vl")), indirect=True)
 def test_sft_is_that_of_stock_transformers_and_peft(seeing):
     samples = dict(zip(NAMES, seeing.data(map(sample_row, NAMES)), strict=True))
     model = seeing.ours()
