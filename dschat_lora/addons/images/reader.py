@@ -294,6 +294,9 @@ class ImageReader:
                 f"the row has {len(pictures)} pictures, and its text as the chat template writes "
                 f"it {count} times {token!r}, which stands for one"
             )
+        own = processor.image_token
+        if own != token and any(own in text for text in texts):
+            raise ValueError(f"the text has {own!r}, which stands for features of pictures")
         entries = [self._entry(each, alone=len(pictures) == 1) for each in pictures[:count]]
         expansions = iter([self._expanded(entry.shape).text for entry in entries])
         made = []

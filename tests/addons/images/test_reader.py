@@ -135,3 +135,10 @@ def test_without_pillow_pictures_are_refused_in_a_line_and_text_is_read(model, f
     assert len(prepared(model, folder, [row()]).train) == 1
     with pytest.raises(ValueError, match=r"^pictures need Pillow: pip install"):
         prepared(model, folder, [row(0)])
+
+
+def test_a_text_with_the_token_of_features_is_refused(tmp_path):
+    model = tiny_vlm("gemma3", tmp_path / "model")
+    drawn(32, 32).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: the text has '<image_soft_token>'"):
+        prepared(model, tmp_path, [row(0, answer="<image_soft_token>")])
