@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -224,6 +225,12 @@ for _kind, _class in {
         },
     )
 SEEING = tuple(kind for kind in _KINDS if kind not in TORCHVISION)
+
+
+def spread(*some, smoke=(), of=SEEING):
+    """Types to test: ``some`` by default, ``smoke`` by ``make test`` too, all others thoroughly."""
+    marks = dict.fromkeys(some, ()) | dict.fromkeys(smoke, pytest.mark.smoke)
+    return [pytest.param(kind, marks=marks.get(kind, pytest.mark.thorough)) for kind in of]
 
 
 def tiny_vlm(family, folder, *, seed=0, text=None):

@@ -21,7 +21,7 @@ from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, ModelConfig
 from dschat_lora.data.media import FIRST_ID, media_reader
 from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.supervised.inference import load_policy
-from helpers.images import drawn, tiny_vlm
+from helpers.images import drawn, spread, tiny_vlm
 from helpers.served import send, served
 
 A, B = drawn(40, 24, seed=1), drawn(20, 50, seed=2)
@@ -64,8 +64,9 @@ def chat(address, messages, model="base", **fields):
 # Verbs
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("kind", ["qwen3_vl", "llava_next"])
+@pytest.mark.parametrize(
+    "kind", spread("llava_next", smoke=("qwen3_vl",), of=("llava_next", "qwen3_vl"))
+)
 def test_generate_answers_rows_with_one_several_and_no_pictures_as_stock(kind, tmp_path):
     model = tiny_vlm(kind, tmp_path / "model")
     stock = Stock(model)
@@ -222,7 +223,6 @@ def test_plan_counts_the_part_that_sees_where_rows_have_pictures(base, stock, tm
 # The server
 
 
-@pytest.mark.smoke
 def test_two_adapters_and_the_base_answer_pictures_together_as_stock(address, runs, stock):
     openai = pytest.importorskip("openai")
     jobs = [(question, run) for question in QUESTIONS for run in (None, *runs)]

@@ -1,15 +1,20 @@
-"""Commands that learn from preferences with pictures, from rows to a saved model."""
+"""Stages that learn from preferences and rows with pictures, from rows to a saved model."""
 
 import json
+from math import log
 
+import datasets
+import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from addons.images.training import PICTURES, Seeing, pair_row
-from helpers.launcher import ROOT
+import dschat_lora
+from addons.images.training import EXACT, PICTURES, Seeing, pair_row
 from helpers.step1 import metrics
 
 ROWS = [(name, number) for number in range(3) for name in PICTURES]
+OPTIONS = {"lora_dim": 4, "max_steps": 2, "max_seq_len": 256, "eval_ratio": 0.2, "dtype": "fp32"}
+OPTIONS |= {"preprocessing_num_workers": 1, "quiet": True}
 
 
 def numbered(row, number):
@@ -30,37 +35,23 @@ def with_rows(kind, folder):
     return seeing
 
 
-def start(launcher, seeing, stage, *options, data="pairs"):
-    """A running command, and its output directory."""
-    out = seeing.folder / f"out-{len(list(seeing.folder.glob('out-*')))}"
-    out.mkdir()
-    argv = ["--model_name_or_path", seeing.base, "--data_path", seeing.folder / f"{data}.jsonl"]
-    argv += ["--data_output_path", seeing.folder / "cache", "--output_dir", out]
-    argv += ["--lora_dim", 4, "--max_steps", 2, "--max_seq_len", 256, "--eval_ratio", 0.2, *options]
-    argv += ["--preprocessing_num_workers", 1, "--dtype", "fp32"]
-    return launcher.start(argv, seeing.folder, script=ROOT / "training" / stage / "main.py"), out
-
-
-def finished(running, out):
-    assert running.wait() == [0], running.err()[-2000:]
-    return out
+def run(stage, seeing, out, data="pairs.jsonl", **options):
+    """The directory that a stage writes."""
+    options = OPTIONS | {"data_output_path": str(seeing.folder / "cache")} | options
+    data = str(seeing.folder / data) if isinstance(data, str) else data
+    stage = getattr(dschat_lora, stage)
+    return stage(str(seeing.base), data, output_dir=seeing.folder / out, **options).path
 
 
 def losses(out):
     return [line["loss"] for line in metrics(out) if "loss" in line]
 
 
-def test_dpo_has_one_reference_known_or_looked_up_and_writes_a_whole_model(launcher, tmp_path):
-    seeing = with_rows("qwen3_vl", tmp_path)
-    known, again = (
-        start(launcher, seeing, "step2_dpo", "--learning_rate", 1e-3, *options)
-        for options in (
-            ("--sample_generations", 2, "--merge_adapter"),
-            ("--no-precompute_ref_log_probs",),
-        )
-    )
-    out = finished(*known)
-    torch.testing.assert_close(losses(out), losses(finished(*again)), rtol=0, atol=1e-5)
+def test_dpo_has_one_reference_known_or_looked_up_and_writes_a_whole_model(tmp_path):
+    seeing, options = with_rows("qwen3_vl", tmp_path), {"learning_rate": 1e-3}
+    out = run("dpo", seeing, "known", sample_generations=2, merge_adapter=True, **options)
+    again = run("dpo", seeing, "again", precompute_ref_log_probs=False, **options)
+    torch.testing.assert_close(losses(out), losses(again), rtol=0, atol=EXACT)
     record = json.loads((out / "run.json").read_text("utf-8"))
     told = [answer["prompt"] for answer in record["answers"]]
     assert any("image" in prompt for prompt in told)
@@ -71,13 +62,75 @@ def test_dpo_has_one_reference_known_or_looked_up_and_writes_a_whole_model(launc
     assert merged.model.visual.patch_embed.proj.weight.isfinite().all()
 
 
-def test_kto_and_reward_models_learn_from_pictures(launcher, tmp_path):
+def test_kto_and_reward_models_learn_from_pictures(tmp_path):
     seeing = with_rows("gemma3", tmp_path)
-    options = ("--loss_type", "kto"), ("--reward_loss", "per_token")
-    runs = [
-        start(launcher, seeing, "step2_dpo", *options[0], data="unpaired"),
-        start(launcher, seeing, "step2_reward", *options[1]),
-    ]
-    for task, (running, out) in zip(("CAUSAL_LM", "SEQ_CLS"), runs, strict=True):
-        config = finished(running, out) / "adapter" / "adapter_config.json"
+    kto = run("dpo", seeing, "kto", "unpaired.jsonl", loss_type="kto")
+    scored = run("reward", seeing, "reward", reward_loss="per_token")
+    for task, out in ("CAUSAL_LM", kto), ("SEQ_CLS", scored):
+        config = out / "adapter" / "adapter_config.json"
         assert json.loads(config.read_text("utf-8"))["task_type"] == task
+
+
+@pytest.fixture
+def documented(tmp_path):
+    """A model, and a function that makes a dataset of columns beside one of images."""
+    seeing = Seeing("gemma3", tmp_path)
+
+    def dataset(**columns):
+        columns["images"] = [[str(tmp_path / f"{name}.png")] for name in ("square", "wide")]
+        images = datasets.Sequence(datasets.Image())
+        return datasets.Dataset.from_dict(columns).cast_column("images", images)
+
+    return seeing, dataset
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def first_part(row, text):
+    """The messages of a row whose picture stands in front of its text, as TRL puts it."""
+    content = [{"type": "image"}, {"type": "text", "text": row[0]["content"]}]
+    return [{"role": "user", "content": content}, *assistant(text)]
+
+
+# As DataCollatorForVisionLanguageModeling's, and trl-lib/llava-instruct-mix of SFT with images.
+QUESTIONS = [user("What is this?"), user("What is the color of the car?")]
+ANSWERS = ["This is a cat.", "Red."]
+SFT = {
+    "messages": {
+        "messages": [[*q, *assistant(text)] for q, text in zip(QUESTIONS, ANSWERS, strict=True)]
+    },
+    "prompt-completion": {"prompt": QUESTIONS, "completion": list(map(assistant, ANSWERS))},
+}
+
+
+@pytest.mark.parametrize("form", SFT)
+def test_trls_documented_rows_of_sft_have_the_loss_of_stock_transformers(form, documented):
+    seeing, dataset = documented
+    rows = dataset(**SFT[form])
+    out = run("sft", seeing, "sft", rows, eval_ratio=0, per_device_train_batch_size=2)
+    seeing.data([pair_row("one")], "pairs")  # for its processor
+    stock = AutoModelForImageTextToText.from_pretrained(seeing.base, dtype=torch.float32).eval()
+    named = zip(QUESTIONS, ANSWERS, ("square", "wide"), strict=True)
+    with torch.no_grad():
+        found = [seeing.logprobs(stock, first_part(q, text), [n]) for q, text, n in named]
+    assert losses(out)[0] == pytest.approx(-torch.cat(found).mean().item(), abs=EXACT)
+
+
+def test_trls_documented_rows_of_dpo_train(documented):
+    seeing, dataset = documented
+    # As DataCollatorForVisionPreference's.
+    rows = dataset(
+        prompt=[user("What is this?"), user("Describe this image.")],
+        chosen=[assistant("This is a cat."), assistant("A beautiful landscape.")],
+        rejected=[assistant("This is a dog."), assistant("An urban cityscape.")],
+    )
+    options = {"eval_ratio": 0, "lora_learning_rate": 1e-2, "num_warmup_steps": 0}
+    first, *_, last = losses(run("dpo", seeing, "dpo", rows, num_train_epochs=4, **options))
+    assert first == pytest.approx(log(2), abs=1e-6)
+    assert last < first

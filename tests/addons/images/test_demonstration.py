@@ -106,7 +106,6 @@ def test_the_pictures_of_a_seed_are_the_same_and_those_of_another_differ(folder)
     assert drawn.tobytes() != draw(names[0], Random(1)).tobytes()
 
 
-@pytest.mark.smoke
 def test_stock_transformers_reads_the_model_and_its_processor(folder):
     processor = AutoProcessor.from_pretrained(folder / "model")
     model, loading = AutoModelForImageTextToText.from_pretrained(

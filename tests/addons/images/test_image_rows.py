@@ -772,6 +772,7 @@ BAD = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("row", "reason"), BAD, ids=map(str, range(len(BAD))))
 def test_a_bad_row_is_one_line_with_its_file_and_number(parse, folder, row, reason):
     os.mkfifo(folder / "pipe")

@@ -23,15 +23,10 @@ from addons.images.stock_processors import (
 from dschat_lora.addons.images import processors
 from dschat_lora.addons.images.processors import load_processor, sees
 from dschat_lora.assets import BUNDLED_MODEL
-from helpers.images import SEEING, TORCHVISION, drawn, tiny_vlm
+from helpers.images import SEEING, TORCHVISION, drawn, spread, tiny_vlm
 
 WITHOUT_VIDEO = ("llava_next", "gemma3", "idefics3")  # load everywhere
 HERE = (*SEEING, *(TORCHVISION if is_torchvision_available() else ()))
-# Of those that make test runs: one that loads anywhere, and one that needs its video part.
-_MARKED = [
-    pytest.param(each, marks=pytest.mark.smoke if each in ("gemma3", "qwen3_vl") else ())
-    for each in HERE
-]
 STOCK = json.loads(VALUES.read_text("utf-8"))
 PICTURES = [picture for row in ROWS for picture in row]
 COUNTS = [len(row) for row in ROWS]
@@ -62,7 +57,7 @@ def _tokens(processor, path):
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in expanded]
 
 
-@pytest.mark.parametrize("family", _MARKED)
+@pytest.mark.parametrize("family", spread(*HERE, smoke=("qwen3_vl",), of=HERE))
 def test_tokens_and_tensors_are_those_of_the_models_own_processor(family, saved):
     path = saved(family)
     processor = _load(path)

@@ -20,14 +20,15 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.supervised.kto import kto_objective
 from dschat_lora.supervised.pair_objectives import answer_logprobs, reward_objective, score_ends
+from helpers.images import spread
 from helpers.step1 import write_jsonl
 
 NAMES = list(PICTURES)
+CLASSIFIED = ("gemma3", "qwen3_5")  # with a published sequence classifier
 BATCHES = (("one", "several", "none"), ("another", "none"), ("like", "one", "several"))
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("kind", CLASSIFIED)
 def test_reward_model_is_that_of_stock_transformers_and_peft(kind, tmp_path):
     seeing = Seeing(kind, tmp_path)
     rows = map(pair_row, NAMES)
@@ -87,7 +88,7 @@ def unpaired_row(name, label):
     return {"prompt": row["prompt"], "completion": said, "label": label, "images": row["images"]}
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("kind", spread("qwen3_5", of=CLASSIFIED))
 def test_kto_is_that_of_stock_transformers_and_peft(kind, tmp_path, one_rank):
     seeing, names = Seeing(kind, tmp_path), ("one", "none", "several", "like")
     labels = (True, False, False, True)
@@ -167,7 +168,7 @@ def note(completions, completion_ids, name, log_extra, **more):
     return [0.0 for _ in completions]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("kind", spread("gemma3", of=CLASSIFIED))
 def test_scores_and_values_of_ppo_are_those_of_stock_transformers_and_peft(kind, tmp_path):
     seeing = Seeing(kind, tmp_path)
     seeing.data(map(pair_row, NAMES), "pairs", config_class=RewardStageConfig)

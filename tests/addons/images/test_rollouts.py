@@ -26,13 +26,11 @@ from dschat_lora.rl.learn.roles import build_roles
 from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
-from helpers.images import SEEING, drawn, tiny_vlm
+from helpers.images import drawn, spread, tiny_vlm
 from helpers.roles import asked_of, config_of
 
 SEED = 0
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-FEW = ("llava_next", "gemma3", "qwen3_vl", "qwen3_5")
-KINDS = [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.thorough) for kind in SEEING]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 IMAGE = {"type": "image"}
 
@@ -151,7 +149,7 @@ def merged(home, adapted):
     return stock
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", spread("gemma3", "qwen3_vl", "qwen3_5"))
 def test_kept_logprobs_are_those_of_the_trainer_and_of_stock_transformers(kind, made):
     home = made(kind)
     found = read(home)
@@ -343,14 +341,8 @@ def runs(made):
     return of
 
 
-STEPS = [
-    pytest.param(kind, algorithm, marks=[pytest.mark.thorough] * (kind not in FEW or other))
-    for kind in SEEING
-    for algorithm, other in (("grpo", False), ("rloo", True))
-]
-
-
-@pytest.mark.parametrize(("kind", "algorithm"), STEPS)
+@pytest.mark.parametrize("kind", spread(smoke=("qwen3_vl",)))
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.thorough)])
 def test_steps_are_those_of_a_plain_loop_in_stock_transformers_and_peft(
     kind, algorithm, made, runs
 ):
@@ -373,18 +365,14 @@ def assert_same_steps(home, run, algorithm, start):
         torch.testing.assert_close(weight, wanted[name], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k == "qwen3_vl" else pytest.param(k, marks=pytest.mark.thorough) for k in SEEING]
-)
+@pytest.mark.parametrize("kind", spread("qwen3_vl"))
 def test_adapters_of_the_tower_train_as_in_the_plain_loop(kind, made):
     home = made(kind)
     start = save_start(home, "all-linear", "seeing")
     assert_same_steps(home, train(home, "tower", start), "grpo", start)
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k == "qwen3_vl" else pytest.param(k, marks=pytest.mark.thorough) for k in FEW]
-)
+@pytest.mark.parametrize("kind", spread("qwen3_vl"))
 def test_a_run_that_is_resumed_goes_on_to_the_bit(kind, made, runs):
     home, run = made(kind), runs(kind)
     resumed = train(

@@ -31,18 +31,13 @@ from dschat_lora.models.loading import load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime import resume
 from dschat_lora.runtime.resume import check_identity
-from helpers.images import SEEING, drawn, tiny_vlm
+from helpers.images import drawn, spread, tiny_vlm
 
 EXACT = 1e-5
 SIZES = [(32, 32), (20, 40)]
 COUNTS = [1, 2, 0]  # pictures of each row
 BESIDE = ("all-beside",)
 SOME = ("llava_next", "gemma3", "qwen3_vl")
-MOSTLY_SOME = pytest.mark.parametrize(
-    "seen",
-    [pytest.param(each, marks=() if each in SOME else pytest.mark.thorough) for each in SEEING],
-    indirect=True,
-)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -178,11 +173,7 @@ def stock_loss(stock, seen):
     return sum(losses)
 
 
-@pytest.mark.parametrize(
-    "seen",
-    [pytest.param(each, marks=pytest.mark.smoke if each == "qwen3_vl" else ()) for each in SEEING],
-    indirect=True,
-)
+@pytest.mark.parametrize("seen", spread(*SOME, "qwen3_5"), indirect=True)
 def test_adapters_of_tower_and_text_are_those_of_stock_peft(seen):
     model = seen.ours("all-linear", "all-beside")
     theirs = seen.stock(seen.write(model))
@@ -205,7 +196,7 @@ def test_adapters_of_tower_and_text_are_those_of_stock_peft(seen):
     assert compared >= 8  # factors of the tower
 
 
-@MOSTLY_SOME
+@pytest.mark.parametrize("seen", spread(*SOME), indirect=True)
 def test_a_batch_without_pictures_has_gradients_of_nothing_for_the_tower(seen):
     model = seen.ours("all-linear", "all-beside")
     loss = loss_of(model, seen, [COUNTS.index(0)])
@@ -215,10 +206,7 @@ def test_a_batch_without_pictures_has_gradients_of_nothing_for_the_tower(seen):
     assert sum(grad is not None for grad in tower) >= 8
 
 
-MERGED = [pytest.param(each, marks=() if each in SOME else pytest.mark.thorough) for each in SEEING]
-
-
-@pytest.mark.parametrize("seen", MERGED, indirect=True)
+@pytest.mark.parametrize("seen", spread(*SOME), indirect=True)
 @pytest.mark.parametrize(
     "rest",
     [pytest.param((), id="text", marks=pytest.mark.thorough), pytest.param(BESIDE, id="all")],

@@ -1,7 +1,7 @@
 """Training on rows with pictures, against plain loops in stock transformers and PEFT."""
 
 import json
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +29,7 @@ from dschat_lora.supervised.batching import resolve_pair_layout
 from dschat_lora.supervised.evaluation import first_sequences, token_losses
 from dschat_lora.supervised.objectives import causal_lm_loss
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
-from helpers.images import SEEING
+from helpers.images import SEEING, spread
 
 NAMES = list(PICTURES)
 # Of each step: rows of a batch, with one, several and no picture.
@@ -38,13 +38,20 @@ BATCHES = (
     (("several",), ("none",), ("another",)),
     (("none",), ("one",)),
 )
-# Of those that make test runs: masks within a picture, positions by a grid, a recurrence.
-SMOKE = {("gemma3", "shared"), ("qwen3_vl", "shared"), ("qwen3_5", "alone")}
+# Of layouts of pairs by default: masks within a picture, positions by a grid, a recurrence.
+SOME = {("gemma3", "shared"), ("qwen3_vl", "separate"), ("qwen3_5", "alone")}
+FEW = spread("gemma3", "qwen3_vl")
 
 
-@pytest.fixture(scope="module", params=SEEING)
-def seeing(request, tmp_path_factory):
-    return Seeing(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory):
+    """The tiny model of a type, made once."""
+    return cache(lambda kind: Seeing(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture
+def seeing(request, homes):
+    return homes(request.param)
 
 
 def factors_of(model):
@@ -63,7 +70,7 @@ def compare(model, losses, wanted):
     torch.testing.assert_close(factors_of(model), wanted.factors, rtol=0, atol=EXACT)
 
 
-@pytest.mark.smoke
+@pytest.mark.parametrize("seeing", spread(*SEEING, smoke=("gemma3", "qwen3_vl")), indirect=True)
 def test_sft_is_that_of_stock_transformers_and_peft(seeing):
     samples = dict(zip(NAMES, seeing.data(map(sample_row, NAMES)), strict=True))
     model = seeing.ours()
@@ -97,9 +104,21 @@ def both_logprobs(seeing, model, rows):
 
 
 @pytest.fixture(scope="module")
-def plain_dpo(seeing):
+def dpo_of(homes):
+    """Three steps of DPO in stock transformers and PEFT, by the type."""
+    return cache(lambda kind: three_steps(homes(kind)))
+
+
+@pytest.fixture
+def plain_dpo(seeing, dpo_of):
     """Pairs, and three steps of DPO on them in stock transformers and PEFT."""
+    wanted = dpo_of(seeing.kind)
     pairs = dict(zip(NAMES, seeing.data(map(pair_row, NAMES), "pairs"), strict=True))
+    return SimpleNamespace(pairs=pairs, **vars(wanted))
+
+
+def three_steps(seeing):
+    seeing.data(map(pair_row, NAMES), "pairs")
     theirs = seeing.stock(seeing.write(seeing.ours()))
     with torch.no_grad():
         reference = [both_logprobs(seeing, theirs, rows) for rows in BATCHES]
@@ -109,13 +128,13 @@ def plain_dpo(seeing):
         return -F.logsigmoid(0.5 * (chosen - rejected)).mean()
 
     found = trained(seeing, theirs, map(partial(partial, loss), BATCHES, reference))
-    return SimpleNamespace(pairs=pairs, reference=reference, **vars(found))
+    return SimpleNamespace(reference=reference, **vars(found))
 
 
 @pytest.mark.parametrize(
     ("seeing", "layout"),
     [
-        pytest.param(kind, layout, marks=pytest.mark.smoke if (kind, layout) in SMOKE else ())
+        pytest.param(kind, layout, marks=() if (kind, layout) in SOME else pytest.mark.thorough)
         for kind in SEEING
         for layout in ("shared", "separate", "alone")
     ],
@@ -142,6 +161,7 @@ def test_dpo_is_that_of_stock_transformers_and_peft(seeing, plain_dpo, layout):
 
 
 @pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("seeing", FEW, indirect=True)
 def test_rows_under_masks_have_the_log_probabilities_of_stock_transformers(
     seeing, plain_dpo, share_prompt
 ):
@@ -194,6 +214,7 @@ def test_gemma4_whose_pictures_are_seen_whole_in_windows_is_that_of_stock(tmp_pa
     torch.testing.assert_close(hidden, torch.cat(own), rtol=0, atol=2 * EXACT)
 
 
+@pytest.mark.parametrize("seeing", FEW, indirect=True)
 def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(seeing):
     samples = seeing.data(map(sample_row, NAMES))
     model = seeing.ours()
@@ -265,7 +286,7 @@ def test_no_text_is_cut_within_a_picture(tmp_path):
 BY_GRID = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
-@pytest.mark.parametrize("seeing", BY_GRID, indirect=True)
+@pytest.mark.parametrize("seeing", spread("qwen2_5_vl", "qwen3_vl", of=BY_GRID), indirect=True)
 def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
     samples = dict(zip(NAMES, seeing.data(map(sample_row, NAMES)), strict=True))
     (hook,) = seeing.ours().base_model._forward_pre_hooks.values()

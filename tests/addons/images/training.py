@@ -66,14 +66,26 @@ class Seeing:
     def __init__(self, kind, folder, **options):
         self.kind, self.folder = kind, folder
         self.base = tiny_vlm(kind, folder / "base", **options)
-        self.pictures, self._made = {}, {}
+        self.pictures, self._made, self._read = {}, {}, {}
         for number, (name, size) in enumerate(SIZES.items()):
             self.pictures[name] = drawn(*size, seed=number)
             self.pictures[name].save(folder / f"{name}.png")
         self.source = find_model(str(self.base))
 
     def data(self, rows, kind="samples", *options, config_class=SupervisedConfig):
-        """Rows as a stage prepares them, in order, with what reads their pictures."""
+        """Rows as a stage prepares them, in order; what reads their pictures is that of the model.
+
+        Equal rows are prepared once.
+        """
+        rows = list(rows)
+        key = json.dumps([rows, kind, options, config_class.__name__])
+        if key not in self._read:
+            self._read[key] = self._prepare(rows, kind, options, config_class)
+        samples, self.config, self.tokenizer, self.media = self._read[key]
+        self.processor = self.media.processor
+        return samples
+
+    def _prepare(self, rows, kind, options, config_class):
         path = self.folder / f"{kind}.jsonl"
         path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         words = ["--model_name_or_path", self.base, "--data_path", path, "--eval_ratio", 0]
@@ -92,9 +104,8 @@ class Seeing:
             kind=kind,
             media=media,
         )
-        self.config, self.tokenizer, self.media = config, tokenizer, prepared.media
-        self.processor = media.processor
-        return [prepared.train[index] for index in range(len(prepared.train))]
+        samples = [prepared.train[index] for index in range(len(prepared.train))]
+        return samples, config, tokenizer, prepared.media
 
     def ours(self, *, build=build_causal_lm, lora=None):
         """Our model with an adapter that does something, over the pictures of ``data``."""
