@@ -127,6 +127,10 @@ def sft(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    allow_image_urls: bool = False,
+    max_image_pixels: int = 50000000,
+    train_vision: bool = False,
+    vision_learning_rate: float | None = None,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -251,6 +255,10 @@ def sft(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
+        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
+        train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
+        vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -363,6 +371,10 @@ def reward(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    allow_image_urls: bool = False,
+    max_image_pixels: int = 50000000,
+    train_vision: bool = False,
+    vision_learning_rate: float | None = None,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -469,6 +481,10 @@ def reward(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
+        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
+        train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
+        vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -589,6 +605,10 @@ def dpo(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    allow_image_urls: bool = False,
+    max_image_pixels: int = 50000000,
+    train_vision: bool = False,
+    vision_learning_rate: float | None = None,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -703,6 +723,10 @@ def dpo(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
+        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
+        train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
+        vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -893,6 +917,10 @@ def rlhf(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    allow_image_urls: bool = False,
+    max_image_pixels: int = 50000000,
+    train_vision: bool = False,
+    vision_learning_rate: float | None = None,
     agent: str | Callable[..., Any] | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -1111,6 +1139,10 @@ def rlhf(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
+        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
+        train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
+        vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
@@ -1576,6 +1608,9 @@ def generate(
     top_k: int = 0,
     num_return_sequences: int = 1,
     prompt_lookup_num_tokens: int = 0,
+    allow_image_urls: bool = False,
+    max_image_pixels: int = 50000000,
+    image: str | Sequence[str] = (),
 ) -> list[str]:
     """Answers to prompts, greedily unless told otherwise.
 
@@ -1613,6 +1648,9 @@ def generate(
         top_k (int): draw from so many of the most probable tokens; 0: all
         num_return_sequences (int): answers to each prompt, with --do_sample
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
+        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
+        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
+        image (str | Sequence[str]): files of pictures in front of each of --prompts, or where it has <image>
     """
 
 def evaluate(
@@ -1635,6 +1673,8 @@ def evaluate(
     tasks: str | Sequence[str] = (),
     num_fewshot: int | None = None,
     apply_chat_template: bool = False,
+    allow_image_urls: bool = False,
+    max_image_pixels: int = 50000000,
 ) -> dict[str, float]:
     """Perplexity, preferences or rewards of a model on rows of data.
 
@@ -1664,6 +1704,8 @@ def evaluate(
         tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[evaluation]
         num_fewshot (int | None): worked examples before each question of --tasks; default: as the task says
         apply_chat_template (bool): questions of --tasks are a user's messages, rendered by the chat template
+        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
+        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
     """
 
 def merge(
@@ -1736,6 +1778,8 @@ def audit(
     language_rows: int = 0,
     kept_path: str | os.PathLike[str] | None = None,
     overwrite_kept_path: bool = False,
+    allow_image_urls: bool = False,
+    max_image_pixels: int = 50000000,
 ) -> Audit:
     """What a stage would learn of data; nothing is trained.
 
@@ -1781,6 +1825,8 @@ def audit(
         language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
         kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
         overwrite_kept_path (bool): replace a file that is at --kept_path
+        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
+        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
     """
 
 def plan(
