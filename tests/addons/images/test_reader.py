@@ -179,14 +179,8 @@ def test_a_shape_that_the_processor_refuses_is_a_bad_row(folder, tmp_path):
         prepared(qwen, folder, rows)
     for _ in range(2):  # from the cache, too
         data = prepared(qwen, folder, rows, "--bad_rows", "skip")
-        known = [data.media.describe(first) for sample in data.train for first, _ in runs(sample)]
-        assert [name for name, _ in known] == ["picture 1.png", "picture 2.png"]
-
-
-def test_a_text_with_the_token_of_features_takes_no_part_of_a_picture(folder, tmp_path):
-    gemma = tiny_vlm("gemma3", tmp_path / "gemma3")
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: a text has '<image_soft_token>'"):
-        prepared(gemma, folder, [row(0), row(1, answer="It is <image_soft_token>.")])
+        known = [data.media.entry_of(first) for sample in data.train for first, _ in runs(sample)]
+        assert [entry.name for entry in known] == ["picture 1.png", "picture 2.png"]
 
 
 def test_no_bad_picture_is_taken_for_rows_of_another_model(model, folder):
