@@ -161,7 +161,8 @@ class PictureInputs:
         with torch.no_grad():
             made = self._see(lacking) if lacking else []
         for entry, features in zip(lacking, made, strict=True):
-            self._kept[entry.first] = features
+            # Copies, for parts of one tensor would hold it whole.
+            self._kept[entry.first] = tuple(layer.clone() for layer in features)
             self._kept_bytes += sum(x.nbytes for x in features)
         for entry in entries:
             self._kept.move_to_end(entry.first)

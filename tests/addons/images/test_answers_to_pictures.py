@@ -357,6 +357,7 @@ def test_a_model_that_has_seen_a_picture_does_not_hold_it(reader, base, monkeypa
     monkeypatch.setattr(readers, "RECENT", 3)
     options = ModelConfig(model_name_or_path=str(base))
     model = load_policy(options).model
+    model.base_model._forward_pre_hooks.clear()  # of a reader of its own
     reader.attach(model)
     for seed in range(8):
         (run,) = insert(reader, drawn(8, 8, seed=seed))

@@ -252,6 +252,7 @@ def test_attention_by_flex_is_refused_where_tokens_of_a_picture_see_each_other(k
     seeing = Seeing(kind, tmp_path)
     seeing.data([sample_row("one")])
     model = seeing.ours()
+    model.base_model._forward_pre_hooks.clear()  # as before it is attached
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match=f"flex_attention: .* in {kind} models"):
         seeing.media.attach(model)
