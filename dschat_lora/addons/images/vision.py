@@ -289,9 +289,6 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
         ValueError: if the tower cannot be loaded, a reward model's type has none that sees, or a
             tower without adapters is to have a rate.
     """
-    hooks = model.base_model._forward_pre_hooks.values()
-    if any(isinstance(hook, PictureInputs) and hook.reader is reader for hook in hooks):
-        return  # it takes them already
     whole = whole_config(model.config)
     assert whole is not None, "a model that sees is composite"
     assert isinstance(model, TextModel)
@@ -307,6 +304,9 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
             f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
             f"{whole.model_type} models, for which there is sdpa or eager alone"
         )
+    hooks = model.base_model._forward_pre_hooks.values()
+    if any(isinstance(hook, PictureInputs) and hook.reader is reader for hook in hooks):
+        return  # it takes them already
     rate = getattr(reader.options, "vision_learning_rate", None)  # of training alone
     model.rest_rate = rate
     above, inputs = model.text_path.rpartition(".")[0], reader.towers.get(base)
