@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,31 +23,14 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available
 
-_PIL = (
-    *("llava_next", "llava_onevision", "gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_5"),
-    *("qwen3_5_moe", "idefics3", "smolvlm", "internvl"),
-)
-_TORCHVISION = ("mistral3", "lfm2_vl", "gemma4_unified")
+from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION
+
 # What only counts tokens, and no model takes.
 _COUNTS = {"rows", "cols", "num_patches"}
 # What a processor's step of pictures takes beside options of pictures: lfm2_vl's.
 _OWN_OPTIONS = {"use_image_special_tokens"}
 # Sizes of pictures of a sample whose tokens are kept: they depend on nothing else.
 _REMEMBERED = 1000
-
-
-def sees(model: str | Path | PreTrainedConfig) -> bool:
-    """Whether a directory or configuration is of a type whose pictures are trained here.
-
-    No weights are read. The text part alone of such a model is of another type.
-    """
-    if not isinstance(model, PreTrainedConfig):
-        try:
-            kind = json.loads((Path(model) / "config.json").read_text("utf-8")).get("model_type")
-        except (OSError, ValueError, AttributeError):
-            return False
-        return kind in (*_PIL, *_TORCHVISION)
-    return model.model_type in (*_PIL, *_TORCHVISION)
 
 
 class PictureProcessor:
@@ -283,12 +265,12 @@ def _load(
 
 
 def _check_type(path: str, kind: str) -> None:
-    if kind not in (*_PIL, *_TORCHVISION):
+    if kind not in (*FAMILIES, *WITH_TORCHVISION):
         raise ValueError(
             f"{path}: pictures of a model of type {kind} cannot be trained; those of "
-            f"{', '.join(_PIL)} can, and with torchvision {', '.join(_TORCHVISION)}"
+            f"{', '.join(FAMILIES)} can, and with torchvision {', '.join(WITH_TORCHVISION)}"
         )
-    if kind in _TORCHVISION and not is_torchvision_available():
+    if kind in WITH_TORCHVISION and not is_torchvision_available():
         raise ValueError(
             f"{path}: pictures of a model of type {kind} need torchvision, which is not installed"
         )
