@@ -416,6 +416,7 @@ def _is_settled(line, typed, found):
         or (name == "enable_lora" and set(found) == set(typed.value))  # in the order q, k, v
         or (name == "sft_only_data_path" and line.command.verb in ("reward", "dpo"))  # by a note
         or (name == "output_path" and line.command.words == ("nlg", "decode"))  # in --work_dir
+        or (name == "output_dir" and line.command.words == ("demo",))  # of a stage, within it
         or (typed.option.many and found[: len(typed.value)] == typed.value)  # with a stray word
         or (name == "set" and typed.value == tuple(found[-len(typed.value) :]))  # adds up
     )
