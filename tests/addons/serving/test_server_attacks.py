@@ -619,7 +619,7 @@ def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
     backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="?")
-    chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"])
+    chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"], media=None)
     with pytest.raises(ValueError, match="cannot read the special token '<s>' as text"):
         chat_ids([{"content": "a <s> a"}], chat, make_encoder(tokenizer), tokenizer)
     assert chat_ids([{"content": "a a"}], chat, make_encoder(tokenizer), tokenizer) == [1, 1]
@@ -633,7 +633,7 @@ def test_text_behind_a_typed_token_has_no_beginning_of_sequence():
     from dschat_lora.data.encoder import make_encoder
 
     tokenizer = build_byte_tokenizer(bos=True)
-    chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"])
+    chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"], media=None)
     ids = chat_ids([{"content": "a</s>b</s>c"}], chat, make_encoder(tokenizer), tokenizer)
     assert ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.eos_token_id not in ids
