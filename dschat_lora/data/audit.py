@@ -68,8 +68,11 @@ class DataAudit:
     media_words: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
-        return asdict(self)
+        """JSON-ready fields; those of inputs beside text where there are any."""
+        fields = asdict(self)
+        if not self.media:
+            del fields["media"], fields["media_words"]
+        return fields
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DataAudit":

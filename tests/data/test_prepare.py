@@ -606,8 +606,6 @@ def test_the_audit_counts_by_hand(run, jsonl):
         "split_rows": 0,
         "partly_dropped_rows": 0,
         "eval_partly_dropped_rows": 0,
-        "media": {},
-        "media_words": "",
         "text_samples": 1,
         "text_eos_samples": 1,
         # of the six rows before any is cut: 3 + 3, 3 + 3, 2 + 2, 0 + 5, 6 + 5, 9 + 2
