@@ -9,6 +9,9 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.data.media import media_reader
+from dschat_lora.data.prepare import prepare
+from dschat_lora.models.loading import load_tokenizer
 from helpers.composites import save_composite
 
 _HALF = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
@@ -281,3 +284,20 @@ def drawn(width, height, *, seed=0, mode="RGB"):
     """A picture of random colours."""
     colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(colours).convert(mode)
+
+
+def prepared_by(config, base, cache, kind="samples"):
+    """A tokenizer, what reads pictures for the model at ``base``, and data by ``config.data``."""
+    tokenizer = load_tokenizer(str(base), config.model)
+    media = media_reader(config, tokenizer, str(base))
+    prepared = prepare(
+        config.data,
+        tokenizer,
+        phase=1,
+        seed=1,
+        eos_id=tokenizer.eos_token_id,
+        cache_dir=cache,
+        kind=kind,
+        media=media,
+    )
+    return tokenizer, media, prepared

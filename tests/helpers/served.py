@@ -30,21 +30,23 @@ QUESTIONS = (
 )
 
 
-def write_run(directory, *, seed, reward=False, **base_of):
-    """An output directory whose adapter changes what the bundled model says; returns it.
+def write_run(directory, *, seed, reward=False, base=None, lora=None, std=0.02, **base_of):
+    """An output directory whose adapter changes what a model says; returns it.
 
-    ``base_of`` are its notes on the base, for :func:`save_adapter`.
+    ``base`` is the bundled model by default, and ``base_of`` are its notes on it, for
+    :func:`save_adapter`. ``std`` is that of the factors B of ``lora``, by default of rank 4.
     """
-    source, options = find_model(None), ModelConfig()
+    base = None if base is None else str(base)
+    source, options = find_model(base), ModelConfig(model_name_or_path=base)
     tokenizer = load_tokenizer(source.tokenizer, options)
-    lora = LoraConfig(lora_dim=4)
+    lora = lora or LoraConfig(lora_dim=4)
     build = build_reward_model if reward else build_causal_lm
     adapted = build(source, tokenizer, options, lora, dtype=torch.float32, seed=seed, meta=False)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.model.named_parameters():
             if name.endswith("lora_B"):
-                parameter.normal_(std=0.02, generator=generator)
+                parameter.normal_(std=std, generator=generator)
     save_adapter(
         Path(directory) / "adapter",
         adapted.model,

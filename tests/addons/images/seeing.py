@@ -9,12 +9,8 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from dschat_lora.addons.images.processors import load_processor
-from dschat_lora.checkpoint.export import save_adapter
-from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.models.build import build_causal_lm, build_reward_model
-from dschat_lora.models.loading import load_tokenizer
-from dschat_lora.models.source import find_model
-from helpers.served import CARD
+from dschat_lora.config.groups import LoraConfig
+from helpers.served import write_run
 
 
 def data_uri(picture):
@@ -56,26 +52,8 @@ def write_adapter(base, directory, *, seed, reward=False, **options):
 
     ``options`` are of :class:`LoraConfig`.
     """
-    source, model = find_model(str(base)), ModelConfig(model_name_or_path=str(base))
-    tokenizer = load_tokenizer(source.tokenizer, model)
     lora = LoraConfig(**{"lora_dim": 4, **options})
-    build = build_reward_model if reward else build_causal_lm
-    adapted = build(source, tokenizer, model, lora, dtype=torch.float32, seed=seed, meta=False)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in adapted.model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.normal_(std=0.2, generator=generator)
-    save_adapter(
-        Path(directory) / "adapter",
-        adapted.model,
-        adapted.lora,
-        base=source.base,
-        tokenizer=tokenizer,
-        card=CARD,
-        task_type=adapted.task,
-    )
-    return Path(directory)
+    return write_run(directory, seed=seed, reward=reward, base=base, lora=lora, std=0.2)
 
 
 class Stock:

@@ -14,19 +14,17 @@ import dschat_lora
 from dschat_lora.addons.images.vision import PictureInputs
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.data.media import FIRST_ID, media_reader
-from dschat_lora.data.prepare import prepare
+from dschat_lora.data.media import FIRST_ID
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import lora_layers
-from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.report.rollouts import read_rollouts, show_rollouts, summary_text
 from dschat_lora.rl.learn.roles import build_roles
 from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
-from helpers.images import drawn, spread, tiny_vlm
+from helpers.images import drawn, prepared_by, spread, tiny_vlm
 from helpers.roles import asked_of, config_of
 
 SEED = 0
@@ -86,18 +84,7 @@ def read(home):
         program="test",
     )
     source = find_model(str(home / "model"))
-    tokenizer = load_tokenizer(source.tokenizer, config.model)
-    media = media_reader(config, tokenizer, source.base)
-    data = prepare(
-        config.data,
-        tokenizer,
-        phase=1,
-        seed=1,
-        eos_id=tokenizer.eos_token_id,
-        cache_dir=home / "cache",
-        kind="prompts",
-        media=media,
-    )
+    tokenizer, media, data = prepared_by(config, source.base, home / "cache", "prompts")
     prompts = {json.loads(each.columns)["number"]: each.input_ids.tolist() for each in data.train}
     return SimpleNamespace(
         media=media,

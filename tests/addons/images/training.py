@@ -10,13 +10,10 @@ from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.data.media import media_reader
-from dschat_lora.data.prepare import prepare
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import build_causal_lm
-from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
-from helpers.images import drawn, tiny_vlm
+from helpers.images import drawn, prepared_by, tiny_vlm
 
 SIZES = {"square": (32, 32), "tall": (20, 40), "wide": (48, 24), "other": (32, 32)}
 # One, several and no picture of a row, by name.
@@ -92,18 +89,8 @@ class Seeing:
         words += ["--max_seq_len", 400, "--preprocessing_num_workers", 1]
         words += ["--data_output_path", self.folder / "cache", *options]
         config = parse_config(config_class, list(map(str, words)), program="test")
-        tokenizer = load_tokenizer(self.source.tokenizer, config.model)
-        media = media_reader(config, tokenizer, self.source.base)
-        prepared = prepare(
-            config.data,
-            tokenizer,
-            phase=1,
-            seed=1,
-            eos_id=tokenizer.eos_token_id,
-            cache_dir=self.folder / "cache",
-            kind=kind,
-            media=media,
-        )
+        cache = self.folder / "cache"
+        tokenizer, _, prepared = prepared_by(config, self.source.base, cache, kind)
         samples = [prepared.train[index] for index in range(len(prepared.train))]
         return samples, config, tokenizer, prepared.media
 
