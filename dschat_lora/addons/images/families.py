@@ -36,6 +36,7 @@ WITH_TORCHVISION = {
     "lfm2_vl": Family(),
     "gemma4_unified": Family(mutual="windows"),
 }
+KNOWN = FAMILIES | WITH_TORCHVISION
 
 
 def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "ImageReader | None":
@@ -44,7 +45,7 @@ def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "Imag
     Without a tokenizer it reads rows alone.
     """
     kind = model_type(base)
-    if kind is not None and kind not in FAMILIES and kind not in WITH_TORCHVISION:
+    if kind is not None and kind not in KNOWN:
         return None
     from dschat_lora.addons.images.options import ImageOptions
     from dschat_lora.addons.images.reader import ImageReader, PictureStore, RunDecoder
@@ -57,7 +58,7 @@ def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "Imag
     data = getattr(config, "data", None)  # a verb that prepares none has pictures in memory
     data = getattr(data, "data", data)
     store = PictureStore(None if data is None else cache_directory(data) / "pictures")
-    refusal = _refusal(config, {**FAMILIES, **WITH_TORCHVISION}.get(kind or "", Family()))
+    refusal = _refusal(config, KNOWN.get(kind or "", Family()))
     reader = ImageReader(base, tokenizer, options, store, refusal)
     if tokenizer is not None:
         tokenizer.decode = RunDecoder(tokenizer, reader)  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available
 
-from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION
+from dschat_lora.addons.images.families import FAMILIES, KNOWN, WITH_TORCHVISION
 
 # What only counts tokens, and no model takes.
 _COUNTS = {"rows", "cols", "num_patches"}
@@ -265,7 +265,7 @@ def _load(
 
 
 def _check_type(path: str, kind: str) -> None:
-    if kind not in (*FAMILIES, *WITH_TORCHVISION):
+    if kind not in KNOWN:
         raise ValueError(
             f"{path}: pictures of a model of type {kind} cannot be trained; those of "
             f"{', '.join(FAMILIES)} can, and with torchvision {', '.join(WITH_TORCHVISION)}"

@@ -432,8 +432,8 @@ class ImageReader:
 
     def entries_of(self, ids: Sequence[int]) -> list[Entry]:
         """Those of all pictures in a text, in order."""
-        found = [(i, self.entry_of(i)) for i in ids if i >= FIRST_ID]
-        return [entry for i, entry in found if i == entry.first]
+        begin = {entry.first: entry for entry in self.entries}
+        return [begin[i] for i in ids if i in begin]
 
     def picture(self, entry: Entry) -> "Image":
         """The picture of an entry, decoded.
@@ -538,11 +538,8 @@ class RunDecoder:
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, list | tuple):
             pairs = zip(ids, [-1, *ids][: len(ids)], strict=True)
-            ids = [self._shown(i) for i, last in pairs if not self._goes_on(i, last)]
+            ids = self.reader.plain([i for i, last in pairs if not self._goes_on(i, last)])
         return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
-
-    def _shown(self, number: int) -> int:
-        return self.reader.token_id if number >= FIRST_ID else number
 
     def _goes_on(self, number: int, last: int) -> bool:
         """Whether an id is of the picture whose id stands before it."""

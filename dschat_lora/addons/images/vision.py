@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.beside import load_rest
-from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, Family
+from dschat_lora.addons.images.families import KNOWN, Family
 from dschat_lora.addons.images.reader import Entry, ImageReader
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.engine.zero import gathered
@@ -105,7 +105,7 @@ class PictureInputs:
         embeds = model.get_input_embeddings()(ids.masked_fill(seen, 0))  # type: ignore[operator]
         changed |= {"input_ids": None, "inputs_embeds": embeds}
         if has_pictures or self.model is not None:
-            changed |= self._embedded(embeds, ids, seen, table)
+            changed |= self._embedded(embeds, ids, seen if has_pictures else None, table)
         config: Any = model.config
         if getattr(config, "hidden_size_per_layer_input", 0):
             padded = ids.masked_fill(seen, config.pad_token_id)
@@ -116,12 +116,14 @@ class PictureInputs:
             changed |= mutual_inputs(model, seen, changed, in_windows=in_windows)
         return positional, changed
 
-    def _embedded(self, embeds: Tensor, ids: Tensor, seen: Tensor, table: Table) -> dict[str, Any]:
-        """Inputs with features in place of what is ``seen`` of (B, T, H) embeddings."""
+    def _embedded(
+        self, embeds: Tensor, ids: Tensor, seen: Tensor | None, table: Table
+    ) -> dict[str, Any]:
+        """Inputs with features in place of what is ``seen`` of (B, T, H) embeddings, if any is."""
         if self.model is None and embeds.device != self.device:
             self.tower.to(embeds.device)
         self.device, self.dtype = embeds.device, embeds.dtype
-        if not seen.any():
+        if seen is None:
             # Of weight 0, so that every micro-batch has gradients of the same parameters.
             blank = [_flat(layer) for layer in self._run([new_image("RGB", BLANK)], [1])]
             return {"inputs_embeds": embeds + sum(0.0 * layer.sum() for layer in blank)}
@@ -200,8 +202,8 @@ class PictureInputs:
             for name, value in self.reader.processor.inputs(pictures, counts).items()
         }
         # At ZeRO 3, what is the tower's own and not of a module that is called.
-        with gathered([p for p in self.tower.parameters(recurse=False) if not p.numel()]):
-            output = self.tower.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
+        with gathered([p for p in tower.parameters(recurse=False) if not p.numel()]):
+            output = tower.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
         return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
 
     def _positions(self, ids: Tensor, plain: Tensor | None, cache: Any, table: Table) -> Tensor:
@@ -214,7 +216,7 @@ class PictureInputs:
             plain = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if not table.entries:
             if cache is not None:
-                cache.update_recurrent_state(torch.zeros_like(ids[:, -1:]), _AHEAD)
+                _keep_ahead(cache, torch.zeros_like(ids[:, -1:]))
             return plain.expand(3, *ids.shape)
         seen, (_, first, lengths, grids) = ids >= FIRST_ID, table
         numbers = (torch.searchsorted(first, ids.contiguous(), right=True) - 1).clamp(min=0)
@@ -298,7 +300,7 @@ def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
             "reward models and critics of it take rows without pictures alone; those of gemma3 "
             "and qwen3_5 take pictures"
         )
-    family = {**FAMILIES, **WITH_TORCHVISION}[whole.model_type]
+    family = KNOWN[whole.model_type]
     if family.mutual and model.config._attn_implementation == "flex_attention":
         raise ValueError(
             f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "

@@ -4,14 +4,17 @@ import json
 import shutil
 
 import pytest
+import torch
 
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.held import held
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.media import FIRST_ID, media_reader
-from dschat_lora.data.prepare import prepare
+from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import load_tokenizer
-from helpers.images import drawn, tiny_vlm
+from dschat_lora.models.source import find_model
+from helpers.images import drawn, prepared_by, tiny_vlm
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +50,7 @@ def prepared_from(model, folder, data, *options, kind="samples"):
         ],
         program="test",
     )
-    tokenizer = load_tokenizer(str(model), config.model)
-    return prepare(
-        config.data,
-        tokenizer,
-        phase=1,
-        seed=1,
-        eos_id=tokenizer.eos_token_id,
-        cache_dir=folder / "cache",
-        kind=kind,
-        media=media_reader(config, tokenizer, str(model)),
-    )
+    return prepared_by(config, model, folder / "cache", kind)[-1]
 
 
 def runs(sample):
@@ -214,3 +207,22 @@ def test_a_text_with_the_token_of_features_is_refused(tmp_path):
     drawn(32, 32).save(tmp_path / "0.png")
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: the text has '<image_soft_token>'"):
         prepared(model, tmp_path, [row(0, answer="<image_soft_token>")])
+
+
+def test_transformers_own_generation_takes_text_before_any_picture_is_known(tmp_path):
+    base = tiny_vlm("qwen3_vl", tmp_path / "model")
+    tokenizer = load_tokenizer(str(base), ModelConfig())
+    source = find_model(str(base))
+    model = build_causal_lm(
+        source,
+        tokenizer,
+        ModelConfig(),
+        LoraConfig(lora_dim=0),
+        dtype=torch.float32,
+        seed=1,
+        meta=False,
+    ).model.eval()
+    ids, options = torch.tensor([[5, 6, 7, 8]]), {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **options)
+    media_reader(None, tokenizer, str(base)).attach(model)
+    assert model.generate(ids, **options).tolist() == expected.tolist()
