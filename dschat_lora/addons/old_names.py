@@ -12,6 +12,7 @@ _PACKAGES = {
     "tinker": "addons.tinker",
 }
 OLD_NAMES = {
+    "algos.distillation": "addons.distill.divergence",
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
@@ -38,6 +39,12 @@ OLD_NAMES = {
     "addons.evaluation.verbs",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
+    "rl.config": "rl.options.config rl.options.names addons.distill.stage",
+    "rl.learn.served_teacher": "addons.distill.served_teacher",
+    "rl.learn.teacher": "addons.distill.teacher",
+    "rl.role_config": "rl.options.role_config addons.distill.options",
+    "rl.served_teacher": "addons.distill.served_teacher",
+    "rl.teacher": "addons.distill.teacher",
     "rl.agent_server": "addons.agents.agents",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",

@@ -25,7 +25,6 @@ _STAGES = {
     "reward": "Step 2: a reward model from pairs of answers",
     "dpo": "DPO, ORPO, SimPO or KTO: a policy without a reward model",
     "rlhf": "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
-    "distill": "On-policy distillation: a student's own responses, scored by a teacher",
 }
 _OTHERS = {
     "recipes": "list the recipes that come with the package",
@@ -61,6 +60,7 @@ ADDONS: Mapping[str, Names] = {
     "audit": Names(),
     "images": Names(),
     "agents": Names(),
+    "distill": Names("distill", "distill", "algorithm=distill"),
     "tinker": Names("tinker"),
     "nlg": Names("nlg"),
     "glue": Names("glue"),
