@@ -16,12 +16,21 @@ _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 BUILTIN = "builtin:"  # before the name of a built-in reward
 # Before the name of an environment of theirs.
 ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
+# By option the names that are the package's own, which no add-on may have.
+OWN_NAMES: Mapping[str, tuple[str, ...]] = {
+    "rollout_engine": ("own", "transformers", "vllm"),
+    "environment": ENVIRONMENT_LIBRARIES,
+    "algorithm": (
+        *("ppo", "rloo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"),
+        *("gspo", "cispo", "gdpo", "sapo", "distill"),
+    ),
+}
 
 
 def of_addons(option: str) -> Mapping[str, str]:
     """``module:object`` by the names that add-ons provide for an option; gates and judges score."""
-    scores = option in ("reward_gate", "judge_function")
-    return provided("reward_function" if scores else option) if option in SEAMS or scores else {}
+    seam = "reward_function" if option in ("reward_gate", "judge_function") else option
+    return provided(seam, *OWN_NAMES.get(seam, ())) if seam in SEAMS else {}
 
 
 def object_path(option: str, name: str) -> str:
