@@ -61,6 +61,7 @@ ADDONS: Mapping[str, Names] = {
     "images": Names(),
     "agents": Names(),
     "tinker": Names("tinker"),
+    "trainer": Names(functions="Trainer Sample"),
     "nlg": Names("nlg"),
     "glue": Names("glue"),
 }
