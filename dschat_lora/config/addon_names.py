@@ -16,6 +16,7 @@ class Names(NamedTuple):
 
     verbs: str = ""  # of dschat-lora
     functions: str = ""  # of dschat_lora in Python
+    values: str = ""  # of options, as SEAM=NAME
 
 
 _COMMANDS = "dschat_lora.commands"
