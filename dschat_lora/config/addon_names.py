@@ -9,6 +9,7 @@ class Names(NamedTuple):
 
     verbs: str = ""  # of dschat-lora
     functions: str = ""  # of dschat_lora in Python
+    values: str = ""  # of options, as SEAM=NAME
 
 
 # In the order of the help.
@@ -21,6 +22,7 @@ ADDONS: Mapping[str, Names] = {
     "images": Names(),
     "agents": Names(),
     "tinker": Names("tinker"),
+    "trainer": Names(functions="Trainer Sample"),
     "nlg": Names("nlg"),
     "glue": Names("glue"),
 }

@@ -54,7 +54,8 @@ class Addon:
         options: by command, one of ``COMMANDS`` or a verb of an add-on, a frozen dataclass of
             ``option(...)``, which a config has as ``config.addons.NAME``. Those of another package
             are typed as ``--NAME_OPTION``.
-        provides: by seam, one of ``SEAMS``, what an option's value names.
+        provides: by seam, one of ``SEAMS``, what an option's value names; a name that ends in a
+            colon has all values that begin so, and its object is called with the value.
         needs: other add-ons that it does not work without.
 
     Raises:
@@ -127,6 +128,29 @@ def provided(seam: str, *taken: str) -> Mapping[str, str]:
             _check_new(f"name of --{seam}", names, {"the package": taken})
             found |= names
     return found
+
+
+def provided_name(seam: str, value: str, *taken: str) -> str:
+    """The name of ``provided(seam, *taken)`` that a value is of; empty if it is of none.
+
+    A name that ends in a colon, such as ``http:``, has all values that begin so, and its object is
+    called with the whole value.
+
+    Raises:
+        ValueError: if it is of an add-on of the package that is not installed.
+    """
+
+    def found(names: Collection[str]) -> str:
+        fits = (name for name in names if name.endswith(":") and value.startswith(name))
+        return value if value in names else next(fits, "")
+
+    if name := found(provided(seam, *taken)):
+        return name
+    for addon, own in ADDONS.items():
+        pairs = (each.split("=") for each in own.values.split())
+        if addon not in installed() and found([name for key, name in pairs if key == seam]):
+            raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
+    return ""
 
 
 def load(path: str) -> Any:
