@@ -172,9 +172,10 @@ def next_commands(
             typed("chat", named or "base", reward=home),
             typed("rlhf", **actor, critic_model_name_or_path=home, **rows),
         ]
-    if stage not in ("sft", "dpo", "rlhf", "distill"):
+    has_actor = _ACTOR in values
+    if not (has_actor or stage in ("sft", "dpo")):
         return []
-    trained = directory / "actor" if stage in ("rlhf", "distill") else directory
+    trained = directory / "actor" if has_actor else directory
     commands = [typed("chat", home)]
     if stage == "sft" and has_pairs:
         length = {"max_seq_len": values["max_seq_len"]} if "max_seq_len" in config.given else {}

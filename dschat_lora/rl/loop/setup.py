@@ -122,9 +122,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     check_layers(config, sources, group)
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
-    reference: Reference = ActorAsItWas()
-    if config.reference is not None:
-        reference = config.reference.load(config, tokenizer, sources, run)
+    own = config.reference
+    reference = ActorAsItWas() if own is None else own.load(config, tokenizer, sources, run)
     player: Player = OneTurn()
     if config.has_turns:
         from dschat_lora.rl.play.players import load_player
