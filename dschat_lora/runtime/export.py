@@ -101,16 +101,17 @@ _ON_CARD = (
     *("learning_rate", "lora_learning_rate", "weight_decay", "lr_scheduler_type"),
     *("num_warmup_steps", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
     *("per_device_training_batch_size", "gradient_accumulation_steps", "max_seq_len"),
-    *("loss_type", "beta", "algorithm", "kl_coef", "seed"),
+    *("loss_type", "beta", "algorithm", "reference", "kl_coef", "seed"),
 )
 
 
 def card_settings(config: StageConfig, *, prefix: str = "") -> dict[str, Any]:
     """How a run trained one of its models, whose own options begin with ``prefix``."""
     values = flatten(config)
-    stated = {name: values.get(prefix + name, values.get(name)) for name in _ON_CARD}
-    if (own := getattr(config, "reference", None)) is not None:
-        stated |= {f"{own.role}_model_name_or_path": own.model_name}
+    own = getattr(config, "reference", None)
+    reference = "" if own is None else f"{own.role}_model_name_or_path"
+    names = [reference if name == "reference" else name for name in _ON_CARD]
+    stated = {name: values.get(prefix + name, values.get(name)) for name in names}
     optim = config.optim
     if isinstance(optim, OptimConfig):
         stated["lora_learning_rate"] = adapter_learning_rate(optim)

@@ -6,6 +6,7 @@ import pytest
 
 import dschat_lora as dl
 from api.programs import ROLLOUTS, ROWS, brevity, numbers
+from dschat_lora.config.addons import provided
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.watch.diagnostics import Diagnostics
 
@@ -92,7 +93,10 @@ def test_while_the_critic_warms_up_the_actor_stays_as_it_was():
     [
         ({"kl_budget": -1.0}, "--kl_budget must be >= 0, got -1.0"),
         ({"kl_budget": 2.0, "guard": "off"}, "the reference, which --guard off does not watch: "),
-        ({"kl_budget": 2.0, "algorithm": "distill"}, "which --algorithm distill does not watch"),
+        *(
+            ({"kl_budget": 2.0, "algorithm": name}, f"which --algorithm {name} does not watch")
+            for name in provided("algorithm")
+        ),
     ],
 )
 def test_budgets_that_nothing_watches_are_refused(options, words):

@@ -21,7 +21,6 @@ DistillLoss = Literal["reverse_kl", "forward_kl", "jsd", "sampled_reverse_kl"]
 class TeacherConfig:
     """The teacher of ``--algorithm distill``, and what is learnt from it."""
 
-    section = "distillation"
     role: ClassVar[str] = "teacher"
     # Of its rule of rates: tinker-cookbook's recipe has 1e-4 on Qwen3-8B, by this times SFT's.
     rates: ClassVar[tuple[str, float]] = ("distill", 0.21)

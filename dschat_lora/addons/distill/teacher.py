@@ -27,6 +27,7 @@ from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions, parse_row, row_op
 from dschat_lora.data.samples import PromptSample, SequenceSample
 from dschat_lora.engine.distributed import device, world_size
 from dschat_lora.models.loading import Tokenizer, load_config
+from dschat_lora.rl.draw.source import Pool
 from dschat_lora.rl.learn.reference import Answers, Reference
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources
@@ -150,7 +151,7 @@ class Teacher(Reference):
         return Answers(answers, prepared, 1 - share)
 
     def mixed(
-        self, prompts: Sequence[PromptSample], pool: Sequence[SequenceSample], *, iteration: int
+        self, prompts: Sequence[PromptSample], pool: Pool, *, iteration: int
     ) -> tuple[list[PromptSample], list[Response]]:
         """The share of the prompts that the actor answers, and answers of the data.
 

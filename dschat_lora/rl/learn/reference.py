@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.prepare import Prepared
-from dschat_lora.data.samples import PromptSample, SequenceSample
+from dschat_lora.data.samples import PromptSample
+from dschat_lora.rl.draw.source import Pool
 from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.rl.response.response import Response
 
@@ -65,7 +66,7 @@ class Reference(Protocol):
         return None
 
     def mixed(
-        self, prompts: Sequence[PromptSample], pool: Sequence[SequenceSample], *, iteration: int
+        self, prompts: Sequence[PromptSample], pool: Pool, *, iteration: int
     ) -> tuple[list[PromptSample], list[Response]]:
         """The prompts that the actor answers, and answers of the pool for the others."""
         return list(prompts), []

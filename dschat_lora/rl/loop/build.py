@@ -48,7 +48,7 @@ def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
     config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
-    reference = roles.reference and roles.reference.model
+    reference = None if roles.reference is None else roles.reference.model
     policies = policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
     head = None
     if reference is not None:

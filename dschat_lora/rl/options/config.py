@@ -512,8 +512,9 @@ class RlhfConfig(StageConfig):
 
     def of_role(self, role: str) -> RoleConfig | ReferenceOptions:
         """The options of a role: the actor, the critic or a reference by its own name."""
-        found: RoleConfig | ReferenceOptions = getattr(self, role, self.reference)
-        return found
+        if (own := self.reference) is not None and role == own.role:
+            return own
+        return self.actor if role == "actor" else self.critic
 
     @property
     def is_scored(self) -> bool:

@@ -13,14 +13,17 @@ import dschat_lora as dl
 from api.programs import ROWS, brevity, numbers
 from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.addons.distill import teacher as teacher_module
+from dschat_lora.addons.distill.options import TeacherConfig
 from dschat_lora.addons.distill.stage import DistillConfig
 from dschat_lora.addons.distill.teacher import TeacherPrompts, TeacherScorer, answer_of
 from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions
 from dschat_lora.data.samples import SequenceSample
+from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
 from dschat_lora.rl.loop.build import build_engines
@@ -216,6 +219,14 @@ def test_what_cannot_be_distilled_is_refused_in_a_line(argv, words, tmp_path):
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         check_rlhf(parse_config(DistillConfig, argv.replace("OTHER", str(other)).split()))
     assert "\n" not in str(caught.value)
+
+
+def test_the_rate_by_rule_is_that_of_the_published_recipe():
+    stage, factor = TeacherConfig.rates
+    lora = LoraConfig(lora_dim=128)
+    found = ruled_rates("qwen3", 4096, stage=stage, factor=factor, lora=lora)
+    assert (found.base, found.adapter) == pytest.approx((1e-5, 1e-4), rel=0.02)
+    assert "x 0.21 for distill" in found.reason
 
 
 def test_a_teacher_without_distillation_is_refused():
