@@ -35,9 +35,6 @@ _OTHERS = {
     "inspect": "say what a directory is, and how it came about",
     "generate": "answer prompts",
     "merge": "base and adapter as one transformers directory",
-    "push": "upload an adapter or a model to the hub",
-    "export": "convert an adapter or a model to GGUF",
-    "extract": "LoRA and head of a full checkpoint to PEFT",
     "accept": "vouch for an adapter that was changed on purpose",
 }
 VERBS: Mapping[str, Verb] = {
@@ -50,7 +47,7 @@ VERBS: Mapping[str, Verb] = {
 GROUPS = {
     "train": (*_STAGES, "demo"),
     "look": ("recipes", "audit", "inspect", "report", "rollouts"),
-    "use": ("generate", "merge", "push", "export", "extract", "accept"),
+    "use": ("generate", "merge", "accept"),
 }
 # In the order of the help.
 ADDONS: Mapping[str, Names] = {
@@ -61,6 +58,12 @@ ADDONS: Mapping[str, Names] = {
     "audit": Names(),
     "images": Names(),
     "agents": Names(),
+    "publish": Names("push export"),
+    "loralib": Names(
+        "extract",
+        "convert_linear_layer_to_lora convert_lora_to_linear_layer only_optimize_lora_parameters "
+        "make_model_gradient_checkpointing_compatible get_optimizer_grouped_parameters",
+    ),
     "tinker": Names("tinker"),
     "trainer": Names(functions="Trainer Sample"),
     "nlg": Names("nlg"),

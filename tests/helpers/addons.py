@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat_lora.config.addon_names import ADDONS
+from dschat_lora.config.addon_names import ADDONS, VERBS
 from dschat_lora.config.addons import installed, load
 
 of_the_whole = pytest.mark.skipif(
@@ -14,3 +14,8 @@ def of_addon(path):
     """The object ``NAME.MODULE:OBJECT``, or the module, in a list: of an add-on that is there."""
     name = path.partition(".")[0]
     return [load(f"dschat_lora.addons.{path}")] if name in installed() else []
+
+
+def has_verb(name):
+    """Whether ``dschat-lora`` has a verb, its own or that of an add-on that is there."""
+    return name in VERBS or any(name in each.verbs for each in installed().values())
