@@ -2,8 +2,9 @@
 
 import pytest
 
-from dschat_lora.config.addon_names import ADDONS, VERBS
+from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed, load
+from dschat_lora.config.verb_names import VERBS
 
 of_the_whole = pytest.mark.skipif(
     not ADDONS.keys() <= installed().keys(), reason="it tells of add-ons that are not there"
