@@ -61,6 +61,9 @@ ADDONS: Mapping[str, Names] = {
     "audit": Names(),
     "images": Names(),
     "agents": Names(),
+    "rewards": Names(
+        values="reward_function=builtin: reward_function=http:// reward_function=https://"
+    ),
     "tinker": Names("tinker"),
     "nlg": Names("nlg"),
     "glue": Names("glue"),

@@ -25,6 +25,7 @@ SEAMS: Mapping[str, str] = {
     "rollout_engine": "dschat_lora.rl.options.engines:ENGINES",
     "environment": "dschat_lora.rl.options.names:ENVIRONMENT_LIBRARIES",
     "reward_function": "",
+    "reward_form": "",
     "algorithm": "dschat_lora.rl.options.algorithms:ALGORITHMS",
     "options_file": "",
     "row_format": "",
@@ -57,7 +58,7 @@ class Addon:
             config has as ``config.addons.NAME``. Those of another package are typed as
             ``--NAME_OPTION``.
         provides: by seam, one of ``SEAMS``, what an option's value names; a name that ends in a
-            colon has all values that begin so, and its object is called with the value.
+            colon or slash has all values that begin so, and its object is called with the value.
         needs: other add-ons that it does not work without.
 
     Raises:
@@ -132,15 +133,14 @@ def provided(seam: str) -> Mapping[str, str]:
 def provided_name(seam: str, value: str) -> str:
     """The name of ``provided(seam)`` that a value is of; empty if it is of none.
 
-    A name that ends in a colon, such as ``http:``, has all values that begin so, and its object is
-    called with the whole value.
+    The object of a name that :func:`begins_values` is called with the whole value.
 
     Raises:
         ValueError: if it is of an add-on of the package that is not installed.
     """
 
     def found(names: Collection[str]) -> str:
-        fits = (name for name in names if name.endswith(":") and value.startswith(name))
+        fits = (name for name in names if begins_values(name) and value.startswith(name))
         return value if value in names else next(fits, "")
 
     if name := found(provided(seam)):
@@ -150,6 +150,11 @@ def provided_name(seam: str, value: str) -> str:
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
             raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
     return ""
+
+
+def begins_values(name: str) -> bool:
+    """Whether a name that an add-on provides has all values that begin so, as ``http://`` has."""
+    return name.endswith((":", "/"))
 
 
 def load(path: str) -> Any:
