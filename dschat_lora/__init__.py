@@ -23,8 +23,6 @@ _HOMES = {
         ("generate", "merge", "audit", "Audit"),
         "api.verbs",
     ),
-    "Trainer": "api.trainer",
-    "Sample": "api.trainer_sampling",
     "Algorithm": "rl.options.algorithms",
     "Addon": "config.addons",
     # DeepSpeed-Chat's

@@ -149,9 +149,9 @@ FLOORS = [
     },
     {
         "api": Room(
-            "algos assets checkpoint commands config data engine generation lora models report"
-            " rl.draw rl.loop rl.options rl.response rl.score runtime supervised",
-            "IPython numpy torch",
+            "algos assets commands config data engine generation lora models report rl.options"
+            " runtime supervised",
+            "IPython",
             "demo notebook options process stages verbs",
         ),
         "__main__": Room("commands config report runtime", light="__main__"),
@@ -185,6 +185,12 @@ FLOORS = [
         "addons.pipeline": Room(
             "checkpoint commands config models report rl.options runtime",
             light="addon placeholders recipe run verbs",
+        ),
+        "addons.trainer": Room(
+            "algos api checkpoint config data engine generation lora models report rl.draw"
+            " rl.options runtime",
+            "numpy torch",
+            "addon",
         ),
         "addons.serving": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"

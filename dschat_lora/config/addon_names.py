@@ -65,6 +65,7 @@ ADDONS: Mapping[str, Names] = {
         values="reward_function=builtin: reward_function=http:// reward_function=https://"
     ),
     "tinker": Names("tinker"),
+    "trainer": Names(functions="Trainer Sample"),
     "nlg": Names("nlg"),
     "glue": Names("glue"),
 }
