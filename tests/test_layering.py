@@ -105,8 +105,7 @@ FLOORS = [
         ),
         "rl.score": Room(
             "algos config data engine models report rl.options rl.response runtime",
-            "jsonschema lm_eval math_verify numpy torch",
-            light="builtin_rewards external_rewards",
+            "numpy torch",
         ),
     },
     {
@@ -191,6 +190,11 @@ FLOORS = [
             " rl.options runtime",
             "numpy torch",
             "addon",
+        ),
+        "addons.rewards": Room(
+            "config models report rl.score runtime",
+            "jsonschema lm_eval math_verify",
+            "addon builtin external",
         ),
         "addons.serving": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"

@@ -44,6 +44,12 @@ OLD_NAMES = {
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.agent_server": "addons.agents.agents",
+    "rl.builtin_rewards": "addons.rewards.builtin rl.options.names",
+    "rl.external_rewards": "addons.rewards.external",
+    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores "
+    "addons.rewards.conventions",
+    "rl.score.builtin_rewards": "addons.rewards.builtin rl.options.names",
+    "rl.score.external_rewards": "addons.rewards.external",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
     "rl.play.agent_programs": "addons.agents.agent_programs",

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dschat_lora.rl.score.user_functions import find_function
+from helpers.roles import Words
 from helpers.launcher import ROOT
 
 TUTORIALS = {
@@ -42,7 +43,7 @@ def test_functions_of_a_tutorial_do_what_it_says(name, tmp_path, monkeypatch):
     function_name, texts, expected = TUTORIALS[name]
     write_files(name, tmp_path)
     monkeypatch.chdir(tmp_path)
-    function = find_function("reward_function", function_name)
+    function = find_function("reward_function", function_name, Words())
     assert function(texts) == expected
 
 

@@ -212,14 +212,14 @@ def ifeval(argument: str) -> Callable[..., Any]:
 def judge(argument: str) -> Callable[..., Any]:
     """From 0 to 1, by a model behind an OpenAI-compatible endpoint that reads a rubric."""
     # asyncio and urllib take a while
-    from dschat_lora.rl.score.external_rewards import make_judge_reward
+    from dschat_lora.addons.rewards.external import make_judge_reward
 
     return make_judge_reward(argument)
 
 
 def python_tests(argument: str) -> Callable[..., Any]:
     """1 where the response's Python passes the tests of the column ``tests`` (or another)."""
-    from dschat_lora.rl.score.external_rewards import PythonTests  # as above
+    from dschat_lora.addons.rewards.external import PythonTests  # as above
 
     return PythonTests(argument or "tests")
 
