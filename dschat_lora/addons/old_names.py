@@ -1,4 +1,4 @@
-"""Names that the add-ons' modules had; :mod:`dschat_lora.config.old_names` reads them."""
+"""Names that the add-ons' modules had; :mod:`dschat_lora.old_names` reads them."""
 
 from pathlib import Path
 from pkgutil import iter_modules

@@ -178,9 +178,7 @@ FORMER = {
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
     "rl.play.agent_server": "HOST AgentServer",
-    "rl.play.agents": (
-        "HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST load_agents AgentServer"
-    ),
+    "rl.play.agents": ("HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST AgentServer"),
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),

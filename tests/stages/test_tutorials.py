@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from dschat_lora.rl.score.user_functions import find_function
-from helpers.roles import Words
 from helpers.launcher import ROOT
+from helpers.roles import Words
 
 TUTORIALS = {
     "grpo_with_a_python_reward.md": ("my_rules:begins_with_the", ["The", "A"], [1.0, 0.0]),
