@@ -82,8 +82,8 @@ FLOORS = [
         "generation": Room("algos config lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
-            "huggingface_hub packaging psutil torch",
-            "caller checks describe directory resume sharing stage_main validation",
+            "packaging psutil torch",
+            "caller checks describe directory resume stage_main validation",
         ),
     },
     {
@@ -163,21 +163,18 @@ FLOORS = [
             "lm_eval numpy",
             "addon config options python validation verbs",
         ),
-        "addons.glue": Room(
-            "algos checkpoint commands config data engine lora models report runtime",
-            "datasets numpy scipy sklearn torch transformers",
-            "addon config data validation verbs",
+        "addons.loralib": Room(
+            "algos checkpoint config engine lora report runtime",
+            "safetensors torch transformers",
+            "addon verbs",
+        ),
+        "addons.publish": Room(
+            "checkpoint commands config report runtime", "huggingface_hub", "addon config verbs"
         ),
         "addons.images": Room(
             "checkpoint config data engine lora models runtime",
             "PIL httpx huggingface_hub jinja2 safetensors tokenizers torch transformers",
             "addon families media options",
-        ),
-        "addons.nlg": Room(
-            "algos checkpoint commands config data engine generation lora models report runtime"
-            " supervised",
-            "nltk pycocoevalcap sacrebleu torch transformers",
-            "addon config formats predictions validation verbs",
         ),
         "addons.pipeline": Room(
             "checkpoint commands config models report rl.options runtime",
@@ -201,6 +198,18 @@ FLOORS = [
             " rl.response rl.score runtime",
             "openai starlette",
             "addon options",
+        ),
+        "addons.glue": Room(
+            "addons.loralib algos checkpoint commands config data engine lora models report"
+            " runtime",
+            "datasets numpy scipy sklearn torch transformers",
+            "addon config data validation verbs",
+        ),
+        "addons.nlg": Room(
+            "addons.loralib algos checkpoint commands config data engine generation lora models"
+            " report runtime supervised",
+            "nltk pycocoevalcap sacrebleu torch transformers",
+            "addon config formats predictions validation verbs",
         ),
         "addons.planning": Room(
             "addons.pipeline algos api commands config data engine generation lora models perf"
@@ -228,8 +237,8 @@ OWNERS = {
     "datasets": {"data", "addons.glue"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.glue", "addons.images", "addons.nlg", "checkpoint", "data", "generation"),
-        *("models", "rl.draw", "runtime"),
+        *("addons.glue", "addons.images", "addons.loralib", "addons.nlg", "checkpoint", "data"),
+        *("generation", "models", "rl.draw", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -243,7 +252,13 @@ VERBS = {
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
     *("addons.images.media", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
-    *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
+    *(
+        "addons.agents.options",
+        "addons.loralib.verbs",
+        "addons.publish.verbs",
+        "addons.serving.verbs",
+        "addons.tinker.verbs",
+    ),
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}
@@ -548,8 +563,7 @@ def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
 
 def test_packages_are_empty_but_for_their_names():
     spoken = [path for path in PACKAGE.rglob("__init__.py") if path.stat().st_size]
-    # The last has the names of another package.
-    assert {name_of(path) for path in spoken} <= {"", "assets", "lora.loralib"}
+    assert {name_of(path) for path in spoken} <= {"", "assets"}
 
 
 def table():
