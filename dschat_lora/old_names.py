@@ -15,7 +15,6 @@ OLD_NAMES = {
     "generation.search": "generation.greedy",
     "pipeline.judge": "api.demo_judge",
     "pipeline.launch": "commands.launch",
-    "rl.advice": "rl.loop.advice rl.response.errors",
     "rl.algorithms": "rl.options.algorithms",
     "rl.batch": "rl.response.batch rl.response.response",
     "rl.config": "rl.options.config rl.options.names",

@@ -32,6 +32,7 @@ OLD_NAMES = {
     "lora.loralib.utils": "addons.loralib.utils",
     "models.families": "addons.planning.families",
     "models.published": "addons.planning.published addons.pipeline.placeholders",
+    "perf.launches": "addons.planning.launches",
     "pipeline.doctor": "addons.planning.doctor",
     "pipeline.first_hour": "addons.planning.first_hour",
     "pipeline.hour_checks": "addons.planning.hour_checks",
@@ -47,6 +48,7 @@ OLD_NAMES = {
     "pipeline.tune": "addons.planning.tune",
     "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
     "addons.evaluation.verbs addons.publish.verbs addons.loralib.verbs",
+    "rl.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.agent_server": "addons.agents.agents",
@@ -58,10 +60,12 @@ OLD_NAMES = {
     "rl.score.external_rewards": "addons.rewards.external",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.loop.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.play.agent_programs": "addons.agents.agent_programs",
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
     "rl.play.conversations": "addons.agents.conversations",
+    "runtime.advice": "addons.planning.memory_advice",
     "runtime.sharing": "addons.publish.sharing",
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",

@@ -33,6 +33,7 @@ SEAMS = (
     "media",
     "rest",
     "thumbnails",
+    "advice",
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # Verbs of the package's add-ons.

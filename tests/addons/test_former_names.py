@@ -187,6 +187,7 @@ FORMER = {
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
         "reward_and_metrics"
     ),
+    "rl.advice": "FullWhileDecodingError FullAfterReleaseError memory_advice",
     "rl.agent_server": "HOST AgentServer",
     "rl.agents": (
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"

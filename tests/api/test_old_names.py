@@ -19,7 +19,6 @@ FORMER = {
         "typed_command launch_stage run_or_end split_launcher_options receiving Relay "
         "signal_ranks training_processes"
     ),
-    "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
     "rl.algorithms": (
         "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm ALGORITHMS "
         "RolloutCorrection PpoConfig PretrainingConfig"
