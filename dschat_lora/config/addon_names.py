@@ -21,6 +21,7 @@ ADDONS: Mapping[str, Names] = {
     "audit": Names(),
     "images": Names(),
     "agents": Names(),
+    "diagnostics": Names(),
     "rewards": Names(
         values="reward_function=builtin: reward_function=http:// reward_function=https://"
     ),
