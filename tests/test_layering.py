@@ -172,6 +172,9 @@ FLOORS = [
             "safetensors torch transformers",
             "addon verbs",
         ),
+        "addons.bases": Room(
+            "checkpoint config engine lora models runtime", "torch transformers", "addon forms"
+        ),
         "addons.publish": Room(
             "checkpoint commands config report runtime", "huggingface_hub", "addon config verbs"
         ),
@@ -242,7 +245,15 @@ OWNERS = {
     "datasets": {"data", "addons.glue"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.glue", "addons.images", "addons.loralib", "addons.nlg", "checkpoint", "data"),
+        *(
+            "addons.bases",
+            "addons.glue",
+            "addons.images",
+            "addons.loralib",
+            "addons.nlg",
+            "checkpoint",
+            "data",
+        ),
         *("generation", "models", "rl.draw", "runtime"),
     },
 }
@@ -259,6 +270,7 @@ VERBS = {
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *(
         "addons.agents.options",
+        "addons.bases.forms",
         "addons.loralib.verbs",
         "addons.publish.verbs",
         "addons.serving.verbs",

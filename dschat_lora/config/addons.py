@@ -32,6 +32,9 @@ SEAMS = (
     "media",
     "rest",
     "thumbnails",
+    "stored_form",
+    "base_file",
+    "base_distance",
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # Verbs of the package's add-ons.

@@ -130,6 +130,8 @@ FORMER = {
     ),
     "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
     "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
+    "models.dequantize": "int8_values gptq_values awq_values dequantizer",
+    "models.other_base": "Weights probe_ids base_warning",
     "pipeline.doctor": (
         "GIB SMALL_DISK NO_DISK SMALL_MEMORY STEP_SECONDS Finding examine diagnose versions "
         "devices describe_device attention compiler memory disks network training_step"
