@@ -21,6 +21,9 @@ ADDONS: Mapping[str, Names] = {
     "audit": Names(),
     "images": Names(),
     "agents": Names(),
+    "rewards": Names(
+        values="reward_function=builtin: reward_function=http:// reward_function=https://"
+    ),
     "publish": Names("push export"),
     "bases": Names(
         values="stored_form=int8 stored_form=fp8 stored_form=mxfp4 stored_form=gptq "

@@ -175,10 +175,21 @@ FORMER = {
         "ConfigT pipeline doctor report rollouts models inspect score push export "
         "extract accept parsed_config"
     ),
+    "rl.builtin_rewards": (
+        "PREFIX BuiltinReward builtin_function is_remote exact_match regex number_equals length "
+        "json_valid json_schema math_equal format_tags repetition_penalty soft_overlong ifeval "
+        "judge python_tests BUILTINS"
+    ),
+    "rl.external_rewards": (
+        "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
+        "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
+    ),
+    "rl.rewards": "VERL OPENRLHF",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
         "reward_and_metrics"
     ),
+    "rl.advice": "FullWhileDecodingError FullAfterReleaseError memory_advice",
     "rl.agent_server": "HOST AgentServer",
     "rl.agents": (
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
