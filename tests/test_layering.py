@@ -98,10 +98,9 @@ FLOORS = [
     },
     {
         "rl.draw": Room(
-            "algos checkpoint config data engine generation lora models rl.options rl.response"
-            " runtime",
-            "torch transformers",
-            light="completions engine_checks",
+            "algos data engine generation models rl.options rl.response runtime",
+            "torch",
+            light="completions",
         ),
         "rl.score": Room(
             "algos config data engine models report rl.options rl.response runtime",
@@ -182,6 +181,12 @@ FLOORS = [
             "nltk pycocoevalcap sacrebleu torch transformers",
             "addon config formats predictions validation verbs",
         ),
+        "addons.engines": Room(
+            "algos checkpoint config data engine generation lora models rl.draw rl.loop"
+            " rl.options rl.response runtime",
+            "torch transformers",
+            "addon checks facts options",
+        ),
         "addons.pipeline": Room(
             "checkpoint commands config models report rl.options runtime",
             light="addon placeholders recipe run verbs",
@@ -227,7 +232,7 @@ OWNERS = {
     "deepspeed": {"engine"},
     "transformers": {
         *("addons.glue", "addons.images", "addons.nlg", "checkpoint", "data", "generation"),
-        *("models", "rl.draw", "runtime"),
+        *("addons.engines", "models", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -239,7 +244,7 @@ VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    *("addons.images.families", "addons.nlg.verbs"),
+    *("addons.engines.options", "addons.images.families", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
 }
