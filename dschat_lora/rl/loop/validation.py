@@ -26,9 +26,13 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import episode_prompt, gives_one_reward, object_path
+from dschat_lora.rl.options.names import (
+    check_scorer,
+    episode_prompt,
+    gives_one_reward,
+    object_path,
+)
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.score.builtin_rewards import check_scorer
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
