@@ -17,7 +17,7 @@ from dschat_lora.config.options import option_fields, options_that_run
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
-from dschat_lora.rl.options.engines import ENGINES
+from dschat_lora.rl.options.engines import known_engines
 from dschat_lora.runtime.stage_main import late
 
 
@@ -55,7 +55,7 @@ _TYPES = {
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
     "parts": "Any | Sequence[Any]",
-    "rollout_engine": f"Literal{[*ENGINES]} | str | object",
+    "rollout_engine": f"Literal{[n for n in known_engines() if n[-1] != ':']} | str | object",
 }
 
 

@@ -20,6 +20,10 @@ ADDONS: Mapping[str, Names] = {
     "serving": Names("chat serve"),
     "audit": Names(),
     "images": Names(),
+    "engines": Names(
+        values="rollout_engine=transformers rollout_engine=vllm "
+        "rollout_engine=http: rollout_engine=https:"
+    ),
     "agents": Names(),
     "rewards": Names(
         values="reward_function=builtin: reward_function=http:// reward_function=https://"

@@ -195,6 +195,11 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.draw.engine_checks": "VLLM_RANKS check_servers check_vllm vllm_rank",
+    "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
+    "rl.draw.server_engine": "engine_of_addresses server_engine ServerEngine RolloutServer",
+    "rl.draw.transformers_engine": "transformers_engine TransformersEngine",
     "rl.play.agent_programs": (
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
@@ -202,6 +207,16 @@ FORMER = {
     "rl.play.agents": ("HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST AgentServer"),
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
+    ),
+    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.rollout_servers": (
+        "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
+        "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
+        "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
+    ),
+    "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.vllm_server": (
+        "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
     ),
     "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
