@@ -65,7 +65,6 @@ OLD_NAMES = {
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.vllm_server": "rl.draw.vllm_server",
     "rl.watch.rows": "rl.loop.parts",
-    "runtime.seeds": "commands.seeds",
     "runtime.streaming": "runtime.run runtime.shared_stream",
     "world": "assets.toy_world",
 }

@@ -140,7 +140,7 @@ FLOORS = [
         "commands": Room(
             "checkpoint config models report runtime supervised",
             "psutil",
-            "launch seeds stages train verbs",
+            "launch stages train verbs",
         ),
     },
     {
@@ -164,9 +164,9 @@ FLOORS = [
             "addon config options python validation verbs",
         ),
         "addons.loralib": Room(
-            "algos checkpoint config engine lora report runtime",
+            "algos checkpoint commands config lora report runtime",
             "safetensors torch transformers",
-            "addon verbs",
+            "addon seeds verbs",
         ),
         "addons.publish": Room(
             "checkpoint commands config report runtime", "huggingface_hub", "addon config verbs"
@@ -200,14 +200,13 @@ FLOORS = [
             "addon options",
         ),
         "addons.glue": Room(
-            "addons.loralib algos checkpoint commands config data engine lora models report"
-            " runtime",
+            "addons.loralib algos checkpoint config data engine lora models report runtime",
             "datasets numpy scipy sklearn torch transformers",
             "addon config data validation verbs",
         ),
         "addons.nlg": Room(
-            "addons.loralib algos checkpoint commands config data engine generation lora models"
-            " report runtime supervised",
+            "addons.loralib algos checkpoint config data engine generation lora models report"
+            " runtime supervised",
             "nltk pycocoevalcap sacrebleu torch transformers",
             "addon config formats predictions validation verbs",
         ),

@@ -192,6 +192,7 @@ FORMER = {
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
     "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
+    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"

@@ -97,11 +97,12 @@ class RolloutConfig:
         "and reinforce_pp, which do not compare them; 8, or fewer that divide "
         "--per_device_generation_batch_size"
     )
-    rollout_engine: str = option("own", help=ENGINES_HELP)
+    rollout_engine: str = option("own", help=ENGINES_HELP, runs="part")
     vllm_command: str | None = of_vllm(
         None,
         help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
         "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
+        runs="code",
     )
     vllm_gpu_memory_utilization: float = of_vllm(
         0.3,
@@ -161,6 +162,7 @@ class RolloutConfig:
         "module:Player with play(tasks, draw, *, key), which makes the responses; or "
         "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
         "mcp:URL, whose tools are offered",
+        runs="object",
     )
     max_turns: int = option(
         8,
@@ -257,6 +259,7 @@ class RewardsConfig:
         "model\none or several, instead of it or added to it, with the arguments of TRL, verl or "
         "OpenRLHF; module:Class of one that gives several rewards by its names; builtin:NAME for "
         "one that comes along; the http:// address of a server that is asked as OpenRLHF asks one",
+        runs="object",
     )
     reward_weights: tuple[float, ...] = option(
         (),
@@ -268,6 +271,7 @@ class RewardsConfig:
         (),
         help="functions, named as those of --reward_function: where one of them scores 0 or less, "
         "the response scores at most 0, whatever else it is worth",
+        runs="object",
     )
     reward_batch: Literal["all", "group"] = option(
         "all",
@@ -294,6 +298,7 @@ class RewardsConfig:
     judge_function: str | None = option(
         None,
         help="module:function that judges held-out responses at evaluations; never trained on",
+        runs="object",
         section="evaluation",
         when="eval_prompts",
     )
@@ -359,6 +364,7 @@ class ClassicConfig:
         (),
         help="module:Class, one or several, of objects that are told of every step and iteration "
         "(after_step, after_iteration): metrics, logs and coefficients of your own",
+        runs="object",
         section="training",
     )
     log_rollouts: int = option(
