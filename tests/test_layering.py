@@ -95,15 +95,13 @@ FLOORS = [
     },
     {
         "rl.draw": Room(
-            "algos checkpoint config data engine generation lora models rl.options rl.response"
-            " runtime",
-            "torch transformers",
-            light="completions engine_checks",
+            "algos data engine generation models rl.options rl.response runtime",
+            "torch",
+            light="completions",
         ),
         "rl.score": Room(
             "algos config data engine models report rl.options rl.response runtime",
-            "jsonschema lm_eval math_verify torch",
-            light="builtin_rewards external_rewards",
+            "torch",
         ),
     },
     {
@@ -176,6 +174,12 @@ FLOORS = [
             "PIL httpx huggingface_hub jinja2 safetensors tokenizers torch transformers",
             "addon families media options",
         ),
+        "addons.engines": Room(
+            "algos checkpoint config data engine generation lora models rl.draw rl.loop"
+            " rl.options rl.response runtime",
+            "torch transformers",
+            "addon checks facts options",
+        ),
         "addons.pipeline": Room(
             "checkpoint commands config models report rl.options runtime",
             light="addon placeholders recipe run verbs",
@@ -185,6 +189,11 @@ FLOORS = [
             " rl.options runtime",
             "numpy torch",
             "addon",
+        ),
+        "addons.rewards": Room(
+            "config models report rl.score runtime",
+            "jsonschema lm_eval math_verify",
+            "addon builtin external",
         ),
         "addons.serving": Room(
             "algos checkpoint config data engine generation lora models report runtime supervised",
@@ -237,7 +246,7 @@ OWNERS = {
     "deepspeed": {"engine"},
     "transformers": {
         *("addons.glue", "addons.images", "addons.loralib", "addons.nlg", "checkpoint", "data"),
-        *("generation", "models", "rl.draw", "runtime"),
+        *("addons.engines", "generation", "models", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -249,7 +258,7 @@ VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    *("addons.images.media", "addons.nlg.verbs"),
+    *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *(
         "addons.agents.options",

@@ -11,6 +11,7 @@ _PACKAGES = {
     "serving": "addons.serving",
     "tinker": "addons.tinker",
 }
+_SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
@@ -53,13 +54,30 @@ OLD_NAMES = {
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.agent_server": "addons.agents.agents",
+    "rl.builtin_rewards": "addons.rewards.builtin rl.options.names",
+    "rl.external_rewards": "addons.rewards.external",
+    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores "
+    "addons.rewards.conventions",
+    "rl.score.builtin_rewards": "addons.rewards.builtin rl.options.names",
+    "rl.score.external_rewards": "addons.rewards.external",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.draw.engine_checks": "addons.engines.checks",
+    "rl.draw.rollout_engines": "addons.engines.server_engine rl.draw.engine",
+    "rl.draw.rollout_servers": _SERVERS,
+    "rl.draw.rollouts_ahead": "addons.engines.rollouts_ahead",
+    "rl.draw.server_engine": "addons.engines.server_engine",
+    "rl.draw.transformers_engine": "addons.engines.transformers_engine",
+    "rl.draw.vllm_server": "addons.engines.vllm_server",
     "rl.loop.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.play.agent_programs": "addons.agents.agent_programs",
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
     "rl.play.conversations": "addons.agents.conversations",
+    "rl.rollout_engines": "addons.engines.server_engine rl.draw.engine",
+    "rl.rollout_servers": _SERVERS,
+    "rl.rollouts_ahead": "addons.engines.rollouts_ahead",
+    "rl.vllm_server": "addons.engines.vllm_server",
     "runtime.advice": "addons.planning.memory_advice",
     "runtime.seeds": "addons.loralib.seeds",
     "runtime.sharing": "addons.publish.sharing",
