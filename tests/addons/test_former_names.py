@@ -219,6 +219,7 @@ FORMER = {
         "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
     ),
     "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
+    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"
