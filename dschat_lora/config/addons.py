@@ -33,6 +33,9 @@ SEAMS = (
     "media",
     "rest",
     "thumbnails",
+    "stored_form",
+    "base_file",
+    "base_distance",
     "advice",
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -59,6 +62,7 @@ class Addon:
         provides: by seam, one of ``SEAMS``, what an option's value names; a name that ends in a
             colon or slash has all values that begin so, and its object is called with the value.
         needs: other add-ons that it does not work without.
+        writes: what its runs write in their directories, beside what all write.
 
     Raises:
         TypeError: for a value of another type.
@@ -73,6 +77,7 @@ class Addon:
     options: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     needs: Sequence[str] = ()
+    writes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -94,7 +99,7 @@ class Addon:
 
 def _check_types(addon: Addon) -> None:
     for each in fields(addon):
-        kind = {"name": str, "needs": list | tuple}.get(each.name, Mapping)
+        kind = {"name": str, "needs": list | tuple, "writes": list | tuple}.get(each.name, Mapping)
         if not isinstance(value := getattr(addon, each.name), kind):
             said = getattr(kind, "__name__", kind)
             raise TypeError(f"its {each.name} has {value!r}, which is no {said}")
@@ -152,6 +157,11 @@ def provided_name(seam: str, value: str, *taken: str) -> str:
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
             raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
     return ""
+
+
+def written_by_addons() -> list[str]:
+    """What add-ons write in the directories of runs."""
+    return [name for addon in installed().values() for name in addon.writes]
 
 
 def begins_values(name: str) -> bool:

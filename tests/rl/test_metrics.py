@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.loop.parts import rollout_rows
 from dschat_lora.rl.options.algorithms import ALGORITHMS, RolloutCorrection
 from dschat_lora.rl.options.config import RewardsConfig, RolloutConfig
+from dschat_lora.rl.options.engines import EngineFacts
 from dschat_lora.rl.response.response import Origin, Response
 from dschat_lora.rl.score.scores import shape
 from dschat_lora.rl.watch.metrics import (
@@ -239,7 +241,8 @@ def test_a_sampler_that_no_rounding_explains_stops_the_run(dtype, rounding, wron
 
 
 def test_an_engine_of_another_model_stops_the_run():
-    elsewhere = RolloutConfig(rollout_engine="http://a")
+    engine = EngineFacts(in_process=False, same_model=True)
+    elsewhere = SimpleNamespace(rollout_engine="http://a", engine=engine)
     check_sampler({"sampler_error": 0.4}, "fp32", elsewhere)
     with pytest.raises(ValueError, match="--rollout_engine http://a draws from another model"):
         check_sampler({"sampler_error": 0.6}, "fp32", elsewhere)

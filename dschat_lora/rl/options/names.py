@@ -19,7 +19,7 @@ _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
 ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
 # By option the names that are the package's own, which no add-on may have.
 OWN_NAMES: Mapping[str, tuple[str, ...]] = {
-    "rollout_engine": ("own", "transformers", "vllm"),
+    "rollout_engine": ("own",),
     "environment": ENVIRONMENT_LIBRARIES,
     "algorithm": (
         *("ppo", "rloo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"),

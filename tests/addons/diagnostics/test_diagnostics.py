@@ -8,8 +8,10 @@ import pytest
 
 from dschat_lora.addons.diagnostics.diagnostics import PATIENCE, WINDOW, Diagnostics
 from dschat_lora.report.log import jsonable
-from dschat_lora.rl.options.engines import engine_facts
+from dschat_lora.rl.options.engines import EngineFacts
 
+HERE = EngineFacts(exact=True, same_model=True)
+ELSEWHERE = EngineFacts(in_process=False, same_model=True)
 HEALTHY = {
     "kl": 0.4,
     "kl_standard_error": 0.1,
@@ -26,8 +28,8 @@ HEALTHY = {
 }
 
 
-def diagnostics(dtype="fp32", samples_tokens=True, engine="own", **options):
-    return Diagnostics(dtype, samples_tokens, engine_facts(engine), **options)
+def diagnostics(dtype="fp32", samples_tokens=True, engine=HERE, **options):
+    return Diagnostics(dtype, samples_tokens, engine, **options)
 
 
 def said(looking, rows):
@@ -279,14 +281,14 @@ APART = {"rollout_kl": 0.02, "rollout_ratio_max": 7.0, "sampler_error": 0.1}
     ],
 )
 def test_an_engine_that_draws_from_another_policy_is_warned_of(row, words):
-    looking = diagnostics(engine="http://a")
+    looking = diagnostics(engine=ELSEWHERE)
     found = said(looking, times(2, **row))
     assert [len(each) for each in found] == [words is not None, 0]
     assert words is None or words in found[0][0]
 
 
 def test_top_p_and_the_like_explain_a_mismatch():
-    looking = diagnostics(samples_tokens=False, engine="http://a")
+    looking = diagnostics(samples_tokens=False, engine=ELSEWHERE)
     assert said(looking, times(2, **APART)) == [[], []]
 
 
