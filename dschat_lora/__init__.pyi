@@ -816,11 +816,6 @@ def rlhf(
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
-    vllm_command: str | None = None,
-    vllm_gpu_memory_utilization: float = 0.3,
-    rollout_adapter_dir: str | os.PathLike[str] | None = None,
-    rollout_timeout: float = 600.0,
-    rollouts_ahead: int = 0,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
@@ -871,8 +866,6 @@ def rlhf(
     entropy_coef: float = 0.0,
     target_entropy: float = 0.0,
     target_kl: float = 0.0,
-    guard: Literal['warn', 'stop', 'off'] = 'warn',
-    kl_budget: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
@@ -914,6 +907,11 @@ def rlhf(
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
     agent: str | Callable[..., Any] | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -926,6 +924,8 @@ def rlhf(
     jsd_beta: float = 0.5,
     distill_top_k: int = 0,
     on_policy_share: float = 1.0,
+    guard: Literal['warn', 'stop', 'off'] = 'warn',
+    kl_budget: float = 0.0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -1038,11 +1038,6 @@ def rlhf(
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
@@ -1093,8 +1088,6 @@ def rlhf(
         entropy_coef (float): weight of the entropy bonus
         target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
-        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
-        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
@@ -1136,6 +1129,11 @@ def rlhf(
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
@@ -1148,6 +1146,8 @@ def rlhf(
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
         distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
+        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
+        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -1249,11 +1249,6 @@ def distill(
     temperature: float = 1.0,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     num_generations: int | None = None,
-    vllm_command: str | None = None,
-    vllm_gpu_memory_utilization: float = 0.3,
-    rollout_adapter_dir: str | os.PathLike[str] | None = None,
-    rollout_timeout: float = 600.0,
-    rollouts_ahead: int = 0,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
@@ -1263,7 +1258,7 @@ def distill(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
-    environment: str | None = None,
+    environment: str | Callable[..., Any] | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -1303,8 +1298,6 @@ def distill(
     entropy_coef: float = 0.0,
     target_entropy: float = 0.0,
     target_kl: float = 0.0,
-    guard: Literal['warn', 'stop', 'off'] = 'warn',
-    kl_budget: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
@@ -1348,11 +1341,18 @@ def distill(
     teacher_bits: Literal[16, 4] | None = None,
     jsd_beta: float = 0.5,
     distill_top_k: int = 0,
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
     agent: str | Callable[..., Any] | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    guard: Literal['warn', 'stop', 'off'] = 'warn',
+    kl_budget: float = 0.0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -1461,11 +1461,6 @@ def distill(
         temperature (float): of sampling and of all log-probabilities
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
@@ -1475,7 +1470,7 @@ def distill(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
+        environment (str | Callable[..., Any] | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
@@ -1515,8 +1510,6 @@ def distill(
         entropy_coef (float): weight of the entropy bonus
         target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
-        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
-        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
@@ -1560,11 +1553,18 @@ def distill(
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
         distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
+        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step

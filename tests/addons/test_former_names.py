@@ -130,6 +130,8 @@ FORMER = {
     ),
     "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
     "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
+    "models.dequantize": "int8_values gptq_values awq_values dequantizer",
+    "models.other_base": "Weights probe_ids base_warning",
     "pipeline.doctor": (
         "GIB SMALL_DISK NO_DISK SMALL_MEMORY STEP_SECONDS Finding examine diagnose versions "
         "devices describe_device attention compiler memory disks network training_step"
@@ -173,10 +175,25 @@ FORMER = {
         "ConfigT pipeline doctor report rollouts models inspect score push export "
         "extract accept parsed_config"
     ),
+    "rl.builtin_rewards": (
+        "PREFIX BuiltinReward builtin_function is_remote exact_match regex number_equals length "
+        "json_valid json_schema math_equal format_tags repetition_penalty soft_overlong ifeval "
+        "judge python_tests BUILTINS"
+    ),
+    "rl.external_rewards": (
+        "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
+        "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
+    ),
+    "rl.metrics": (
+        "WINDOW PATIENCE RATIO_TOLERANCE MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL "
+        "GUARDED Diagnostics"
+    ),
+    "rl.rewards": "VERL OPENRLHF",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
         "reward_and_metrics"
     ),
+    "rl.advice": "FullWhileDecodingError FullAfterReleaseError memory_advice",
     "rl.agent_server": "HOST AgentServer",
     "algos.distillation": "generalized_jsd with_one_rest",
     "rl.config": "DistillConfig",
@@ -191,6 +208,11 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.draw.engine_checks": "VLLM_RANKS check_servers check_vllm vllm_rank",
+    "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
+    "rl.draw.server_engine": "engine_of_addresses server_engine ServerEngine RolloutServer",
+    "rl.draw.transformers_engine": "transformers_engine TransformersEngine",
     "rl.play.agent_programs": (
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
@@ -199,7 +221,18 @@ FORMER = {
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
+    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.rollout_servers": (
+        "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
+        "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
+        "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
+    ),
+    "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.vllm_server": (
+        "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
+    ),
     "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
+    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"

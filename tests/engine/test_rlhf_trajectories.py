@@ -110,7 +110,9 @@ KINDS = {
 NAMES = [
     name
     for name in KINDS
-    if ALL or name in ("ppo", "grpo", "distill on drawn tokens", "seven prompts")
+    if (ALL and (name != "rollouts ahead" or of_addon("engines")))
+    or name in ("ppo", "grpo", "distill on drawn tokens", "seven prompts")
+    or name in ("ppo", "grpo", "distill on drawn tokens", "seven prompts")
 ]
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
+from dschat_lora.config.addons import installed
 from dschat_lora.config.groups import LoadConfig, ModelConfig, require, require_numbers
 from dschat_lora.config.options import option
 from dschat_lora.rl.options.names import is_address, is_remote
@@ -168,6 +169,11 @@ class TeacherConfig:
                 "as it was has the actor's bits"
             )
         if self.server is not None:
+            if "engines" not in installed():
+                raise ValueError(
+                    "--teacher_model_name_or_path of a server needs the add-on engines, which is "
+                    "not installed"
+                )
             name, allowed = "teacher_model_name_or_path", "the address of a server, such as "
             allowed += "http://127.0.0.1:8000/v1, or a model"
             require(is_address(self.server[0]), name, self.model_name, allowed)

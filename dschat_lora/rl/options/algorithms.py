@@ -246,6 +246,7 @@ class PpoConfig:
         help="how the actor learns\nppo has a critic; reinforce_pp has none; grpo and its kin "
         "compare the responses to a prompt",
         names=(*ALGORITHMS, *of_addons("algorithm")),
+        runs="part",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
     kl_coef: float = by_algorithm(
@@ -347,15 +348,6 @@ class PpoConfig:
         help="end an iteration's updates when the policy has moved this far from where it began "
         "(mean nats per token); 0: never",
     )
-    guard: Literal["warn", "stop", "off"] = option(
-        "warn",
-        help="where the entropy collapses, responses double or halve their length or stop to end, "
-        "the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is "
-        "spent: warn, stop with a checkpoint, or go on silently (off)",
-    )
-    kl_budget: float = option(
-        0.0, help="divergence from the reference that --guard allows, nats per response; 0: any"
-    )
 
     def __post_init__(self) -> None:
         defaults = dict(vars(self.rules))
@@ -366,7 +358,7 @@ class PpoConfig:
                 object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs", "kl_horizon")
         weights = ("kl_coef", "entropy_coef", "importance_cap")
-        targets = ("adaptive_kl_target", "target_kl", "target_entropy", "kl_budget")
+        targets = ("adaptive_kl_target", "target_kl", "target_entropy")
         counts = ("dynamic_sampling", "critic_warmup_iterations")
         require_numbers(self, ">= 0", *weights, *targets, *counts)
         require_numbers(self, "in [0, 1]", "gamma", "lam")
@@ -374,13 +366,6 @@ class PpoConfig:
         temperatures = ("sapo_temperature_pos", "sapo_temperature_neg")
         require_numbers(self, "> 0", "rollout_is_threshold", *clips, *temperatures)
         require(not 0 < self.dual_clip <= 1, "dual_clip", self.dual_clip, "> 1, or 0 for none")
-        teaches = self.rules.learns_from_rewards
-        if self.kl_budget and (self.guard == "off" or not teaches):
-            other = "--guard off" if teaches else f"--algorithm {self.algorithm}"
-            raise ValueError(
-                f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
-                f"{other} does not watch: leave one of them out"
-            )
         lower = self.rollout_is_threshold_lower
         require(
             0 <= lower < self.rollout_is_threshold,

@@ -24,7 +24,7 @@ from dschat_lora.rl.options.algorithms import (
     by_algorithm,
     where_rewards_teach,
 )
-from dschat_lora.rl.options.engines import ENGINES_HELP, EngineFacts, check_engine, engine_facts
+from dschat_lora.rl.options.engines import EngineFacts, check_engine, engine_facts, engines_help
 from dschat_lora.rl.options.names import check_name, gives_one_reward
 from dschat_lora.rl.options.role_config import CriticConfig, ReferenceOptions, RoleConfig
 
@@ -64,7 +64,6 @@ class PromptConfig(SourceConfig):
         return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
 
 
-of_vllm = partial(option, when="rollout_engine=vllm")
 of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
 of_sum = partial(option, when="has_shaped_sum")
@@ -102,34 +101,7 @@ class RolloutConfig:
         "and reinforce_pp, which do not compare them; 8, or fewer that divide "
         "--per_device_generation_batch_size"
     )
-    rollout_engine: str = option("own", help=ENGINES_HELP)
-    vllm_command: str | None = of_vllm(
-        None,
-        help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
-        "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
-    )
-    vllm_gpu_memory_utilization: float = of_vllm(
-        0.3,
-        help="share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm "
-        "takes while it draws; on a GPU it sleeps while the actor trains",
-    )
-    rollout_adapter_dir: str | None = option(
-        None,
-        help="directory that the servers of --rollout_engine see too, in which they find the "
-        "adapter; default: one in memory, for servers on this machine",
-        when="not rollout_engine=own,transformers",
-    )
-    rollout_timeout: float = option(
-        600.0,
-        help="seconds that a server may take for a response, and vllm to start",
-        when="has_server",
-    )
-    rollouts_ahead: int = option(
-        0,
-        help="have the servers of --rollout_engine draw the responses of so many further "
-        "iterations while one trains, by adapters that are at most so many iterations old; "
-        "--rollout_correction weighs for that; 0: they wait for each other",
-    )
+    rollout_engine: str = option("own", help=engines_help(), runs="part")
     oversample: float = option(
         1.0,
         help="begin the responses to so many times the prompts of an iteration, and end when those "
@@ -165,6 +137,7 @@ class RolloutConfig:
         "module:Player with play(tasks, draw, *, key), which makes the responses; or "
         "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
         "mcp:URL, whose tools are offered",
+        runs="object",
     )
     max_turns: int = option(
         8,
@@ -185,11 +158,7 @@ class RolloutConfig:
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         if self.environment is not None:
             check_name("environment", self.environment)
-        require_numbers(self, "> 0", "rollout_timeout")
-        require_numbers(self, "in [0, 16]", "rollouts_ahead")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
-        share = self.vllm_gpu_memory_utilization
-        require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
         check_engine(self.rollout_engine)
         if self.num_generations is None:
             return
@@ -261,6 +230,7 @@ class RewardsConfig:
         "model\none or several, instead of it or added to it, with the arguments of TRL, verl or "
         "OpenRLHF; module:Class of one that gives several rewards by its names; builtin:NAME for "
         "one that comes along; the http:// address of a server that is asked as OpenRLHF asks one",
+        runs="object",
     )
     reward_weights: tuple[float, ...] = option(
         (),
@@ -272,6 +242,7 @@ class RewardsConfig:
         (),
         help="functions, named as those of --reward_function: where one of them scores 0 or less, "
         "the response scores at most 0, whatever else it is worth",
+        runs="object",
     )
     reward_batch: Literal["all", "group"] = option(
         "all",
@@ -298,6 +269,7 @@ class RewardsConfig:
     judge_function: str | None = option(
         None,
         help="module:function that judges held-out responses at evaluations; never trained on",
+        runs="object",
         section="evaluation",
         when="eval_prompts",
     )
@@ -363,6 +335,7 @@ class ClassicConfig:
         (),
         help="module:Class, one or several, of objects that are told of every step and iteration "
         "(after_step, after_iteration): metrics, logs and coefficients of your own",
+        runs="object",
         section="training",
     )
     log_rollouts: int = option(
@@ -540,9 +513,3 @@ class RlhfConfig(StageConfig):
     def has_shaped_sum(self) -> bool:
         """Whether the sum of rewards, scaled and punished, teaches, and not each by itself."""
         return not self.ppo.rules.by_reward
-
-    @property
-    def has_server(self) -> bool:
-        """Whether a server draws responses or is the reference."""
-        served = self.reference is not None and self.reference.is_served
-        return served or not self.batch.engine.in_process
