@@ -57,7 +57,6 @@ OLD_NAMES = {
     "rl.validation": "rl.loop.validation",
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.watch.rows": "rl.loop.parts",
-    "runtime.seeds": "commands.seeds",
     "runtime.streaming": "runtime.run runtime.shared_stream",
     "world": "assets.toy_world",
 }

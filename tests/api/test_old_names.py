@@ -106,7 +106,6 @@ FORMER = {
     "rl.verifiers_environment": "Verifiers",
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
     "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
-    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "world": "reward rule",
 }
 
