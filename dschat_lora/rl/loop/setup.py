@@ -11,7 +11,7 @@ from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_rank
+from dschat_lora.engine.distributed import data_rank, device_type
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -331,7 +331,7 @@ def _describe(setup: RlhfSetup) -> None:
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})
     for role, each in trained_models(run.config, roles, settings).items():
-        if words := advice("launches", each, run.config.load):
+        if device_type() == "cuda" and (words := advice("launches", each, run.config.load)):
             run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)
