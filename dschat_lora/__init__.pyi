@@ -58,11 +58,11 @@ def sft(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     learning_rate: float | Literal['auto'] = 5e-05,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -83,7 +83,6 @@ def sft(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -186,11 +185,11 @@ def sft(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -211,7 +210,6 @@ def sft(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
@@ -299,11 +297,11 @@ def reward(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     learning_rate: float | Literal['auto'] = 5e-05,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -324,7 +322,6 @@ def reward(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -409,11 +406,11 @@ def reward(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -434,7 +431,6 @@ def reward(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
@@ -526,11 +522,11 @@ def dpo(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     learning_rate: float | Literal['auto'] = 1e-06,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -551,7 +547,6 @@ def dpo(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -644,11 +639,11 @@ def dpo(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -669,7 +664,6 @@ def dpo(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
@@ -792,9 +786,9 @@ def rlhf(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    num_prompts: int = 0,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
-    num_prompts: int = 0,
     per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -1014,9 +1008,9 @@ def rlhf(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -1224,9 +1218,9 @@ def distill(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
+    num_prompts: int = 0,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
-    num_prompts: int = 0,
     per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -1436,9 +1430,9 @@ def distill(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
+        num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -1760,11 +1754,11 @@ def audit(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     show: int = 0,
     stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
     seed: int = 1234,
@@ -1807,11 +1801,11 @@ def audit(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         show (int): samples to show, token by token, with what is supervised
         stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
         seed (int): of --data_split and --eval_ratio

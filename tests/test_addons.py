@@ -106,7 +106,7 @@ WORDS = {
     "a verb of an add-on": "the package has the verb serve, too",
     "an add-on of the package": "the package has the name tinker, too",
     "a seam": "it provides 'sampler', which is none of rollout_engine, environment, "
-    "reward_function, algorithm, options_file, row_format, media, rest, thumbnails",
+    "reward_function, algorithm, options_file, row_format, row_file, media, rest, thumbnails",
     "what it needs": "it needs the add-on yours, which is not installed",
 }
 SHORT = (

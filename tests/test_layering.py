@@ -55,7 +55,7 @@ FLOORS = [
             "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
             "tokenizers torch transformers",
             "arrow_rows digests json_stream layouts media message_layouts messages readers "
-            "row_formats rows sources tar_rows templates thoughts tool_calls",
+            "row_formats rows sources templates thoughts tool_calls",
         ),
         "engine": Room(
             "algos config",
@@ -192,6 +192,11 @@ FLOORS = [
             "h11 llguidance starlette torch uvicorn",
             "addon config verbs endpoint.sockets",
         ),
+        "addons.streaming": Room(
+            "algos config data engine report rl.draw rl.loop runtime supervised",
+            "datasets huggingface_hub numpy pyarrow",
+            "addon options tar_rows",
+        ),
     },
     {
         "addons.agents": Room(
@@ -223,7 +228,7 @@ ROOMS = {"": Room("config", light="__init__")} | {
 OWNERS = {
     "argparse": {"config"},
     "bitsandbytes": {"lora"},
-    "datasets": {"data", "addons.glue"},
+    "datasets": {"data", "addons.glue", "addons.streaming"},
     "deepspeed": {"engine"},
     "transformers": {
         *("addons.glue", "addons.images", "addons.nlg", "checkpoint", "data", "generation"),
@@ -241,7 +246,8 @@ VERBS = {
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
     *("addons.images.families", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
-    *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
+    *("addons.agents.options", "addons.serving.verbs", "addons.streaming.options"),
+    "addons.tinker.verbs",
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}

@@ -59,6 +59,7 @@ ADDONS: Mapping[str, Names] = {
     "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
     "audit": Names(),
+    "streaming": Names(),
     "images": Names(),
     "agents": Names(),
     "tinker": Names("tinker"),

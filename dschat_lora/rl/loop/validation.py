@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dschat_lora.config.addons import groups_of
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
@@ -38,7 +38,6 @@ from dschat_lora.runtime.checks import (
     check_divided,
     check_function,
     check_lora_options,
-    check_streaming,
     continued_lora,
     model_fields,
     recomputing,
@@ -68,9 +67,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     def check(config: RlhfConfig) -> RlhfConfig:
         inputs = RlhfInputs(find_sources(config), config.data.data_path)
         config = apply_checks(config, inputs, RLHF_CHECKS)
-        for own in groups_of(config, "check"):
-            config = own.check(config) or config
-        return config
+        return through_addons(config, "check")
 
     return resolve_stage(config, check, stage=config.stage)
 
@@ -310,8 +307,6 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse prompts or pretraining text that cannot be read."""
     if config.load.chat_template is not None:
         read_chat_template(config.load.chat_template)
-    if config.data.streaming:
-        check_streaming(config)
     if config.data.data_path != inputs.asked and not config.data.num_prompts:
         check_bundled_data_fits(inputs.sources.actor, stage=config.stage, role="actor_")
     media = media_reader(config, None, inputs.sources.actor.base)
@@ -522,6 +517,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_tensor_parallel,
     check_num_generations,
     check_tokenizers,
+    lambda config, _: through_addons(config, "before_data"),
     check_data,
     with_deepspeed_json,
     with_default_responses,
