@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 
 from dschat_lora.config.addon_names import ADDONS
-from dschat_lora.config.old_names import OldNames
+from dschat_lora.old_names import OldNames
 
 __version__ = "0.3.0"
 
@@ -23,21 +23,8 @@ _HOMES = {
         ("generate", "merge", "audit", "Audit"),
         "api.verbs",
     ),
-    "Trainer": "api.trainer",
-    "Sample": "api.trainer_sampling",
     "Algorithm": "rl.options.algorithms",
     "Addon": "config.addons",
-    # DeepSpeed-Chat's
-    **dict.fromkeys(
-        (
-            "convert_linear_layer_to_lora",
-            "convert_lora_to_linear_layer",
-            "only_optimize_lora_parameters",
-            "make_model_gradient_checkpointing_compatible",
-            "get_optimizer_grouped_parameters",
-        ),
-        "lora.deepspeed_chat",
-    ),
 }
 _OF_ADDONS = [name for each in ADDONS.values() for name in each.functions.split()]
 __all__ = ["__version__", *_HOMES, *_OF_ADDONS]

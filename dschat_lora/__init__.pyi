@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.api.options import Data, Model, Reward
-from dschat_lora.api.trainer import Trainer as _Trainer
+from dschat_lora.addons.trainer.trainer import Trainer as _Trainer
 from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
 from dschat_lora.api.verbs import Audit as Audit
-from dschat_lora.api.trainer_sampling import Sample as Sample
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
-from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
-from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
-from dschat_lora.lora.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
-from dschat_lora.lora.deepspeed_chat import make_model_gradient_checkpointing_compatible as make_model_gradient_checkpointing_compatible
-from dschat_lora.lora.deepspeed_chat import get_optimizer_grouped_parameters as get_optimizer_grouped_parameters
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
+from dschat_lora.addons.loralib.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
+from dschat_lora.addons.loralib.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
+from dschat_lora.addons.loralib.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
+from dschat_lora.addons.loralib.deepspeed_chat import make_model_gradient_checkpointing_compatible as make_model_gradient_checkpointing_compatible
+from dschat_lora.addons.loralib.deepspeed_chat import get_optimizer_grouped_parameters as get_optimizer_grouped_parameters
+from dschat_lora.addons.trainer.sampling import Sample as Sample
 __version__: str
 __all__: list[str]
 
@@ -61,8 +61,6 @@ def sft(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     learning_rate: float | Literal['auto'] = 5e-05,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -126,6 +124,8 @@ def sft(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -188,8 +188,6 @@ def sft(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -253,6 +251,8 @@ def sft(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -300,8 +300,6 @@ def reward(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     learning_rate: float | Literal['auto'] = 5e-05,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -368,6 +366,8 @@ def reward(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -409,8 +409,6 @@ def reward(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -477,6 +475,8 @@ def reward(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -525,8 +525,6 @@ def dpo(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     learning_rate: float | Literal['auto'] = 1e-06,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -600,6 +598,8 @@ def dpo(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -642,8 +642,6 @@ def dpo(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -717,6 +715,8 @@ def dpo(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -787,8 +787,6 @@ def rlhf(
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     num_prompts: int = 0,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -911,6 +909,8 @@ def rlhf(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -1009,8 +1009,6 @@ def rlhf(
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -1133,6 +1131,8 @@ def rlhf(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -1219,8 +1219,6 @@ def distill(
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     num_prompts: int = 0,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
     max_steps: int = 0,
@@ -1342,6 +1340,8 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     agent: str | Callable[..., Any] | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -1431,8 +1431,6 @@ def distill(
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         num_train_epochs (int): passes over data; 0 evaluates only
         max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
@@ -1554,6 +1552,8 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
@@ -1757,8 +1757,6 @@ def audit(
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     show: int = 0,
     stage: Literal['sft', 'reward', 'dpo', 'rlhf', 'distill'] = 'sft',
     seed: int = 1234,
@@ -1772,6 +1770,8 @@ def audit(
     language_rows: int = 0,
     kept_path: str | os.PathLike[str] | None = None,
     overwrite_kept_path: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
 ) -> Audit:
@@ -1804,8 +1804,6 @@ def audit(
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         show (int): samples to show, token by token, with what is supervised
         stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
         seed (int): of --data_split and --eval_ratio
@@ -1819,6 +1817,8 @@ def audit(
         language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
         kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
         overwrite_kept_path (bool): replace a file that is at --kept_path
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
     """

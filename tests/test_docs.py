@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.__main__ import VERBS
+from dschat_lora.__main__ import VERBS, path_of
 from dschat_lora.commands.stages import STAGES
-from dschat_lora.config.addons import verb_path, verbs
+from dschat_lora.config.addons import verbs
 from dschat_lora.config.options import chosen_verb, option_aliases, option_names, parse_config
 from helpers.addons import of_the_whole
 
@@ -29,7 +29,7 @@ def config_of(verb, kind=""):
     if verb in STAGES:
         return STAGES[verb].config
     try:
-        path = VERBS[verb].run if verb in VERBS else verb_path(verb)
+        path = path_of(verb)
     except ValueError as error:
         pytest.skip(str(error))
     module = import_module(path.partition(":")[0])
@@ -163,7 +163,7 @@ def test_options_of_a_quoted_verb_exist(verb, arguments):
 
 def test_the_page_of_the_training_loop_shows_the_example_as_it_is():
     example = (ROOT / "examples" / "own_training_loop.py").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "own_training_loop.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "addons" / "loralib.md").read_text(encoding="utf-8")
     assert f"```python\n{example}```\n" in page
 
 

@@ -38,8 +38,8 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "config": Room(
             libraries="yaml",
-            light="addon_names addons bundled data files groups held old_names options other_names"
-            " parser staging stages values verbs when",
+            light="addon_names addons bundled data files groups held options other_names parser"
+            " staging stages values verb_names verbs when",
         ),
     },
     {
@@ -83,8 +83,8 @@ FLOORS = [
         "generation": Room("algos config lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
-            "huggingface_hub packaging psutil safetensors torch transformers",
-            "caller checks describe directory resume sharing stage_main validation",
+            "packaging psutil safetensors torch transformers",
+            "caller checks describe directory resume stage_main validation",
         ),
     },
     {
@@ -149,16 +149,17 @@ FLOORS = [
     },
     {
         "api": Room(
-            "algos assets checkpoint commands config data engine generation lora models report"
-            " rl.draw rl.loop rl.options rl.response rl.score runtime supervised",
-            "IPython numpy torch",
+            "algos assets commands config data engine generation lora models report rl.options"
+            " runtime supervised",
+            "IPython",
             "demo notebook options process stages verbs",
         ),
         "__main__": Room("commands config report runtime", light="__main__"),
+        "old_names": Room(light="old_names"),
     },
     {
         "addons.audit": Room(
-            "config data runtime", "datasketch numpy py3langid regex", "addon config"
+            "config data runtime", "datasketch numpy py3langid regex", "addon config options"
         ),
         "addons.evaluation": Room(
             "algos api commands config data engine generation lora models report"
@@ -166,25 +167,28 @@ FLOORS = [
             "lm_eval numpy",
             "addon config options python validation verbs",
         ),
-        "addons.glue": Room(
-            "algos checkpoint commands config data engine lora models report runtime",
-            "datasets numpy scipy sklearn torch transformers",
-            "addon config data validation verbs",
+        "addons.loralib": Room(
+            "algos checkpoint config engine lora report runtime",
+            "safetensors torch transformers",
+            "addon verbs",
+        ),
+        "addons.publish": Room(
+            "checkpoint commands config report runtime", "huggingface_hub", "addon config verbs"
         ),
         "addons.images": Room(
             "checkpoint config data engine lora models runtime",
             "PIL httpx huggingface_hub jinja2 numpy safetensors tokenizers torch transformers",
-            "addon families options",
-        ),
-        "addons.nlg": Room(
-            "algos checkpoint commands config data engine generation lora models report runtime"
-            " supervised",
-            "nltk pycocoevalcap sacrebleu torch transformers",
-            "addon config formats predictions validation verbs",
+            "addon families media options",
         ),
         "addons.pipeline": Room(
             "checkpoint commands config models report rl.options runtime",
             light="addon placeholders recipe run verbs",
+        ),
+        "addons.trainer": Room(
+            "algos api checkpoint config data engine generation lora models report rl.draw"
+            " rl.options runtime",
+            "numpy torch",
+            "addon",
         ),
         "addons.serving": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"
@@ -205,6 +209,18 @@ FLOORS = [
             "openai starlette",
             "addon options",
         ),
+        "addons.glue": Room(
+            "addons.loralib algos checkpoint commands config data engine lora models report"
+            " runtime",
+            "datasets numpy scipy sklearn torch transformers",
+            "addon config data validation verbs",
+        ),
+        "addons.nlg": Room(
+            "addons.loralib algos checkpoint commands config data engine generation lora models"
+            " report runtime supervised",
+            "nltk pycocoevalcap sacrebleu torch transformers",
+            "addon config formats predictions validation verbs",
+        ),
         "addons.planning": Room(
             "addons.pipeline algos api commands config data engine generation lora models perf"
             " report rl.learn rl.loop rl.options rl.response rl.watch runtime",
@@ -221,7 +237,7 @@ FLOORS = [
     },
 ]
 # The package itself holds the version, which every module may read.
-ROOMS = {"": Room("config", light="__init__")} | {
+ROOMS = {"": Room("config old_names", light="__init__")} | {
     name: room for floor in FLOORS for name, room in floor.items()
 }
 # Known to these rooms alone, whatever else changes in the table.
@@ -231,8 +247,8 @@ OWNERS = {
     "datasets": {"data", "addons.glue", "addons.streaming"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.glue", "addons.images", "addons.nlg", "checkpoint", "data", "generation"),
-        *("models", "rl.draw", "runtime"),
+        *("addons.glue", "addons.images", "addons.loralib", "addons.nlg", "checkpoint", "data"),
+        *("generation", "models", "rl.draw", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -244,10 +260,16 @@ VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    *("addons.images.families", "addons.nlg.verbs"),
+    *("addons.images.media", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
-    *("addons.agents.options", "addons.serving.verbs", "addons.streaming.options"),
-    "addons.tinker.verbs",
+    *(
+        "addons.agents.options",
+        "addons.loralib.verbs",
+        "addons.publish.verbs",
+        "addons.serving.verbs",
+        "addons.streaming.options",
+        "addons.tinker.verbs",
+    ),
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}
@@ -523,7 +545,7 @@ def called(node):
 @of_the_whole
 def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
     # Of these the first is the registry, and old names are read where there are add-ons.
-    may = {"config.addons", "config.addon_names", "config.old_names"}
+    may = {"config.addons", "config.addon_names", "old_names"}
 
     def named(path):
         for node in nodes_of(path):
@@ -552,8 +574,7 @@ def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
 
 def test_packages_are_empty_but_for_their_names():
     spoken = [path for path in PACKAGE.rglob("__init__.py") if path.stat().st_size]
-    # The last has the names of another package.
-    assert {name_of(path) for path in spoken} <= {"", "assets", "lora.loralib"}
+    assert {name_of(path) for path in spoken} <= {"", "assets"}
 
 
 def table():

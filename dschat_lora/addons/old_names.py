@@ -1,4 +1,4 @@
-"""Names that the add-ons' modules had; :mod:`dschat_lora.config.old_names` reads them."""
+"""Names that the add-ons' modules had; :mod:`dschat_lora.old_names` reads them."""
 
 from pathlib import Path
 from pkgutil import iter_modules
@@ -14,7 +14,14 @@ _PACKAGES = {
 OLD_NAMES = {
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
+    "api.losses": "addons.trainer.losses",
+    "api.sequences": "addons.trainer.sequences",
+    "api.trainer": "addons.trainer.trainer",
+    "api.trainer_build": "addons.trainer.build",
+    "api.trainer_sampling": "addons.trainer.sampling",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
+    "checkpoint.extract": "addons.loralib.extract",
+    "checkpoint.lora_only": "addons.loralib.lora_only",
     "data.filtering": "addons.audit.filtering",
     "data.nlg": "addons.nlg.formats data.row_formats",
     "data.similar_rows": "addons.audit.similar_rows",
@@ -22,6 +29,10 @@ OLD_NAMES = {
     "data.stream_loader": "addons.streaming.loader",
     "data.tar_rows": "addons.streaming.tar_rows",
     "generation.search": "generation.greedy addons.nlg.beam_search",
+    "lora.deepspeed_chat": "addons.loralib.deepspeed_chat",
+    "lora.loralib": "addons.loralib.loralib addons.loralib",
+    "lora.loralib.layers": "addons.loralib.layers",
+    "lora.loralib.utils": "addons.loralib.utils",
     "models.families": "addons.planning.families",
     "models.published": "addons.planning.published addons.pipeline.placeholders",
     "pipeline.doctor": "addons.planning.doctor",
@@ -38,7 +49,7 @@ OLD_NAMES = {
     "addons.planning.verbs",
     "pipeline.tune": "addons.planning.tune",
     "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
-    "addons.evaluation.verbs",
+    "addons.evaluation.verbs addons.publish.verbs addons.loralib.verbs",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.agent_server": "addons.agents.agents",
@@ -52,6 +63,7 @@ OLD_NAMES = {
     "rl.prompt_stream": "addons.streaming.prompts rl.draw.source",
     "runtime.shared_stream": "addons.streaming.runs",
     "runtime.streaming": "addons.streaming.runs",
+    "runtime.sharing": "addons.publish.sharing",
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",
     "supervised.measure": "addons.evaluation.measure",

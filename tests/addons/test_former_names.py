@@ -12,7 +12,24 @@ FORMER = {
     "api.command_lines": (
         "run_stage stage run_nlg run_glue launched plan tune audit merge generate evaluate demo"
     ),
+    "api.losses": "Tables TokenLoss OPTIONS Loss make_loss counted",
+    "api.sequences": (
+        "Numbers TokenSequence SequenceBatch check_sequences check_tokens make_batches make_batch"
+    ),
+    "api.trainer": "Trainer",
+    "api.trainer_build": (
+        "OPTIONS TrainerConfig check_options TrainerParts open_parts close_parts decoding "
+        "save_state load_state"
+    ),
+    "api.trainer_sampling": "Prompt Key Sample draw make_sampling check_fits make_seeds",
     "checkpoint.gpt2_checkpoint": "Gpt2Checkpoint read_gpt2_checkpoint load_base",
+    "checkpoint.extract": (
+        "extract write_trained read_checkpoint compare_base is_head empty_classifier"
+    ),
+    "checkpoint.lora_only": (
+        "LoraSettings LoraOnly write_lora_only read_lora_only read_tensors lora_config_of_file "
+        "load_lora_only match_names loralib_name rank_of is_factor"
+    ),
     "data.filtering": (
         "MAX_SHOWN LANGUAGE_CHARACTERS Fate FATES Filtered RowFilter filter_rows compared_texts "
         "count_languages"
@@ -110,6 +127,17 @@ FORMER = {
         "epoch_files"
     ),
     "generation.search": "greedy_decode BeamSearch TextRules repeated_ngram_ends beam_search",
+    "lora.deepspeed_chat": (
+        "NO_DECAY convert_linear_layer_to_lora only_optimize_lora_parameters "
+        "convert_lora_to_linear_layer make_model_gradient_checkpointing_compatible "
+        "get_optimizer_grouped_parameters"
+    ),
+    "lora.loralib": (
+        "Conv1d Conv2d Conv3d ConvLoRA Embedding Linear LoRALayer MergedLinear lora_state_dict "
+        "mark_only_lora_as_trainable merged_copy layers utils"
+    ),
+    "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
+    "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
     "pipeline.doctor": (
         "GIB SMALL_DISK NO_DISK SMALL_MEMORY STEP_SECONDS Finding examine diagnose versions "
         "devices describe_device attention compiler memory disks network training_step"
@@ -166,9 +194,7 @@ FORMER = {
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
     "rl.play.agent_server": "HOST AgentServer",
-    "rl.play.agents": (
-        "HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST load_agents AgentServer"
-    ),
+    "rl.play.agents": ("HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST AgentServer"),
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
@@ -176,6 +202,7 @@ FORMER = {
     "rl.prompt_stream": "Pool PromptStream",
     "runtime.shared_stream": "SharedStream",
     "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
+    "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"

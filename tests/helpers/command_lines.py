@@ -19,17 +19,15 @@ from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.commands import seeds, train
 from dschat_lora.commands.launch import LauncherConfig
 from dschat_lora.commands.stages import STAGES
-from dschat_lora.config.addons import installed, load, verb_path
+from dschat_lora.config.addons import installed, load
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.values import is_switch, switch_words, value_shape
 from dschat_lora.config.verbs import (
-    ExportConfig,
     GenerateConfig,
     InspectConfig,
     MergeConfig,
-    PushConfig,
 )
 from dschat_lora.runtime import stage_main
 from helpers.addons import of_addon
@@ -103,9 +101,9 @@ COMMANDS = (
     Command(("generate",), GenerateConfig, (MODEL, "Hello.")),
     *_of_addon("evaluation.config:EvalConfig", "eval", f"{MODEL} {DATA}"),
     *_of_addon("evaluation.config:ScoreConfig", "score", "reward pairs.jsonl"),
-    Command(("push",), PushConfig, ("adapter", "me/mine", "--dry_run")),
-    Command(("export",), ExportConfig, ("adapter",)),
-    Command(("extract",), None, ("adapter", "--base", MODEL)),
+    *_of_addon("publish.config:PushConfig", "push", "adapter me/mine --dry_run"),
+    *_of_addon("publish.config:ExportConfig", "export", "adapter"),
+    *_of_addon("loralib", "extract", f"adapter --base {MODEL}"),
     Command(("accept",), None, ("copy",)),
 )
 # Modules of which verbs run functions and classes before they reach what they are for.
@@ -201,8 +199,7 @@ def _of_parser(command):
 
     with replaced((Parser, "parse_known_args", catch)), contextlib.suppress(_FoundError):
         verb = command.verb
-        path = program.VERBS[verb].run if verb in program.VERBS else verb_path(verb)
-        load(path)([*command.words[1:], *command.needed])
+        load(program.path_of(verb))([*command.words[1:], *command.needed])
     for action in found[0]._actions:
         name = action.option_strings[0].removeprefix("--") if action.option_strings else "-h"
         if name != "-h":
