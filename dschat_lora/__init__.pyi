@@ -808,11 +808,6 @@ def rlhf(
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
-    vllm_command: str | None = None,
-    vllm_gpu_memory_utilization: float = 0.3,
-    rollout_adapter_dir: str | os.PathLike[str] | None = None,
-    rollout_timeout: float = 600.0,
-    rollouts_ahead: int = 0,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
@@ -915,6 +910,11 @@ def rlhf(
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
     agent: str | Callable[..., Any] | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -1030,11 +1030,6 @@ def rlhf(
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
@@ -1137,6 +1132,11 @@ def rlhf(
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
@@ -1241,11 +1241,6 @@ def distill(
     temperature: float = 1.0,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     num_generations: int | None = None,
-    vllm_command: str | None = None,
-    vllm_gpu_memory_utilization: float = 0.3,
-    rollout_adapter_dir: str | os.PathLike[str] | None = None,
-    rollout_timeout: float = 600.0,
-    rollouts_ahead: int = 0,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
@@ -1342,6 +1337,11 @@ def distill(
     release_inference_cache: bool = False,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
     agent: str | Callable[..., Any] | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -1453,11 +1453,6 @@ def distill(
         temperature (float): of sampling and of all log-probabilities
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
@@ -1554,6 +1549,11 @@ def distill(
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers

@@ -52,8 +52,7 @@ FLOORS = [
         ),
         "data": Room(
             "algos config",
-            "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
-            "tokenizers torch transformers",
+            "datasets huggingface_hub jinja2 numpy pyarrow tokenizers torch transformers",
             "arrow_rows digests json_stream layouts media message_layouts messages readers "
             "row_formats rows sources templates thoughts tool_calls",
         ),
@@ -83,60 +82,55 @@ FLOORS = [
         "generation": Room("algos config lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
-            "packaging psutil safetensors torch transformers",
+            "packaging psutil torch",
             "caller checks describe directory resume stage_main validation",
         ),
     },
     {
-        "rl.response": Room(
-            "algos data engine generation models perf", "numpy torch", light="coroutines"
-        ),
+        "rl.response": Room("algos data engine models perf", "numpy torch", light="coroutines"),
         "rl.options": Room(
-            "algos config data models report runtime",
+            "config models report runtime",
             light="algorithms config engines inputs names role_config",
         ),
     },
     {
         "rl.draw": Room(
-            "algos checkpoint config data engine generation lora models rl.options rl.response"
-            " runtime",
-            "torch transformers",
-            light="completions engine_checks",
+            "algos data engine generation models rl.options rl.response runtime",
+            "torch",
+            light="completions",
         ),
         "rl.score": Room(
             "algos config data engine models report rl.options rl.response runtime",
-            "jsonschema lm_eval math_verify numpy torch",
-            light="builtin_rewards external_rewards",
+            "torch",
         ),
     },
     {
         "rl.play": Room(
-            "algos config data engine generation models report rl.draw rl.options rl.response"
-            " rl.score runtime",
-            "gymnasium mcp numpy openenv reasoning_gym torch verifiers",
+            "algos data engine models rl.draw rl.options rl.response rl.score runtime",
+            "gymnasium mcp numpy openenv reasoning_gym verifiers",
             light="environment_adapters verifiers_environment",
         ),
         "rl.learn": Room(
-            "algos checkpoint config data engine generation lora models perf rl.draw rl.options"
-            " rl.response rl.score runtime",
+            "algos config data engine lora models perf rl.draw rl.options rl.response rl.score"
+            " runtime",
             "numpy torch",
         ),
     },
     {
         "rl.watch": Room(
-            "algos engine lora models perf report rl.learn rl.options rl.response rl.score runtime",
+            "algos engine lora models perf rl.learn rl.options rl.response rl.score runtime",
             "torch",
         ),
     },
     {
         "rl.loop": Room(
-            "algos checkpoint config data engine generation lora models perf report rl.draw"
-            " rl.learn rl.options rl.play rl.response rl.score rl.watch runtime",
+            "algos config data engine generation lora models perf report rl.draw rl.learn"
+            " rl.options rl.play rl.response rl.score rl.watch runtime",
             "numpy torch",
             light="validation",
         ),
         "supervised": Room(
-            "algos checkpoint config data engine generation lora models perf report runtime",
+            "algos config data engine generation lora models perf report runtime",
             "numpy torch",
         ),
     },
@@ -162,7 +156,7 @@ FLOORS = [
             "config data runtime", "datasketch numpy py3langid regex", "addon config options"
         ),
         "addons.evaluation": Room(
-            "algos api commands config data engine generation lora models report"
+            "algos api commands config data engine generation models report"
             " rl.options rl.response rl.score runtime supervised",
             "lm_eval numpy",
             "addon config options python validation verbs",
@@ -177,8 +171,14 @@ FLOORS = [
         ),
         "addons.images": Room(
             "checkpoint config data engine lora models runtime",
-            "PIL httpx huggingface_hub jinja2 numpy safetensors tokenizers torch transformers",
+            "PIL httpx huggingface_hub jinja2 safetensors tokenizers torch transformers",
             "addon families media options",
+        ),
+        "addons.engines": Room(
+            "algos checkpoint config data engine generation lora models rl.draw rl.loop"
+            " rl.options rl.response runtime",
+            "torch transformers",
+            "addon checks facts options",
         ),
         "addons.pipeline": Room(
             "checkpoint commands config models report rl.options runtime",
@@ -190,9 +190,13 @@ FLOORS = [
             "numpy torch",
             "addon",
         ),
+        "addons.rewards": Room(
+            "config models report rl.score runtime",
+            "jsonschema lm_eval math_verify",
+            "addon builtin external",
+        ),
         "addons.serving": Room(
-            "algos checkpoint commands config data engine generation lora models report runtime"
-            " supervised",
+            "algos checkpoint config data engine generation lora models report runtime supervised",
             "h11 llguidance starlette torch uvicorn",
             "addon config verbs endpoint.sockets",
         ),
@@ -248,7 +252,7 @@ OWNERS = {
     "deepspeed": {"engine"},
     "transformers": {
         *("addons.glue", "addons.images", "addons.loralib", "addons.nlg", "checkpoint", "data"),
-        *("generation", "models", "rl.draw", "runtime"),
+        *("addons.engines", "generation", "models", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -260,7 +264,7 @@ VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    *("addons.images.media", "addons.nlg.verbs"),
+    *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *(
         "addons.agents.options",

@@ -11,6 +11,7 @@ _PACKAGES = {
     "serving": "addons.serving",
     "tinker": "addons.tinker",
 }
+_SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
@@ -35,6 +36,7 @@ OLD_NAMES = {
     "lora.loralib.utils": "addons.loralib.utils",
     "models.families": "addons.planning.families",
     "models.published": "addons.planning.published addons.pipeline.placeholders",
+    "perf.launches": "addons.planning.launches",
     "pipeline.doctor": "addons.planning.doctor",
     "pipeline.first_hour": "addons.planning.first_hour",
     "pipeline.hour_checks": "addons.planning.hour_checks",
@@ -50,11 +52,26 @@ OLD_NAMES = {
     "pipeline.tune": "addons.planning.tune",
     "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
     "addons.evaluation.verbs addons.publish.verbs addons.loralib.verbs",
+    "rl.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.agent_server": "addons.agents.agents",
+    "rl.builtin_rewards": "addons.rewards.builtin rl.options.names",
+    "rl.external_rewards": "addons.rewards.external",
+    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores "
+    "addons.rewards.conventions",
+    "rl.score.builtin_rewards": "addons.rewards.builtin rl.options.names",
+    "rl.score.external_rewards": "addons.rewards.external",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.draw.engine_checks": "addons.engines.checks",
+    "rl.draw.rollout_engines": "addons.engines.server_engine rl.draw.engine",
+    "rl.draw.rollout_servers": _SERVERS,
+    "rl.draw.rollouts_ahead": "addons.engines.rollouts_ahead",
+    "rl.draw.server_engine": "addons.engines.server_engine",
+    "rl.draw.transformers_engine": "addons.engines.transformers_engine",
+    "rl.draw.vllm_server": "addons.engines.vllm_server",
+    "rl.loop.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.play.agent_programs": "addons.agents.agent_programs",
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
@@ -63,6 +80,11 @@ OLD_NAMES = {
     "rl.prompt_stream": "addons.streaming.prompts rl.draw.source",
     "runtime.shared_stream": "addons.streaming.runs",
     "runtime.streaming": "addons.streaming.runs",
+    "rl.rollout_engines": "addons.engines.server_engine rl.draw.engine",
+    "rl.rollout_servers": _SERVERS,
+    "rl.rollouts_ahead": "addons.engines.rollouts_ahead",
+    "rl.vllm_server": "addons.engines.vllm_server",
+    "runtime.advice": "addons.planning.memory_advice",
     "runtime.sharing": "addons.publish.sharing",
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",

@@ -21,7 +21,14 @@ ADDONS: Mapping[str, Names] = {
     "audit": Names(),
     "streaming": Names(),
     "images": Names(),
+    "engines": Names(
+        values="rollout_engine=transformers rollout_engine=vllm "
+        "rollout_engine=http: rollout_engine=https:"
+    ),
     "agents": Names(),
+    "rewards": Names(
+        values="reward_function=builtin: reward_function=http:// reward_function=https://"
+    ),
     "publish": Names("push export"),
     "loralib": Names(
         "extract",

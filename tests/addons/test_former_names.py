@@ -181,15 +181,31 @@ FORMER = {
         "ConfigT pipeline doctor report rollouts models inspect score push export "
         "extract accept parsed_config"
     ),
+    "rl.builtin_rewards": (
+        "PREFIX BuiltinReward builtin_function is_remote exact_match regex number_equals length "
+        "json_valid json_schema math_equal format_tags repetition_penalty soft_overlong ifeval "
+        "judge python_tests BUILTINS"
+    ),
+    "rl.external_rewards": (
+        "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
+        "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
+    ),
+    "rl.rewards": "VERL OPENRLHF",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
         "reward_and_metrics"
     ),
+    "rl.advice": "FullWhileDecodingError FullAfterReleaseError memory_advice",
     "rl.agent_server": "HOST AgentServer",
     "rl.agents": (
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.draw.engine_checks": "VLLM_RANKS check_servers check_vllm vllm_rank",
+    "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
+    "rl.draw.server_engine": "engine_of_addresses server_engine ServerEngine RolloutServer",
+    "rl.draw.transformers_engine": "transformers_engine TransformersEngine",
     "rl.play.agent_programs": (
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
@@ -202,6 +218,16 @@ FORMER = {
     "rl.prompt_stream": "Pool PromptStream",
     "runtime.shared_stream": "SharedStream",
     "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
+    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.rollout_servers": (
+        "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
+        "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
+        "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
+    ),
+    "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.vllm_server": (
+        "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
+    ),
     "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
