@@ -229,6 +229,7 @@ class NlgOptimConfig(OptimConfig):
     learning_rate: float = option(
         5e-5, help="peak rate of base weights, where they train", when=base_rate_note
     )
+    lr_probe: int = hidden(0)
     i_steps: str | None = option(
         None, help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the last ends the run"
     )
