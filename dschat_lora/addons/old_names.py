@@ -79,7 +79,7 @@ OLD_NAMES = {
     "rl.draw.prompt_stream": "addons.streaming.prompts",
     "rl.prompt_stream": "addons.streaming.prompts rl.draw.source",
     "runtime.shared_stream": "addons.streaming.runs",
-    "runtime.streaming": "addons.streaming.runs",
+    "runtime.streaming": "addons.streaming.hub addons.streaming.runs",
     "rl.rollout_engines": "addons.engines.server_engine rl.draw.engine",
     "rl.rollout_servers": _SERVERS,
     "rl.rollouts_ahead": "addons.engines.rollouts_ahead",

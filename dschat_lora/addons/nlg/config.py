@@ -19,7 +19,7 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import classic, group, option
+from dschat_lora.config.options import classic, group, hidden, option
 from dschat_lora.config.stages import SupervisedConfig
 
 Profile = Literal["e2e", "webnlg", "dart"]

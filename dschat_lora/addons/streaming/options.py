@@ -80,7 +80,7 @@ class StreamingOptions:
 
     def on_all_ranks(self, config: Any) -> Any:
         """The config that streams if its data sets of the hub are large."""
-        from dschat_lora.addons.streaming.runs import with_large_hub_data_streamed
+        from dschat_lora.addons.streaming.hub import with_large_hub_data_streamed
 
         return with_large_hub_data_streamed(config)
 
