@@ -56,7 +56,6 @@ OLD_NAMES = {
     "rl.validation": "rl.loop.validation",
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.watch.rows": "rl.loop.parts",
-    "runtime.seeds": "commands.seeds",
     "world": "assets.toy_world",
 }
 

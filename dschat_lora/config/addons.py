@@ -34,6 +34,9 @@ SEAMS = (
     "media",
     "rest",
     "thumbnails",
+    "stored_form",
+    "base_file",
+    "base_distance",
     "advice",
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

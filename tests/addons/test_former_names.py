@@ -138,6 +138,8 @@ FORMER = {
     ),
     "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
     "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
+    "models.dequantize": "int8_values gptq_values awq_values dequantizer",
+    "models.other_base": "Weights probe_ids base_warning",
     "pipeline.doctor": (
         "GIB SMALL_DISK NO_DISK SMALL_MEMORY STEP_SECONDS Finding examine diagnose versions "
         "devices describe_device attention compiler memory disks network training_step"
@@ -229,6 +231,7 @@ FORMER = {
         "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
     ),
     "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
+    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"

@@ -104,7 +104,6 @@ FORMER = {
     ),
     "rl.verifiers_environment": "Verifiers",
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
-    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "world": "reward rule",
 }
 
