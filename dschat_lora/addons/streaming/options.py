@@ -66,7 +66,7 @@ class StreamingOptions:
                 "--streaming reads data whose length is not known before; give --max_steps, the "
                 "optimizer steps of the run"
             )
-        if optim is not None and getattr(optim, "lr_probe", 0):
+        if optim is not None and getattr(optim, "lr_probe", None):
             raise ValueError(
                 f"--lr_probe {optim.lr_probe} reads the first rows anew for each trial: drop "
                 "--streaming"
