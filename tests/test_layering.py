@@ -193,6 +193,9 @@ FLOORS = [
             "numpy torch",
             "addon",
         ),
+        "addons.diagnostics": Room(
+            "config engine rl.options rl.watch rl.loop", light="addon options"
+        ),
         "addons.rewards": Room(
             "config models report rl.score runtime",
             "jsonschema lm_eval math_verify",
@@ -270,6 +273,7 @@ VERBS = {
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *(
         "addons.agents.options",
+        "addons.diagnostics.options",
         "addons.bases.forms",
         "addons.loralib.verbs",
         "addons.publish.verbs",

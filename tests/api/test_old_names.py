@@ -56,9 +56,7 @@ FORMER = {
     "rl.metrics": (
         "update_metrics response_metrics source_metrics turn_metrics agent_metrics "
         "ROWS_BY_TOKEN rollout_rows rewards_by_name importance_metrics version_metrics "
-        "sampler_errors WINDOW PATIENCE RATIO_TOLERANCE SAMPLER_TOLERANCE SAMPLER_LIMIT "
-        "ENGINE_LIMIT MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL GUARDED "
-        "check_sampler Diagnostics"
+        "sampler_errors SAMPLER_TOLERANCE SAMPLER_LIMIT ENGINE_LIMIT check_sampler"
     ),
     "rl.play.mcp_tools": "mcp_tool_schema",
     "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
