@@ -24,7 +24,7 @@ def of_verl(function: Callable[..., Any], tokenizer: Tokenizer) -> "Adapted | No
     if "solution_str" not in named_parameters(function):
         return None
 
-    def arguments(given: Values) -> Values:
+    def made(given: Values) -> Values:
         by_rule = given.get("reward_model")  # where verl's data has it
         truth = by_rule if isinstance(by_rule, dict) else given
         columns = {name: given.get(name) for name in ("data_source", "extra_info")}
@@ -33,7 +33,7 @@ def of_verl(function: Callable[..., Any], tokenizer: Tokenizer) -> "Adapted | No
 
     columns = ("data_source", "reward_model", "ground_truth", "extra_info")
     needed = {"response": Parameter.empty, **dict.fromkeys(columns)}
-    return Adapted(function, VERL, needed, arguments)
+    return Adapted(function, VERL, needed, made)
 
 
 def of_openrlhf(function: Callable[..., Any], tokenizer: Tokenizer) -> "Adapted | None":
@@ -45,7 +45,7 @@ def of_openrlhf(function: Callable[..., Any], tokenizer: Tokenizer) -> "Adapted 
         return None
     at_once = getattr(function, "takes_lists", False)
 
-    def arguments(given: Values) -> Values:
+    def made(given: Values) -> Values:
         lists = given
         if not at_once:
             lists = {_PLURALS.get(n, n): v if n in _OF_RUN else [v] for n, v in given.items()}
@@ -56,7 +56,7 @@ def of_openrlhf(function: Callable[..., Any], tokenizer: Tokenizer) -> "Adapted 
 
     names = ("responses", "prompts", "token_ids", "rows")
     needed = dict.fromkeys(names if at_once else map(singular, names), Parameter.empty)
-    return Adapted(function, OPENRLHF, needed, arguments, unwraps=not at_once)
+    return Adapted(function, OPENRLHF, needed, made, unwraps=not at_once)
 
 
 class Adapted:
@@ -67,16 +67,16 @@ class Adapted:
         function: Callable[..., Any],
         theirs: Collection[str],
         needed: Values,
-        arguments: Callable[[Values], Values],
+        made: Callable[[Values], Values],
         *,
         unwraps: bool = False,
     ) -> None:
         """Take a function whose arguments ``theirs`` are made of those ``needed``.
 
-        ``needed`` are defaults by name, ``arguments`` makes all, and with ``unwraps`` the function
+        ``needed`` are defaults by name, ``made`` gives all, and with ``unwraps`` the function
         returns lists of one.
         """
-        self._function, self._arguments, self._unwraps = function, arguments, unwraps
+        self._function, self._made, self._unwraps = function, made, unwraps
         own, others = named_parameters(function), takes_all(function)
         self._takes = None if others else {*own}
         logs = dict.fromkeys(("log_metric", "log_extra"), Parameter.empty)
@@ -91,7 +91,7 @@ class Adapted:
 
     def __call__(self, **given: Any) -> Any:
         """The scores, without what the function returns beside them, which is logged."""
-        made = self._arguments(given)
+        made = self._made(given)
         takes = made if self._takes is None else self._takes
         found = self._function(**{name: v for name, v in made.items() if name in takes})
         return (
