@@ -19,6 +19,7 @@ ADDONS: Mapping[str, Names] = {
     "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
     "audit": Names(),
+    "streaming": Names(),
     "images": Names(),
     "engines": Names(
         values="rollout_engine=transformers rollout_engine=vllm "
