@@ -198,7 +198,7 @@ FLOORS = [
         ),
         "addons.rewards": Room(
             "config models report rl.score runtime",
-            "jsonschema lm_eval math_verify",
+            "jsonschema lm_eval math_verify torch",
             "addon builtin external",
         ),
         "addons.serving": Room(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dschat_lora.config.addons import groups_of, through_addons
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
@@ -152,8 +152,7 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def check_reference(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Have add-ons refuse options of a reference that the algorithm has no use for, or lacks."""
-    for own in groups_of(config, "check_reference"):
-        own.check_reference(config)
+    through_addons(config, "check_reference")
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
