@@ -11,9 +11,13 @@ _PACKAGES = {
     "serving": "addons.serving",
     "tinker": "addons.tinker",
 }
+_LIBRARIES = " ".join(
+    f"addons.environments.{name}" for name in ("gymnasium", "mcp", "openenv", "reasoning_gym")
+)
 OLD_NAMES = {
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
+    "assets.calculator": "addons.environments.calculator",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
     "data.filtering": "addons.audit.filtering",
     "data.nlg": "addons.nlg.formats data.row_formats",
@@ -41,10 +45,23 @@ OLD_NAMES = {
     "rl.agent_server": "addons.agents.agents",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.environment": "addons.environments.environment addons.environments.turn_tokens "
+    "addons.environments.players",
+    "rl.environment_adapters": _LIBRARIES,
     "rl.play.agent_programs": "addons.agents.agent_programs",
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
     "rl.play.conversations": "addons.agents.conversations",
+    "rl.play.environment": "addons.environments.environment addons.environments.stateful",
+    "rl.play.environment_adapters": _LIBRARIES,
+    "rl.play.mcp_tools": "addons.environments.mcp",
+    "rl.play.players": "addons.environments.players",
+    "rl.play.stateful_environment": "addons.environments.stateful",
+    "rl.play.turn_tokens": "addons.environments.turn_tokens",
+    "rl.play.verifiers_environment": "addons.environments.verifiers",
+    "rl.response.turn_tokens": "addons.environments.turn_tokens",
+    "rl.stateful_environment": "addons.environments.stateful addons.environments.players",
+    "rl.verifiers_environment": "addons.environments.verifiers",
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",
     "supervised.measure": "addons.evaluation.measure",

@@ -60,6 +60,7 @@ ADDONS: Mapping[str, Names] = {
     "serving": Names("chat serve"),
     "audit": Names(),
     "images": Names(),
+    "environments": Names(),
     "agents": Names(),
     "tinker": Names("tinker"),
     "nlg": Names("nlg"),

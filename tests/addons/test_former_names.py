@@ -12,6 +12,7 @@ FORMER = {
     "api.command_lines": (
         "run_stage stage run_nlg run_glue launched plan tune audit merge generate evaluate demo"
     ),
+    "assets.calculator": "questions dialogues calculate is_right",
     "checkpoint.gpt2_checkpoint": "Gpt2Checkpoint read_gpt2_checkpoint load_base",
     "data.filtering": (
         "MAX_SHOWN LANGUAGE_CHARACTERS Fate FATES Filtered RowFilter filter_rows compared_texts "
@@ -154,6 +155,18 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.environment": "EnvironmentFailedError Environment TurnTokens Episodes",
+    "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer",
+    "rl.play.environment": "EnvironmentFailedError Environment StatefulEnvironment",
+    "rl.play.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer",
+    "rl.play.mcp_tools": "mcp_tool_schema",
+    "rl.play.players": "Episodes UserDraw UserPlayer load_environment load_player",
+    "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
+    "rl.play.turn_tokens": "TurnTokens",
+    "rl.play.verifiers_environment": "Verifiers",
+    "rl.response.turn_tokens": "TurnTokens prompt_messages",
+    "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
+    "rl.verifiers_environment": "Verifiers",
     "rl.play.agent_programs": (
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),

@@ -6,5 +6,5 @@ _OPTIONS = "dschat_lora.addons.agents.options:AgentOptions"
 ADDON = Addon(
     "agents",
     options={"rlhf": _OPTIONS, "distill": _OPTIONS},
-    needs=("serving",),
+    needs=("environments", "serving"),
 )

@@ -31,7 +31,8 @@ from dschat_lora.addons.agents.conversations import (
     Episode,
     PromptTokens,
 )
-from dschat_lora.addons.agents.options import AgentOptions
+from dschat_lora.addons.agents.options import TIMED_OUT, AgentOptions
+from dschat_lora.addons.environments.turn_tokens import TurnTokens
 from dschat_lora.addons.serving.endpoint.answers import (
     AnswerResponse,
     BusyError,
@@ -50,6 +51,7 @@ from dschat_lora.addons.serving.endpoint.sockets import address_of, listen
 from dschat_lora.addons.serving.endpoint.text import TextStream
 from dschat_lora.addons.serving.endpoint.turns import Piece, Turn
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.messages import Message
 from dschat_lora.engine.distributed import data_world_size, max_over_ranks, tensor_rank
@@ -61,8 +63,7 @@ from dschat_lora.rl.draw.player import AskedTurn, Draw, Key, Player
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.coroutines import start
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.response import TIMED_OUT, DecodedTurn, Response
-from dschat_lora.rl.response.turn_tokens import TurnTokens
+from dschat_lora.rl.response.response import DecodedTurn, Response
 from dschat_lora.rl.score.user_functions import find_object
 
 HOST = "127.0.0.1"
@@ -400,7 +401,6 @@ def load_agents(
     options: AgentOptions,
     config: RlhfConfig,
     tokenizer: Tokenizer,
-    turn_tokens: TurnTokens,
     closing: ExitStack,
 ) -> Agents:
     """The agents of ``--agent`` or ``--agent_command``; ``closing`` ends their server.
@@ -414,6 +414,7 @@ def load_agents(
         program = AgentCommand(str(options.agent_command), bool(config.rewards.reward_function))
     else:
         program = AgentFunction(options.agent, find_object("agent", options.agent))
+    turn_tokens = TurnTokens(make_chat(tokenizer, data.data.chat_template_kwargs), tokenizer)
     to = PromptTokens(make_encoder(tokenizer), turn_tokens, data.max_seq_len)
     seconds, retries, calls = options.agent_timeout, options.agent_retries, options.agent_max_calls
     agents = Agents(

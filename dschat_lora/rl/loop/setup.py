@@ -125,11 +125,9 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     tokenizer = _load_tokenizer(config, sources)
     teacher = load_teacher(config, tokenizer, sources, run)
     player: Player = OneTurn()
-    if config.has_turns:
-        from dschat_lora.rl.play.players import load_player
-
-        player = load_player(config, tokenizer, run.closing)
-    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
+    for own in config.players:
+        player = own.player(config, tokenizer, run.closing)
+    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, beside=player.beside)
     data = _read_data(config, tokenizer, run, [*player.asks, *scoring.asks], sources.actor.base)
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.models.source import ModelSource, find_model
@@ -145,7 +146,6 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}" for function in config.rewards.reward_function]
     by = by or [own.described() for own in config.players]
-    by = by or [f"the environment {config.batch.environment}"]
     source = "reward"
     if config.ppo.rules.distills:
         known = "the actor as it was" if teacher is None else model_name(teacher)
@@ -153,8 +153,8 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
         source, by = "teacher", [served or known]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    if config.data.num_prompts:
-        data = f"{config.data.num_prompts:,} episodes without data"
+    for own in groups_of(config, "described_data"):
+        data = own.described_data() or data
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
     ahead = config.batch.rollouts_ahead
     if (about := config.batch.engine.about) is not None:

@@ -1,4 +1,4 @@
-"""Names of functions, environments and servers, as options have them."""
+"""Names of functions and servers, as options have them."""
 
 import pkgutil
 import re
@@ -16,8 +16,6 @@ _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 # Of options whose values are named by the seam of another one.
 _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
 BUILTIN = "builtin:"  # before the name of a built-in reward
-# Before the name of an environment of theirs.
-ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
 
 
 def of_addons(option: str) -> Mapping[str, str]:
@@ -72,16 +70,12 @@ def is_address(text: str) -> bool:
 
 def check_name(option: str, name: str) -> None:
     """Refuse what names no function; built-in ones are rewards."""
-    scores = option not in ("environment", "agent", "parts")
+    scores = _SEAMS.get(option, option) == "reward_function"
     if scores and is_builtin(name):
         return
     allowed = ", ".join([*of_addons(option), "module:function such as my_rewards:is_right"])
     usable = is_in_module(name) or name in of_addons(option)
-    if option == "environment":
-        library, _, rest = name.partition(":")
-        usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable
-        allowed += f", or LIBRARY:NAME of {', '.join(ENVIRONMENT_LIBRARIES)}"
-    elif scores:
+    if scores:
         usable = usable or is_remote(name)
         allowed += ", or the address of a server that scores"
     require(usable, option, name, allowed)
@@ -119,8 +113,3 @@ def made(option: str, name: str, found: Any) -> Any:
         raise ValueError(
             f"--{option} {name} is called without arguments: {error}; name an object instead"
         ) from error
-
-
-def episode_prompt(number: int) -> list[dict[str, str]]:
-    """The prompt of an episode of ``--num_prompts``, in whose place comes what ``reset`` says."""
-    return [{"role": "user", "content": f"Episode {number}"}]

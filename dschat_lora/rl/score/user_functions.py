@@ -3,7 +3,7 @@
 import concurrent.futures
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -177,9 +177,11 @@ class UserFunction:
         self,
         responses: Sequence[Response],
         state: TrainerState | None = None,
-        environments: Sequence[Any] | None = None,
+        beside: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Any]:
         """What the function returns for each response, after so many errors at most.
+
+        ``beside`` are further arguments by name, which have an entry for each response.
 
         Raises:
             ValueError: if it returns no list of as many.
@@ -193,9 +195,7 @@ class UserFunction:
             logs = [RewardLog() for _ in parts]
             is_own = is_remote(self.name) or is_builtin(self.name)
             media = None if is_own else media_of(self.tokenizer)
-            calls = calls_of(
-                self.function, responses, self.tokenizer, state, logs, environments, media
-            )
+            calls = calls_of(self.function, responses, self.tokenizer, state, logs, beside, media)
             every = enumerate(zip(calls, parts, logs, strict=True))
             left = {n: call for n, call in every if n not in done}
             count, came = sum(len(part) for _, part, _ in left.values()), dict[int, Any]()
@@ -342,17 +342,18 @@ def find_object(option: str, name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-def check_takes_responses(option: str, name: str, function: Callable[..., object]) -> None:
-    """Refuse a function that takes no responses.
+def check_takes_responses(
+    option: str, name: str, function: Callable[..., object], also: str = ""
+) -> None:
+    """Refuse a function that takes no responses; ``also`` says what else it may be.
 
     Raises:
         ValueError: naming what it takes.
     """
     if not (_SEES_RESPONSES & named_parameters(function).keys() or takes_all(function)):
-        plays = ", or have play(tasks, draw, *, key)" if option == "environment" else ""
         raise ValueError(
             f"--{option} {name} must take responses, completions or messages (one at a time: "
-            f"response or completion){plays}, it takes {inspect.signature(function)}"
+            f"response or completion){also}, it takes {inspect.signature(function)}"
         )
 
 
@@ -363,7 +364,7 @@ TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra",
 
 
 # Of these a function that is called with one response at a time gets one, by the name without s.
-PLURAL = ("prompts", "responses", "completions", "environments", "rows")
+PLURAL = ("prompts", "responses", "completions", "rows")
 
 
 # Any of these parameters says that a function scores one response at a time.
@@ -417,8 +418,8 @@ def one_at_a_time(function: Callable[..., object]) -> bool:
     return is_singular(function) or ("queries" in named_parameters(function) and not takes_lists)
 
 
-def _singular(name: str) -> str:
-    return name.removesuffix("s") if name in PLURAL else name
+def _singular(name: str, more: Collection[str] = ()) -> str:
+    return name.removesuffix("s") if name in PLURAL or name in more else name
 
 
 def calls_of(
@@ -427,7 +428,7 @@ def calls_of(
     tokenizer: Tokenizer,
     state: TrainerState | None = None,
     logs: Sequence[RewardLog] = (),
-    environments: Sequence[Any] | None = None,
+    beside: Mapping[str, Sequence[Any]] | None = None,
     media: MediaReader | None = None,
 ) -> list[dict[str, Any]]:
     """Keyword arguments of each call that scores the responses, with what the function takes.
@@ -462,8 +463,7 @@ def calls_of(
         "token_ids": ids,
         "completion_ids": ids,
     }
-    if environments is not None:
-        offered["environments"] = list(environments)
+    offered |= {name: list(values) for name, values in (beside or {}).items()}
     if "solution_str" in names:  # one of verl's
         offered |= {
             "solution_str": texts,
@@ -479,7 +479,9 @@ def calls_of(
         }
     places = range(len(responses))
     if is_singular(function):
-        calls = [{_singular(name): v[i] for name, v in offered.items()} for i in places]
+        calls = [
+            {_singular(name, beside or ()): v[i] for name, v in offered.items()} for i in places
+        ]
     elif one_at_a_time(function):
         calls = [{name: v[i : i + 1] for name, v in offered.items()} for i in places]
     else:
