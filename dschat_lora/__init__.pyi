@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.api.options import Data, Model, Reward
-from dschat_lora.api.trainer import Trainer as _Trainer
+from dschat_lora.addons.trainer.trainer import Trainer as _Trainer
 from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
 from dschat_lora.api.verbs import Audit as Audit
-from dschat_lora.api.trainer_sampling import Sample as Sample
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
 from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
@@ -22,6 +21,7 @@ from dschat_lora.lora.deepspeed_chat import make_model_gradient_checkpointing_co
 from dschat_lora.lora.deepspeed_chat import get_optimizer_grouped_parameters as get_optimizer_grouped_parameters
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
+from dschat_lora.addons.trainer.sampling import Sample as Sample
 __version__: str
 __all__: list[str]
 
@@ -741,7 +741,6 @@ def rlhf(
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
-    environment: object = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -831,6 +830,7 @@ def rlhf(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
+    environment: str | object | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -921,7 +921,7 @@ def rlhf(
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
-    agent: str | Callable[..., Any] | None = None,
+    agent: str | object | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
@@ -957,9 +957,6 @@ def rlhf(
             ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
             reward models, names such as ``"builtin:length=12"``, or objects with ``names`` that
             give a reward by each of them. With ``reward_weights`` each has a weight.
-        environment: function that answers the actor's turns, or a class whose objects do, each
-            through an episode, or a dict of classes by the rows' column ``environment``; or a
-            player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -1053,12 +1050,13 @@ def rlhf(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
+        environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
-        reward_retries (int): further calls of a reward function, or an environment, that failed
-        reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
+        reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
+        reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
         clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
@@ -1143,7 +1141,7 @@ def rlhf(
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
-        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
@@ -1263,7 +1261,7 @@ def distill(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
-    environment: str | None = None,
+    environment: str | object | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -1348,7 +1346,7 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
-    agent: str | Callable[..., Any] | None = None,
+    agent: str | object | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
@@ -1475,13 +1473,13 @@ def distill(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
+        environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
-        reward_retries (int): further calls of a reward function, or an environment, that failed
-        reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
+        reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
+        reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
         clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
@@ -1560,7 +1558,7 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
-        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed

@@ -38,8 +38,8 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "config": Room(
             libraries="yaml",
-            light="addon_names addons bundled data files groups held old_names options other_names"
-            " parser staging stages values verbs when",
+            light="addon_names addons bundled data files groups held options other_names parser"
+            " staging stages values verb_names verbs when",
         ),
     },
     {
@@ -110,12 +110,6 @@ FLOORS = [
         ),
     },
     {
-        "rl.play": Room(
-            "algos config data engine generation models report rl.draw rl.options rl.response"
-            " rl.score runtime",
-            "gymnasium mcp numpy openenv reasoning_gym torch verifiers",
-            light="environment_adapters verifiers_environment",
-        ),
         "rl.learn": Room(
             "algos checkpoint config data engine generation lora models perf rl.draw rl.options"
             " rl.response rl.score runtime",
@@ -131,7 +125,7 @@ FLOORS = [
     {
         "rl.loop": Room(
             "algos checkpoint config data engine generation lora models perf report rl.draw"
-            " rl.learn rl.options rl.play rl.response rl.score rl.watch runtime",
+            " rl.learn rl.options rl.response rl.score rl.watch runtime",
             "numpy torch",
             light="validation",
         ),
@@ -149,16 +143,23 @@ FLOORS = [
     },
     {
         "api": Room(
-            "algos assets checkpoint commands config data engine generation lora models report"
-            " rl.draw rl.loop rl.options rl.response rl.score runtime supervised",
-            "IPython numpy torch",
+            "algos assets commands config data engine generation lora models report rl.options"
+            " runtime supervised",
+            "IPython",
             "demo notebook options process stages verbs",
         ),
         "__main__": Room("commands config report runtime", light="__main__"),
+        "old_names": Room(light="old_names"),
     },
     {
         "addons.audit": Room(
-            "config data runtime", "datasketch numpy py3langid regex", "addon config"
+            "config data runtime", "datasketch numpy py3langid regex", "addon config options"
+        ),
+        "addons.environments": Room(
+            "algos assets config data engine models rl.draw rl.options rl.response rl.score"
+            " runtime",
+            "gymnasium mcp numpy openenv reasoning_gym verifiers",
+            "addon gymnasium mcp openenv options reasoning_gym verifiers",
         ),
         "addons.evaluation": Room(
             "algos api commands config data engine generation lora models report"
@@ -174,7 +175,7 @@ FLOORS = [
         "addons.images": Room(
             "checkpoint config data engine lora models runtime",
             "PIL httpx huggingface_hub jinja2 numpy safetensors tokenizers torch transformers",
-            "addon families options",
+            "addon families media options",
         ),
         "addons.nlg": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"
@@ -186,6 +187,12 @@ FLOORS = [
             "checkpoint commands config models report rl.options runtime",
             light="addon placeholders recipe run verbs",
         ),
+        "addons.trainer": Room(
+            "algos api checkpoint config data engine generation lora models report rl.draw"
+            " rl.options runtime",
+            "numpy torch",
+            "addon",
+        ),
         "addons.serving": Room(
             "algos checkpoint commands config data engine generation lora models report runtime"
             " supervised",
@@ -195,8 +202,8 @@ FLOORS = [
     },
     {
         "addons.agents": Room(
-            "addons.serving algos config data engine generation models report rl.draw rl.options"
-            " rl.response rl.score runtime",
+            "addons.environments addons.serving algos config data engine generation models report"
+            " rl.draw rl.options rl.response rl.score runtime",
             "openai starlette",
             "addon options",
         ),
@@ -216,7 +223,7 @@ FLOORS = [
     },
 ]
 # The package itself holds the version, which every module may read.
-ROOMS = {"": Room("config", light="__init__")} | {
+ROOMS = {"": Room("config old_names", light="__init__")} | {
     name: room for floor in FLOORS for name, room in floor.items()
 }
 # Known to these rooms alone, whatever else changes in the table.
@@ -239,9 +246,14 @@ VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    *("addons.images.families", "addons.nlg.verbs"),
+    *("addons.images.media", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
-    *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
+    *(
+        "addons.agents.options",
+        "addons.environments.options",
+        "addons.serving.verbs",
+        "addons.tinker.verbs",
+    ),
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}
@@ -517,7 +529,7 @@ def called(node):
 @of_the_whole
 def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
     # Of these the first is the registry, and old names are read where there are add-ons.
-    may = {"config.addons", "config.addon_names", "config.old_names"}
+    may = {"config.addons", "config.addon_names", "old_names"}
 
     def named(path):
         for node in nodes_of(path):

@@ -1,4 +1,4 @@
-"""Names that the add-ons' modules had; :mod:`dschat_lora.config.old_names` reads them."""
+"""Names that the add-ons' modules had; :mod:`dschat_lora.old_names` reads them."""
 
 from pathlib import Path
 from pkgutil import iter_modules
@@ -17,6 +17,11 @@ _LIBRARIES = " ".join(
 OLD_NAMES = {
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
+    "api.losses": "addons.trainer.losses",
+    "api.sequences": "addons.trainer.sequences",
+    "api.trainer": "addons.trainer.trainer",
+    "api.trainer_build": "addons.trainer.build",
+    "api.trainer_sampling": "addons.trainer.sampling",
     "assets.calculator": "addons.environments.calculator",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
     "data.filtering": "addons.audit.filtering",

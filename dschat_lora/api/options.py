@@ -39,7 +39,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
 _FUNCTIONS = (
-    *("reward_function", "judge_function", "environment", "reward_gate", "algorithm", "parts"),
+    *("reward_function", "judge_function", "reward_gate", "algorithm", "parts"),
     "rollout_engine",
 )
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
@@ -79,7 +79,11 @@ def with_options(
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
-            kind = _OBJECT if field.metadata["runs"] == "object" else type_text(name, annotation)
+            kind = (
+                "str | object | None"
+                if field.metadata["runs"] == "object"
+                else type_text(name, annotation)
+            )
             if default is None and not kind.endswith("None"):
                 kind += " | None"
             rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))
@@ -133,7 +137,7 @@ def option_values(config_class: Any, values: Mapping[str, Any], stack: ExitStack
     found, functions = {}, {*_FUNCTIONS, *options_that_run(config_class, "object")}
     for name, value in values.items():
         if name in functions:
-            value = _functions(value, stack)
+            value = _functions(value, name, stack)
         elif name in _DATA:
             value = data_value(value, name.removesuffix("_path"), stack)
         elif name.endswith(_MODELS):
@@ -205,11 +209,11 @@ def _way_to_rows(data: object) -> str:
     return "; of lists by column datasets.Dataset.from_dict(data) makes rows"
 
 
-def _functions(value: Any, stack: ExitStack) -> Any:
+def _functions(value: Any, option: str, stack: ExitStack) -> Any:
     if isinstance(value, list | tuple):
-        return [_functions(each, stack) for each in value]
-    if isinstance(value, Mapping):  # environments by name
-        return stack.enter_context(held(value, "environments"))
+        return [_functions(each, option, stack) for each in value]
+    if isinstance(value, Mapping):  # several by name
+        return stack.enter_context(held(value, f"{option}s"))
     if value is None or isinstance(value, str):
         return value
     return stack.enter_context(held(value, function_name(value)))

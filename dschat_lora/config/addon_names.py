@@ -1,14 +1,7 @@
-"""The verbs of ``dschat-lora``, and the add-ons of the package, which no other module names."""
+"""The add-ons of the package, which no other module of the trunk names."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
-
-
-class Verb(NamedTuple):
-    """What a verb does, in a line, and the function of its arguments."""
-
-    summary: str
-    run: str  # MODULE:FUNCTION, which is imported when it is chosen
 
 
 class Names(NamedTuple):
@@ -17,41 +10,9 @@ class Names(NamedTuple):
     verbs: str = ""  # of dschat-lora
     functions: str = ""  # of dschat_lora in Python
     values: str = ""  # of options, as SEAM=NAME
+    seams: str = ""  # of its own, under which others may provide too
 
 
-_COMMANDS = "dschat_lora.commands"
-_STAGES = {
-    "sft": "Step 1: supervised fine-tuning of a causal language model",
-    "reward": "Step 2: a reward model from pairs of answers",
-    "dpo": "DPO, ORPO, SimPO or KTO: a policy without a reward model",
-    "rlhf": "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
-    "distill": "On-policy distillation: a student's own responses, scored by a teacher",
-}
-_OTHERS = {
-    "recipes": "list the recipes that come with the package",
-    "audit": "show what a stage would learn of data",
-    "report": "one page about runs: curves, results, time, settings",
-    "rollouts": "look through a run's responses of step 3",
-    "inspect": "say what a directory is, and how it came about",
-    "generate": "answer prompts",
-    "merge": "base and adapter as one transformers directory",
-    "push": "upload an adapter or a model to the hub",
-    "export": "convert an adapter or a model to GGUF",
-    "extract": "LoRA and head of a full checkpoint to PEFT",
-    "accept": "vouch for an adapter that was changed on purpose",
-}
-VERBS: Mapping[str, Verb] = {
-    **{name: Verb(summary, f"{_COMMANDS}.train:{name}") for name, summary in _STAGES.items()},
-    "demo": Verb(
-        "train on the bundled model and data, show what changed", "dschat_lora.api.demo:demo"
-    ),
-    **{name: Verb(summary, f"{_COMMANDS}.verbs:{name}") for name, summary in _OTHERS.items()},
-}
-GROUPS = {
-    "train": (*_STAGES, "demo"),
-    "look": ("recipes", "audit", "inspect", "report", "rollouts"),
-    "use": ("generate", "merge", "push", "export", "extract", "accept"),
-}
 # In the order of the help.
 ADDONS: Mapping[str, Names] = {
     "planning": Names("plan tune doctor models", "plan tune Plan Tuned"),
@@ -60,9 +21,10 @@ ADDONS: Mapping[str, Names] = {
     "serving": Names("chat serve"),
     "audit": Names(),
     "images": Names(),
-    "environments": Names(),
+    "environments": Names(seams="environment"),
     "agents": Names(),
     "tinker": Names("tinker"),
+    "trainer": Names(functions="Trainer Sample"),
     "nlg": Names("nlg"),
     "glue": Names("glue"),
 }

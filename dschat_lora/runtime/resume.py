@@ -86,7 +86,7 @@ _OF_THE_PROCESS = (
 # somebody else's, decides neither.
 RUNS_CODE = (
     *("trust_remote_code", "reward_function", "reward_gate", "judge_function"),
-    *("environment", "vllm_command", "parts"),
+    *("vllm_command", "parts"),
 )
 _MAY_RUN_CODE = ("rollout_engine", "algorithm")  # where they name no part of the package
 _WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")

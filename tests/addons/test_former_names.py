@@ -12,6 +12,16 @@ FORMER = {
     "api.command_lines": (
         "run_stage stage run_nlg run_glue launched plan tune audit merge generate evaluate demo"
     ),
+    "api.losses": "Tables TokenLoss OPTIONS Loss make_loss counted",
+    "api.sequences": (
+        "Numbers TokenSequence SequenceBatch check_sequences check_tokens make_batches make_batch"
+    ),
+    "api.trainer": "Trainer",
+    "api.trainer_build": (
+        "OPTIONS TrainerConfig check_options TrainerParts open_parts close_parts decoding "
+        "save_state load_state"
+    ),
+    "api.trainer_sampling": "Prompt Key Sample draw make_sampling check_fits make_seeds",
     "assets.calculator": "questions dialogues calculate is_right",
     "checkpoint.gpt2_checkpoint": "Gpt2Checkpoint read_gpt2_checkpoint load_base",
     "data.filtering": (
@@ -171,9 +181,7 @@ FORMER = {
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
     "rl.play.agent_server": "HOST AgentServer",
-    "rl.play.agents": (
-        "HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST load_agents AgentServer"
-    ),
+    "rl.play.agents": ("HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST AgentServer"),
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dschat_lora.config.old_names import OLD_NAMES
+from dschat_lora.old_names import OLD_NAMES
 
 # What users could import, by the module that had it.
 FORMER = {

@@ -287,7 +287,7 @@ DANGEROUS = {
     "importlib.import_module": {"runtime/checks.py"},
     # These name modules of the package itself, and of an attention kernel.
     "import_module": {
-        *("__init__.py", "config/addons.py", "config/old_names.py", "models/attention.py"),
+        *("__init__.py", "config/addons.py", "old_names.py", "models/attention.py"),
         "runtime/stage_main.py",
     },
 }

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.addons import addon_options, groups_of
 from dschat_lora.config.data import DataConfig, SourceConfig
@@ -22,9 +22,6 @@ from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_a
 from dschat_lora.rl.options.engines import ENGINES_HELP, EngineFacts, check_engine, engine_facts
 from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
 from dschat_lora.rl.options.role_config import CriticConfig, RoleConfig, TeacherConfig
-
-if TYPE_CHECKING:
-    from dschat_lora.rl.response.response import Response
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 
@@ -507,7 +504,7 @@ class RlhfConfig(StageConfig):
         return [own for own in groups_of(self, "player") if own.plays]
 
     def response_metrics(
-        self, responses: "Sequence[Response]", counted: "Sequence[Response]"
+        self, responses: Sequence[Any], counted: Sequence[Any]
     ) -> dict[str, float]:
         """What add-ons show of the responses, of which some are ``counted``, as metrics."""
         owners = groups_of(self, "response_metrics")

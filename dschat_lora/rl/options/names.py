@@ -16,11 +16,20 @@ _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 # Of options whose values are named by the seam of another one.
 _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
 BUILTIN = "builtin:"  # before the name of a built-in reward
+# By option the names that are the package's own, which no add-on may have.
+OWN_NAMES: Mapping[str, tuple[str, ...]] = {
+    "rollout_engine": ("own", "transformers", "vllm"),
+    "algorithm": (
+        *("ppo", "rloo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"),
+        *("gspo", "cispo", "gdpo", "sapo", "distill"),
+    ),
+}
 
 
 def of_addons(option: str) -> Mapping[str, str]:
     """``module:object`` by the names that add-ons provide for an option; gates and judges score."""
-    return provided(_SEAMS.get(option, option)) if _SEAMS.get(option, option) in SEAMS else {}
+    seam = _SEAMS.get(option, option)
+    return provided(seam, *OWN_NAMES.get(seam, ())) if seam in SEAMS else {}
 
 
 def addon_name(option: str, name: str) -> str:
@@ -30,7 +39,7 @@ def addon_name(option: str, name: str) -> str:
         ValueError: if it is of an add-on that is not installed.
     """
     seam = _SEAMS.get(option, option)
-    return provided_name(seam, name) if seam in SEAMS else ""
+    return provided_name(seam, name, *OWN_NAMES.get(seam, ())) if seam in SEAMS else ""
 
 
 def object_path(option: str, name: str) -> str:
