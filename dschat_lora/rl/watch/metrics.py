@@ -30,7 +30,7 @@ def iteration_metrics(
     batch, correction = config.batch, config.ppo.correction
     rewards = experience.scores if experience.by_divergence else shaped.rewards
     pairs = zip(experience.responses, experience.counts.tolist(), strict=True)
-    found = {
+    found: dict[str, float | int | None] = {
         **update_metrics(results),
         **sampler_errors(updater.looked, bounds=batch.only_filters),
         **response_metrics(experience, rewards, updater.targets, config.ppo.rules),
