@@ -14,13 +14,13 @@ from dschat_lora.api.stages import load as load
 from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
-from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
-from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
-from dschat_lora.lora.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
-from dschat_lora.lora.deepspeed_chat import make_model_gradient_checkpointing_compatible as make_model_gradient_checkpointing_compatible
-from dschat_lora.lora.deepspeed_chat import get_optimizer_grouped_parameters as get_optimizer_grouped_parameters
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
+from dschat_lora.addons.loralib.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
+from dschat_lora.addons.loralib.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
+from dschat_lora.addons.loralib.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
+from dschat_lora.addons.loralib.deepspeed_chat import make_model_gradient_checkpointing_compatible as make_model_gradient_checkpointing_compatible
+from dschat_lora.addons.loralib.deepspeed_chat import get_optimizer_grouped_parameters as get_optimizer_grouped_parameters
 from dschat_lora.addons.trainer.sampling import Sample as Sample
 __version__: str
 __all__: list[str]

@@ -18,7 +18,6 @@ from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.engines import ENGINES
-from dschat_lora.rl.options.names import is_builtin
 from dschat_lora.runtime.stage_main import late
 
 
@@ -280,7 +279,7 @@ def _reward_function(reward: Any, stack: ExitStack) -> str | None:
     """The name of a function, which ``stack`` holds; None of a reward model."""
     if isinstance(reward, str):
         is_function = ":" in reward and not Path(reward).expanduser().exists()
-        return reward if is_builtin(reward) or is_function else None
+        return reward if is_function else None
     if isinstance(reward, os.PathLike) or getattr(reward, "path", None) is not None:
         return None
     if isinstance(reward, tuple):

@@ -23,8 +23,9 @@ from dschat_lora.config.verb_names import COMMANDS, VERBS
 GROUP = "dschat_lora.addons"
 # What add-ons provide by names that options take, or under which the trunk looks for them.
 SEAMS = (
-    *("rollout_engine", "reward_function", "algorithm", "options_file", "row_format", "media"),
-    *("rest", "thumbnails", *(seam for names in ADDONS.values() for seam in names.seams.split())),
+    *("rollout_engine", "reward_function", "reward_form", "algorithm", "options_file"),
+    *("row_format", "media", "rest", "thumbnails", "advice"),
+    *(seam for names in ADDONS.values() for seam in names.seams.split()),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # Verbs of the package's add-ons.
@@ -48,7 +49,7 @@ class Addon:
             ``option(...)``, which a config has as ``config.addons.NAME``. Those of another package
             are typed as ``--NAME_OPTION``.
         provides: by seam, one of ``SEAMS``, what an option's value names; a name that ends in a
-            colon has all values that begin so, and its object is called with the value.
+            colon or slash has all values that begin so, and its object is called with the value.
         needs: other add-ons that it does not work without.
 
     Raises:
@@ -126,15 +127,14 @@ def provided(seam: str, *taken: str) -> Mapping[str, str]:
 def provided_name(seam: str, value: str, *taken: str) -> str:
     """The name of ``provided(seam, *taken)`` that a value is of; empty if it is of none.
 
-    A name that ends in a colon, such as ``http:``, has all values that begin so, and its object is
-    called with the whole value.
+    The object of a name that :func:`begins_values` is called with the whole value.
 
     Raises:
         ValueError: if it is of an add-on of the package that is not installed.
     """
 
     def found(names: Collection[str]) -> str:
-        fits = (name for name in names if name.endswith(":") and value.startswith(name))
+        fits = (name for name in names if begins_values(name) and value.startswith(name))
         return value if value in names else next(fits, "")
 
     if name := found(provided(seam, *taken)):
@@ -144,6 +144,11 @@ def provided_name(seam: str, value: str, *taken: str) -> str:
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
             raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
     return ""
+
+
+def begins_values(name: str) -> bool:
+    """Whether a name that an add-on provides has all values that begin so, as ``http://`` has."""
+    return name.endswith((":", "/"))
 
 
 def load(path: str) -> Any:

@@ -21,9 +21,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "use": {
         "generate": "answer prompts",
         "merge": "base and adapter as one transformers directory",
-        "push": "upload an adapter or a model to the hub",
-        "export": "convert an adapter or a model to GGUF",
-        "extract": "LoRA and head of a full checkpoint to PEFT",
         "accept": "vouch for an adapter that was changed on purpose",
     },
 }

@@ -19,7 +19,6 @@ FORMER = {
         "typed_command launch_stage run_or_end split_launcher_options receiving Relay "
         "signal_ranks training_processes"
     ),
-    "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
     "rl.algorithms": (
         "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm ALGORITHMS "
         "RolloutCorrection PpoConfig PretrainingConfig"
@@ -28,11 +27,6 @@ FORMER = {
     "rl.batch": (
         "TokenSequence Response DecodedTurn ResponseBatch response_mask step_counts "
         "Minibatch collate make_minibatches"
-    ),
-    "rl.builtin_rewards": (
-        "PREFIX BuiltinReward is_builtin builtin_function is_remote exact_match regex "
-        "number_equals length json_valid json_schema math_equal format_tags repetition_penalty "
-        "soft_overlong ifeval judge python_tests BUILTINS"
     ),
     "rl.config": (
         "GROUP_SIZE PromptConfig RolloutConfig RewardsConfig ClassicConfig RlhfConfig DistillConfig"
@@ -49,10 +43,6 @@ FORMER = {
     "rl.experience": (
         "Experience padded AdvantagesAndReturns Scores ScoreError add_old_outputs "
         "advantages_and_returns"
-    ),
-    "rl.external_rewards": (
-        "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
-        "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
     ),
     "rl.inputs": (
         "Sources RlhfInputs find_sources check_vocabularies other_tokenizer "
@@ -76,8 +66,8 @@ FORMER = {
     "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
         "UserFunctionError TrainerState RewardLog UserFunction same_gradients find_function "
-        "find_object check_takes_responses OWN TRL VERL OPENRLHF named_parameters takes_all "
-        "is_singular one_at_a_time calls_of messages_after_prompt as_messages "
+        "find_object check_takes_responses OWN TRL named_parameters takes_all "
+        "is_singular calls_of messages_after_prompt as_messages "
         "prompt_of RewardError RewardFunction shortened RewardFunctions load_function "
         "INITIAL_SCORES rescale_values"
     ),

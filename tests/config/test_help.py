@@ -24,7 +24,7 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.config.values import is_switch, value_shape
-from dschat_lora.config.verbs import ExportConfig, GenerateConfig, MergeConfig
+from dschat_lora.config.verbs import GenerateConfig, MergeConfig
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 from helpers.addons import of_addon, of_the_whole
 
@@ -32,11 +32,11 @@ NLG, TINKER = of_addon("nlg.config:NlgConfig"), of_addon("tinker.config:TinkerCo
 STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, *NLG)
 OF_ADDONS = (
     *("evaluation.config:EvalConfig", "evaluation.config:ScoreConfig", "glue.config:GlueConfig"),
-    *("serving.config:ChatConfig", "serving.config:ServeConfig"),
+    *("serving.config:ChatConfig", "serving.config:ServeConfig", "publish.config:ExportConfig"),
 )
 COMMANDS = (
     *STAGES,
-    *(DistillConfig, AuditConfig, GenerateConfig, MergeConfig, ExportConfig),
+    *(DistillConfig, AuditConfig, GenerateConfig, MergeConfig),
     *(each for path in OF_ADDONS for each in of_addon(path)),
     *TINKER,
 )

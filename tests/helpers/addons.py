@@ -4,6 +4,7 @@ import pytest
 
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed, load
+from dschat_lora.config.verb_names import VERBS
 
 of_the_whole = pytest.mark.skipif(
     not ADDONS.keys() <= installed().keys(), reason="it tells of add-ons that are not there"
@@ -14,3 +15,8 @@ def of_addon(path):
     """The object ``NAME.MODULE:OBJECT``, or the module, in a list: of an add-on that is there."""
     name = path.partition(".")[0]
     return [load(f"dschat_lora.addons.{path}")] if name in installed() else []
+
+
+def has_verb(name):
+    """Whether ``dschat-lora`` has a verb, its own or that of an add-on that is there."""
+    return name in VERBS or any(name in each.verbs for each in installed().values())

@@ -162,7 +162,7 @@ def test_merge_overwrites_models_alone(verb, home):
     assert (home / "taken" / "notes.txt").read_text() == "mine"
 
 
-# ---------------------------------------------------------------------------- inspect, push, export
+# ---------------------------------------------------------------------------- inspect
 
 
 def test_inspect_says_what_an_adapter_is(verb, home):
@@ -198,39 +198,3 @@ def test_inspect_of_a_damaged_adapter_has_code_1(verb, home, tmp_path):
     config.write_text(config.read_text().replace('"r": 4', '"r": 5'))
     found = json.loads(verb("inspect", copy, "--json", code=1))
     assert "adapter_config.json" in found["damage"]
-
-
-def test_push_says_what_it_would_upload(verb, home, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = json.loads(verb("push", "reward", "me/judge", "--json"))
-    adapter = home / "reward" / "adapter"
-    assert found["repo"] == "me/judge"
-    assert found["files"] == {path.name: path.stat().st_size for path in adapter.iterdir()}
-    assert found["uploaded"] is False
-
-
-def test_export_runs_the_converter_and_says_what_to_type_without_one(verb, home, tmp_path):
-    found = json.loads(verb("export", "sft/adapter", "--json", code=1))
-    assert found["written"] is None
-    assert found["commands"][-1].startswith("python llama.cpp/convert_lora_to_gguf.py sft/adapter ")
-    script = tmp_path / "convert_lora_to_gguf.py"
-    script.write_text("import sys; open(sys.argv[3], 'w').write(' '.join(sys.argv[1:]))")
-    found = json.loads(
-        verb("export", "sft/adapter", "--llama_cpp", tmp_path, "--outtype", "q8_0", "--json")
-    )
-    base = BUNDLED_MODEL.resolve()
-    written = home / "sft" / "adapter.gguf"
-    assert found["written"] == str(written)
-    staged = written.with_name(".adapter.gguf.tmp")
-    assert written.read_text() == (f"sft/adapter --outfile {staged} --outtype q8_0 --base {base}")
-
-
-def test_export_that_fails_leaves_the_file_that_was_there(verb, home, tmp_path):
-    script = tmp_path / "convert_lora_to_gguf.py"
-    script.write_text("import sys; open(sys.argv[3], 'w').write('half'); sys.exit(3)")
-    written = tmp_path / "there.gguf"
-    written.write_text("whole")
-    verb(*("export", "sft/adapter", "--llama_cpp", tmp_path, "--output_path", written), code=2)
-    assert written.read_text() == "whole"
-    assert {path.name for path in tmp_path.iterdir()} >= {"there.gguf", script.name}
-    assert not list(tmp_path.glob(".*.tmp"))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 from dschat_lora.addons.environments.addon import LIBRARIES
+from dschat_lora.config.addons import begins_values
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.held import is_in_module
 from dschat_lora.config.options import option
@@ -64,7 +65,7 @@ class EnvironmentOptions:
         library, _, rest = name.partition(":")
         known = bool(addon_name("environment", name))
         usable = (known or is_in_module(name)) if library not in LIBRARIES else bool(rest)
-        allowed = [each for each in of_addons("environment") if not each.endswith(":")]
+        allowed = [each for each in of_addons("environment") if not begins_values(each)]
         allowed += ["module:function such as my_rewards:is_right"]
         libraries = f", or LIBRARY:NAME of {', '.join(LIBRARIES)}"
         require(usable, "environment", name, ", ".join(allowed) + libraries)
@@ -115,7 +116,7 @@ class EnvironmentOptions:
             ValueError: naming it.
         """
         name = str(self.environment)
-        if addon_name("environment", name).endswith(":"):
+        if begins_values(addon_name("environment", name)):
             load_object("environment", name)
             return
         try:

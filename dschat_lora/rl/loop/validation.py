@@ -24,9 +24,8 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import gives_one_reward
+from dschat_lora.rl.options.names import check_scorer, gives_one_reward
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.score.builtin_rewards import check_scorer
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,

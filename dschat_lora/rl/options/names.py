@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from dschat_lora.config.addons import SEAMS, provided, provided_name
+from dschat_lora.config.addons import SEAMS, begins_values, provided, provided_name
 from dschat_lora.config.groups import require
 from dschat_lora.config.held import held_object, is_held, is_in_module
-from dschat_lora.runtime.checks import imported
+from dschat_lora.runtime.checks import check_function, imported
 
 Function = Callable[..., Any] | str  # or module:function, which is imported when it is called
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 # Of options whose values are named by the seam of another one.
 _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
-BUILTIN = "builtin:"  # before the name of a built-in reward
 # By option the names that are the package's own, which no add-on may have.
 OWN_NAMES: Mapping[str, tuple[str, ...]] = {
     "rollout_engine": ("own", "transformers", "vllm"),
@@ -52,19 +51,14 @@ def is_own(option: str, name: str) -> bool:
     return is_held(name) or bool(addon_name(option, name)) or is_in_module(name)
 
 
-def is_builtin(name: str) -> bool:
-    """Whether ``name`` is one of ``builtin:...``."""
-    return name.startswith(BUILTIN)
-
-
 def is_remote(name: str) -> bool:
     """Whether ``name`` begins as the address of a server."""
     return name.startswith(("http://", "https://"))
 
 
 def gives_one_reward(name: str) -> bool:
-    """Whether ``name`` is of something that scores which is no module's, and has one score."""
-    return is_builtin(name) or is_remote(name)
+    """Whether an add-on makes what scores of the whole ``name``, and so has one score."""
+    return begins_values(addon_name("reward_function", name))
 
 
 def is_address(text: str) -> bool:
@@ -78,14 +72,11 @@ def is_address(text: str) -> bool:
 
 
 def check_name(option: str, name: str) -> None:
-    """Refuse what names no function; built-in ones are rewards."""
-    scores = _SEAMS.get(option, option) == "reward_function"
-    if scores and is_builtin(name):
-        return
-    allowed = ", ".join([*of_addons(option), "module:function such as my_rewards:is_right"])
-    usable = is_in_module(name) or name in of_addons(option)
-    if scores:
-        usable = usable or is_remote(name)
+    """Refuse what names no function."""
+    names = [each for each in of_addons(option) if not begins_values(each)]
+    allowed = ", ".join([*names, "module:function such as my_rewards:is_right"])
+    usable = bool(addon_name(option, name)) or is_in_module(name)
+    if "http://" in of_addons(option):
         allowed += ", or the address of a server that scores"
     require(usable, option, name, allowed)
 
@@ -105,7 +96,19 @@ def load_object(option: str, name: str, kind: str = "") -> object:
     if is_held(name):
         return held_object(name, option)
     found = imported(option, object_path(option, name), kind)
-    return found(name) if addon_name(option, name).endswith(":") else found
+    return found(name) if begins_values(addon_name(option, name)) else found
+
+
+def check_scorer(option: str, name: str) -> None:
+    """Refuse a name of nothing that scores, without importing a user's module.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if begins_values(addon_name(option, name)):
+        load_object(option, name)
+    else:
+        check_function(option, object_path(option, name))
 
 
 def made(option: str, name: str, found: Any) -> Any:

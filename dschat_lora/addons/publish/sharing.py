@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dschat_lora.addons.publish.config import ExportConfig, PushConfig
 from dschat_lora.checkpoint.adapter_config import (
     CONFIG_FILE,
     is_adapter_directory,
@@ -16,7 +17,6 @@ from dschat_lora.checkpoint.adapter_config import (
 )
 from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.config.staging import check_within, staged_file
-from dschat_lora.config.verbs import ExportConfig, PushConfig
 from dschat_lora.report.terminal import log_once, note, to_json
 
 REPOSITORY = "https://github.com/ggml-org/llama.cpp"

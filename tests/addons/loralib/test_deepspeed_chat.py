@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.deepspeed_chat import (
+from dschat_lora.addons.loralib.deepspeed_chat import (
     convert_linear_layer_to_lora,
     convert_lora_to_linear_layer,
     get_optimizer_grouped_parameters,
     make_model_gradient_checkpointing_compatible,
     only_optimize_lora_parameters,
 )
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.model import apply_lora
 from helpers.rounding import assert_same_sums
@@ -678,7 +678,7 @@ def convert_shards():
 
 @pytest.mark.stage
 def test_weights_that_zero_3_divides_take_up_the_update(ranks):
-    reports = ranks(2).run("lora.test_deepspeed_chat:convert_shards")
+    reports = ranks(2).run("test_deepspeed_chat:convert_shards")
     assert [size for size, *_ in reports] == [0, 0]
     _, output, factors, plain = reports[0]
     base = seeded(Trunk)

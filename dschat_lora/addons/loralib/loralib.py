@@ -1,8 +1,8 @@
 """The names of microsoft/LoRA's ``loralib``, for code written for it (arXiv:2106.09685).
 
-``import dschat_lora.lora.loralib as lora`` takes the place of ``import loralib as lora``: the same
-constructors, initial values, names and shapes in the state dict. Where loralib goes wrong it
-differs:
+``import dschat_lora.addons.loralib.loralib as lora`` takes the place of ``import loralib as lora``:
+the same constructors, initial values, names and shapes in the state dict. Where loralib goes wrong
+it differs:
 
 * Weights are never merged in place, so a state dict saved after ``eval()`` holds the base, and no
   value drifts. ``merge_weights`` is accepted and without effect; :func:`merged_copy` merges.
@@ -12,7 +12,7 @@ differs:
 * Factors are float32 whatever the base's type.
 """
 
-from dschat_lora.lora.loralib.layers import (
+from dschat_lora.addons.loralib.layers import (
     Conv1d,
     Conv2d,
     Conv3d,
@@ -22,7 +22,7 @@ from dschat_lora.lora.loralib.layers import (
     LoRALayer,
     MergedLinear,
 )
-from dschat_lora.lora.loralib.utils import (
+from dschat_lora.addons.loralib.utils import (
     lora_state_dict,
     mark_only_lora_as_trainable,
     merged_copy,

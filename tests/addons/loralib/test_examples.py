@@ -17,7 +17,7 @@ PROBE = torch.arange(3, 40)[None]
 # The example, and what its model says before it is converted back.
 NOTING = f"""
 import os, runpy, torch
-from dschat_lora.lora import deepspeed_chat
+from dschat_lora.addons.loralib import deepspeed_chat
 convert = deepspeed_chat.convert_lora_to_linear_layer
 def noting(model):
     with torch.no_grad():

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toy import randomise, toy_model
 
-import dschat_lora.lora.loralib as lora
+import dschat_lora.addons.loralib.loralib as lora
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
+from lora.toy import randomise, toy_model
 
 IN, OUT = 6, 12
 
@@ -102,6 +102,7 @@ def test_training_and_evaluation_compute_what_the_merged_copy_does(make):
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in WRONG_THERE])
+@pytest.mark.smoke
 def test_a_loralib_checkpoint_computes_the_same_here(name):
     torch.manual_seed(0)
     theirs = filled(EVERY[name](loralib))
@@ -393,3 +394,51 @@ def test_l9_convolutions_stood_twice_in_the_state_dict():
         assert torch.equal(again["c"](given(ours)), ours(given(ours)))
     with pytest.raises(RuntimeError, match="Missing key"):
         convolution(2).load_state_dict({n: v for n, v in once.items() if n != "conv.weight"})
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_parts_of_a_merged_update_are_loralibs(transposed):
+    options = {"r": 2, "lora_alpha": 6, "enable_lora": [True, False, True]}
+    ours, theirs = (
+        each.MergedLinear(4, 9, fan_in_fan_out=transposed, **options) for each in (lora, loralib)
+    )
+    with torch.no_grad():
+        theirs.lora_B.normal_()
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.lora_ind, theirs.lora_ind)
+    torch.testing.assert_close(ours.merge_AB(), theirs.merge_AB())
+    rows = torch.randn(6, 2)
+    assert torch.equal(ours.zero_pad(rows), theirs.zero_pad(rows))
+
+
+def test_a_convolution_of_any_module_is_made_and_named_as_loralibs():
+    ours = lora.ConvLoRA(nn.Conv2d, 2, 3, 3, r=1, lora_alpha=2, padding=1)
+    theirs = loralib.ConvLoRA(nn.Conv2d, 2, 3, 3, r=1, lora_alpha=2, padding=1)
+    with torch.no_grad():
+        theirs.lora_B.normal_()
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(1, 2, 5, 5)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert isinstance(lora.Conv2d(2, 3, 3), lora.ConvLoRA)
+    assert isinstance(ours, lora.LoRALayer)
+
+
+def test_every_bias_that_trains_is_saved():
+    """Of a layer of rank 0 and of one without enabled groups too."""
+    model = nn.ModuleDict(
+        {
+            "linear": lora.Linear(3, 3, r=1),
+            "plain": lora.Linear(3, 3),
+            "merged": lora.MergedLinear(3, 4, r=1, enable_lora=[False, False]),
+            "conv": lora.Conv1d(1, 1, 1, r=1),
+            "head": nn.Linear(3, 3),
+        }
+    )
+    for bias in ("none", "lora_only", "all"):
+        lora.mark_only_lora_as_trainable(model, bias=bias)
+        trains = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert lora.lora_state_dict(model, bias=bias).keys() == trains
+        for name, layer in model.items():
+            own = {key for key, p in layer.named_parameters() if p.requires_grad}
+            assert lora.lora_state_dict(layer, bias=bias).keys() == own, name

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dschat_lora.config.groups import LoadConfig
+from dschat_lora.engine.distributed import device
 from dschat_lora.perf.architecture import text_blocks
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import BlockShape, LinearShape, step_flops
+from dschat_lora.perf.throughput import BlockShape, LinearShape, device_peak, step_flops
+from dschat_lora.runtime.memory import TrainedModel
 
 # Share of a card's dense peak that training is taken to reach: measured 0.38 to 0.45 with OPT-1.3B
 # on an H200, in training and scoring.
@@ -91,29 +94,25 @@ def launch_advice(launching: float, work: float, *, compiled: bool) -> str | Non
     )
 
 
-def micro_batch_advice(
-    model: nn.Module,
-    *,
-    rows: int,
-    length: int,
-    peak_tflops: float,
-    recomputes: bool,
-    fused: bool,
-    compiled: bool,
-) -> str | None:
-    """:func:`launch_advice` of training on a full micro-batch; None for unknown architectures."""
+def micro_batch_advice(trained: TrainedModel, load: LoadConfig) -> str | None:
+    """:func:`launch_advice` of training on a full micro-batch; None where nothing is known."""
+    model, peak = trained.model, device_peak(device(), trained.settings.torch_dtype)
+    fused, recomputes = load.fused_kernels != "off", trained.recomputes
+    if peak is None:
+        return None
     try:
         shape = describe(model)
         launches = count_launches(model, fused=fused, recomputes=recomputes).training
     except ValueError:
         return None
-    tokens = rows * length
+    rows, length = trained.grid(trained.rows, trained.length)
+    tokens = rows * length // trained.length * trained.length
     flops = step_flops(
         shape,
         num_tokens=tokens,
-        num_attended=tokens * (length + 1) / 2,
+        num_attended=tokens * (trained.length + 1) / 2,
         num_targets=tokens,
         gradient_checkpointing=recomputes,
     )
-    work = flops.hardware / (EFFICIENCY * peak_tflops * 1e12)
-    return launch_advice(launches * LAUNCH_SECONDS, work, compiled=compiled)
+    work = flops.hardware / (EFFICIENCY * peak * 1e12)
+    return launch_advice(launches * LAUNCH_SECONDS, work, compiled=load.compile)

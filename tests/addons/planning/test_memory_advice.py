@@ -5,11 +5,17 @@ from functools import cache, partial
 
 import pytest
 import torch
-from perf_models import add_lora, opt, project_lora
 
+from dschat_lora.addons.planning import memory_advice
+from dschat_lora.addons.planning.memory_advice import MemoryOptions, out_of_memory_advice
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.memory import MemoryEstimate, estimate_memory
-from dschat_lora.runtime.advice import MemoryOptions, out_of_memory_advice
+from dschat_lora.runtime.memory import explaining_memory
+from helpers.perf_models import add_lora, opt, project_lora
+from helpers.runs import LORA, engine_settings, load_model
 from helpers.spread import ALL
+from helpers.step1 import parsed
 
 GIB = 2**30
 SETTINGS = {
@@ -399,3 +405,72 @@ def test_a_change_that_saves_next_to_nothing_is_not_suggested():
     assert "--gradient_checkpointing" not in advice(estimate, 3)
     more = by_hand(weights=3, optimizer=0.1, per_row=0.02)
     assert "--gradient_checkpointing" in advice(more, 3.5)
+
+
+def test_dividing_the_model_is_advised_where_that_is_enough():
+    """30 GiB of weights and 16 of rows: halved, 31; in four parts, 23.5."""
+    more = {"world_size": 4, "larger_groups": (2, 4), "gradient_checkpointing": True}
+    divided = {"tensor_parallel_size": "2", "gradient_accumulation_steps": "4"}
+    assert suggestions(advice(by_hand(weights=30, per_row=10), 35, **more))[0] == divided
+    text = advice(by_hand(weights=30, per_row=10), 27, **more)
+    assert "--gradient_accumulation_steps 8 --tensor_parallel_size 4" in text
+    # 16 rows of 2 micro-batches on 4 processes
+    assert "the same batch of 128 rows a step, so the run can be resumed" in text
+    assert "--tensor" not in advice(WEIGHTS_LEAD, 30, world_size=4)
+
+
+def test_fewer_rows_and_a_divided_model_together_keep_the_batch():
+    """15 GiB of halved weights and one row of 4: 8 x 2 times the 2 micro-batches."""
+    case = {"micro_batch_size": 8, "gradient_checkpointing": True, "world_size": 2}
+    text = advice(by_hand(weights=30, per_row=40), 19.5 / 0.9, larger_groups=(2,), **case)
+    assert "take together" in text
+    assert suggestions(text) == [
+        {
+            "per_device_train_batch_size": "1",
+            "gradient_accumulation_steps": "32",
+            "tensor_parallel_size": "2",
+        }
+    ]
+
+
+def test_weights_that_zero_3_shares_are_not_divided_once_more():
+    case = {"world_size": 2, "zero_stage": 3, "larger_groups": (2,)}
+    assert "--tensor" not in advice(by_hand(weights=60, per_row=0.01, processes=2), 20, **case)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "advised"),
+    [
+        (4, (), "2"),
+        (4, ("--tensor_parallel_size", 2), "4"),
+        (4, ("--tensor_parallel_size", 4), None),
+        (1, (), None),
+        (3, (), None),
+    ],
+)
+def test_only_sizes_that_processes_and_model_allow_are_advised(
+    processes, options, advised, monkeypatch
+):
+    """OPT with four heads."""
+    monkeypatch.setattr(memory_advice, "world_size", lambda: processes)
+    monkeypatch.setattr(memory_advice, "make_estimator", lambda *_: by_hand(weights=30))
+    model = AdaptedModel(add_lora(opt(), 4, layer=project_lora), LoraConfig(lora_dim=4), [])
+    config = parsed("--lora_dim", 4, *options)
+    text = memory_advice.advise(None, None, model, config, engine_settings())
+    found = [flags.get("tensor_parallel_size") for flags in suggestions(text)]
+    assert next(filter(None, found), None) == advised
+
+
+def test_the_error_of_a_stage_has_what_fills_the_device_and_which_options_help(
+    model_directory, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(memory_advice, "world_size", lambda: 1)
+    adapted = AdaptedModel(load_model(model_directory("opt"), LORA), LoraConfig(**LORA), [])
+    config = parsed("--lora_dim", 4, "--per_device_train_batch_size", 8, "--max_seq_len", 16)
+    facts = ("supervised_memory", adapted, config, engine_settings(micro=8))
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="^out of GPU memory: by estimate ") as error,
+        explaining_memory(tmp_path, None, *facts),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 2" in str(error.value)

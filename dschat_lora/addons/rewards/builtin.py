@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.files import read_json
-from dschat_lora.rl.options.names import BUILTIN as PREFIX
-from dschat_lora.rl.options.names import is_builtin, is_remote, object_path
-from dschat_lora.runtime.checks import check_function, require_packages
+from dschat_lora.runtime.checks import require_packages
 
+PREFIX = "builtin:"
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 
 
@@ -22,6 +21,7 @@ class BuiltinReward:
 
     score: Callable[[str, Any], float]  # of text, and what is wanted
     column: str  # of the data, which has what is wanted
+    sees_media = False
 
     def __call__(self, response: str, row: Mapping[str, Any]) -> float:
         """The score."""
@@ -44,18 +44,6 @@ def builtin_function(name: str) -> Callable[..., Any]:
         return BUILTINS[kind](argument)
     except (ValueError, re.error) as error:
         raise ValueError(f"--reward_function {name}: {error}") from error
-
-
-def check_scorer(option: str, name: str) -> None:
-    """Refuse a name of no reward function, without importing a user's module.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    if is_builtin(name):
-        builtin_function(name)
-    elif not is_remote(name):
-        check_function(option, object_path(option, name))
 
 
 def exact_match(argument: str) -> BuiltinReward:
@@ -224,14 +212,14 @@ def ifeval(argument: str) -> Callable[..., Any]:
 def judge(argument: str) -> Callable[..., Any]:
     """From 0 to 1, by a model behind an OpenAI-compatible endpoint that reads a rubric."""
     # asyncio and urllib take a while
-    from dschat_lora.rl.score.external_rewards import make_judge_reward
+    from dschat_lora.addons.rewards.external import make_judge_reward
 
     return make_judge_reward(argument)
 
 
 def python_tests(argument: str) -> Callable[..., Any]:
     """1 where the response's Python passes the tests of the column ``tests`` (or another)."""
-    from dschat_lora.rl.score.external_rewards import PythonTests  # as above
+    from dschat_lora.addons.rewards.external import PythonTests  # as above
 
     return PythonTests(argument or "tests")
 

@@ -17,9 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from dschat_lora.checkpoint.adapter import write_adapter
-from dschat_lora.checkpoint.adapter_config import is_adapter_directory
-from dschat_lora.checkpoint.lora_only import (
+from dschat_lora.addons.loralib.lora_only import (
     LoraOnly,
     is_factor,
     lora_config_of_file,
@@ -27,6 +25,8 @@ from dschat_lora.checkpoint.lora_only import (
     rank_of,
     read_lora_only,
 )
+from dschat_lora.checkpoint.adapter import write_adapter
+from dschat_lora.checkpoint.adapter_config import is_adapter_directory
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, apply_lora, lora_layers

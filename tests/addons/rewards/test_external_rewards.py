@@ -9,18 +9,16 @@ from threading import Thread
 
 import psutil
 import pytest
-import torch
 
+from dschat_lora.addons.rewards import external
+from dschat_lora.addons.rewards.builtin import builtin_function
+from dschat_lora.addons.rewards.external import run_tests
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Episode, Response
-from dschat_lora.rl.score import external_rewards
-from dschat_lora.rl.score.builtin_rewards import builtin_function
-from dschat_lora.rl.score.external_rewards import run_tests
 from dschat_lora.rl.score.scores import load_scorer
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
@@ -197,16 +195,16 @@ def test_code_is_the_last_block_and_passes_the_tests_of_its_row():
     ],
 )
 def test_programs_that_do_not_pass_the_tests_score_nothing(solution, monkeypatch):
-    monkeypatch.setattr(external_rewards, "SANDBOX_SECONDS", 1)
+    monkeypatch.setattr(external, "SANDBOX_SECONDS", 1)
     start = time.monotonic()
     assert not run_tests(f"{solution}\n{SORT}", "assert sort([2, 1]) == 3")
     assert time.monotonic() - start < 8
 
 
 def test_a_program_leaves_no_process_behind_where_the_system_can_see_to_it(tmp_path, monkeypatch):
-    if not external_rewards._isolated():
+    if not external._isolated():
         pytest.skip("unshare is not allowed here")
-    monkeypatch.setattr(external_rewards, "SANDBOX_SECONDS", 2)
+    monkeypatch.setattr(external, "SANDBOX_SECONDS", 2)
     mark = f"sleeper-{time.time_ns()}"
     child = f"import os, time; os.setsid(); time.sleep(60)  # {mark}"
     solution = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])"
@@ -218,7 +216,7 @@ def test_a_program_leaves_no_process_behind_where_the_system_can_see_to_it(tmp_p
 
 
 def test_programs_have_no_network_where_the_system_can_give_them_none():
-    if not external_rewards._isolated():
+    if not external._isolated():
         pytest.skip("unshare --net is not allowed here")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

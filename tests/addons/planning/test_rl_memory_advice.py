@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dschat_lora.rl.loop.advice import explaining_memory, memory_advice
+from dschat_lora.addons.planning import rl_memory_advice
+from dschat_lora.addons.planning.rl_memory_advice import memory_advice
 from dschat_lora.rl.response.errors import FullAfterReleaseError, FullWhileDecodingError
-from dschat_lora.runtime.memory import MemoryPlan
+from dschat_lora.runtime.memory import MemoryPlan, explaining_memory
 from helpers.roles import config_of
 
 GIB = 2**30
@@ -20,7 +21,7 @@ def world(monkeypatch):
     """``world(n)``: n data-parallel processes; one at first."""
 
     def of(size):
-        monkeypatch.setattr("dschat_lora.rl.loop.advice.data_world_size", lambda: size)
+        monkeypatch.setattr(rl_memory_advice, "data_world_size", lambda: size)
 
     of(1)
     return of
@@ -158,7 +159,7 @@ def test_the_error_says_what_was_done(tmp_path, error, words, frees):
     (tmp_path / "step-00000004").mkdir()
     with (
         pytest.raises(torch.OutOfMemoryError) as found,
-        explaining_memory(config(), plan, planned, tmp_path),
+        explaining_memory(tmp_path, plan, "rl_memory", config(), plan, planned),
     ):
         raise error("CUDA out of memory. Tried to allocate 2 GiB")
     assert words in str(found.value)

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from benchmarks.common import shapes
-from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.model import apply_lora
-from dschat_lora.perf.launches import (
+from dschat_lora.addons.planning import launches
+from dschat_lora.addons.planning.launches import (
     LAUNCH_SECONDS,
     count_launches,
     launch_advice,
     micro_batch_advice,
 )
+from dschat_lora.config.groups import LoadConfig, LoraConfig
+from dschat_lora.lora.model import apply_lora
 from dschat_lora.runtime.memory import TrainedModel
 from helpers.runs import engine_settings
 
@@ -76,17 +77,6 @@ def test_advice_is_given_where_launching_takes_longer_than_the_work():
     assert "--compile" not in launch_advice(0.03, 0.02, compiled=True)
 
 
-def test_a_micro_batch_of_few_tokens_waits_for_launches_and_a_large_one_does_not():
-    model = model_of("opt-1.3b", layers=24)
-    options = {"length": 512, "recomputes": False, "fused": True, "compiled": False}
-    # 24 x 66 + 80 kernels of 60 us: 99.8 ms; 512 tokens: 2.8 TFLOP at 400 TFLOP/s, 7 ms
-    words = micro_batch_advice(model, rows=1, peak_tflops=1000.0, **options)
-    assert words.startswith("launching kernels takes about 100 ms and their work 7 ms")
-    assert micro_batch_advice(model, rows=13, peak_tflops=1000.0, **options) is not None
-    assert micro_batch_advice(model, rows=15, peak_tflops=1000.0, **options) is None
-    assert micro_batch_advice(model, rows=8, peak_tflops=500.0, **options) is None
-
-
 @pytest.mark.parametrize(
     ("kernels", "milliseconds"),
     [(12 * 66 + 80, 371), (16 * 96 + 80, 873)],
@@ -97,15 +87,18 @@ def test_launches_take_what_small_micro_batches_took_on_an_h100(kernels, millise
     assert 8 * kernels * LAUNCH_SECONDS * 1e3 == pytest.approx(milliseconds, rel=0.15)
 
 
-def test_a_run_is_advised_on_a_gpu_alone_by_all_sequences_of_its_rows(monkeypatch):
+def test_a_micro_batch_of_few_tokens_waits_for_launches_on_a_gpu(monkeypatch):
     model = model_of("opt-1.3b", layers=24)
 
-    def advice(**grid):
-        trained = TrainedModel(model, engine_settings(), length=256, recomputes=False, **grid)
-        return trained.launch_advice(fused_kernels="auto", compiled=False)
+    def advice(peak=1000.0, **grid):
+        monkeypatch.setattr(launches, "device_peak", lambda *of: peak)
+        grid = {"length": 512, "recomputes": False, **grid}
+        return micro_batch_advice(TrainedModel(model, engine_settings(), **grid), LoadConfig())
 
-    assert advice(rows=1, sequences=2) is None  # on a CPU
-    monkeypatch.setattr("dschat_lora.runtime.memory.device_peak", lambda *of: 1000.0)
-    assert "launching kernels takes about 100 ms and their work 7 ms" in advice(rows=1, sequences=2)
-    assert advice(rows=1, tokens=512) == advice(rows=1, sequences=2)
-    assert advice(rows=32) is None
+    assert advice(rows=1, peak=None) is None  # on a CPU
+    # 24 x 66 + 80 kernels of 60 us: 99.8 ms; 512 tokens: 2.8 TFLOP at 400 TFLOP/s, 7 ms
+    assert "launching kernels takes about 100 ms and their work 7 ms" in advice(rows=1)
+    assert advice(rows=13) is not None
+    assert advice(rows=15) is None
+    assert advice(rows=8, peak=500.0) is None
+    assert advice(rows=1, length=256, sequences=2) == advice(rows=1, length=256, tokens=512)

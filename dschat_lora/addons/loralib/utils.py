@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.lora.loralib.layers import Embedding, FrozenLinear, LoraConv, LoRALayer, wide
+from dschat_lora.addons.loralib.layers import Embedding, FrozenLinear, LoraConv, LoRALayer, wide
 from dschat_lora.lora.model import AdapterLayer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -7,13 +7,13 @@ from threading import Thread
 import pytest
 import torch
 
+from dschat_lora.addons.rewards.conventions import of_openrlhf, of_verl
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardFunction, RewardFunctions, load_scorer
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
-CPU = torch.device("cpu")
 ROWS = [
     {
         "prompt": "2+2",
@@ -31,8 +31,9 @@ RESPONSES = [
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def made(function):
-    return RewardFunction("reward_function", "mine:score", function, Words())
+def made(function, **options):
+    function = of_verl(function, Words()) or of_openrlhf(function, Words())
+    return RewardFunction("reward_function", "mine:score", function, Words(), **options)
 
 
 def test_verls_function_gets_its_four_arguments_and_may_return_a_dict():
@@ -67,6 +68,30 @@ def test_openrlhfs_function_gets_lists_of_one_and_returns_a_dict_of_tensors():
     assert asked == [(["5 67 8 2"], ["5 6"], ["4"]), (["34 5"], ["3"], ["6"])]
     assert function.log.take(RESPONSES) == ({"size": 6.0}, {})
     assert made(lambda queries, prompts, labels: [1.5])(RESPONSES)[:, 0].tolist() == [1.5, 1.5]
+
+
+def test_only_the_calls_of_openrlhfs_function_that_failed_are_made_again():
+    calls = []
+
+    async def reward_func(queries, prompts, labels, log_metric, level=None):
+        calls.append((labels, level))
+        log_metric("calls", 1.0)
+        if len(calls) == 1:
+            raise ConnectionError("try later")
+        return {"rewards": [1.0]}
+
+    function = made(reward_func, retries=1)
+    assert function(RESPONSES)[:, 0].tolist() == [1.0, 1.0]
+    assert calls == [(["4"], None), (["6"], None), (["4"], None)]
+    assert function.log.metrics == [("calls", 1.0)] * 2
+
+
+def test_what_else_a_function_asks_for_must_be_there_or_have_a_default():
+    function = made(lambda solution_str, level, answer=None, **more: float(level["n"] + len(more)))
+    with pytest.raises(ValueError, match="mine:score asks for level; it may take"):
+        function.check_columns(["answer"])
+    row = json.dumps({"level": {"n": 1}}).encode()
+    assert function([Response((5,), (6,), True, 0, row)])[0, 0] > 10  # all else there is
 
 
 def test_a_dict_without_scores_is_refused_by_name():

@@ -6,20 +6,18 @@ as built: 16 bits halve activations and frozen weights, and an adapter alone nee
 gradients and optimizer state.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import combinations, product
-from pathlib import Path
 
 import torch
 
-from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import command_line
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_world_size, device, world_size
+from dschat_lora.engine.distributed import data_world_size, world_size
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.option_checks import check_divides, check_training
 from dschat_lora.perf.cards import USABLE
@@ -80,57 +78,37 @@ class Remedy:
     changes: Sequence[Change]
 
 
-def explaining_memory(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, directory: Path
-) -> AbstractContextManager[None]:
-    """Raise an out-of-memory error of the block anew, with what to change; see :func:`advising`."""
-
-    def advise(_: torch.OutOfMemoryError, device_bytes: int | None) -> str:
-        now, lora_dim = trained_model(adapted, config, settings), adapted.lora.lora_dim
-        advice = out_of_memory_advice(
-            make_estimator(adapted, config, settings),
-            MemoryOptions(
-                per_device_train_batch_size=now.rows,
-                gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-                gradient_checkpointing=now.recomputes,
-                offload_activations=now.offloads,
-                dtype=settings.dtype,
-                zero_stage=settings.zero_stage,
-                tensor_parallel_size=config.parallel.tensor_parallel_size,
-                offload=settings.offload,
-                lora_dim=lora_dim,
-                only_optimize_lora=lora_dim == 0 or adapted.lora.only_optimize_lora,
-                max_seq_len=config.data.max_seq_len,
-                world_size=data_world_size(),
-            ),
-            device_bytes=device_bytes,
-            larger_groups=_larger_groups(adapted, config),
-        )
-        if tokens := config.batch.tokens_per_device:
-            advice += f". Fewer than --tokens_per_device {tokens} take less, in another run"
-        return advice
-
-    return advising(advise, directory)
-
-
-@contextmanager
-def advising(
-    advise: Callable[[torch.OutOfMemoryError, int | None], str], directory: Path
-) -> Iterator[None]:
-    """Raise an out-of-memory error of the block anew with advice and the newest checkpoint.
-
-    Any rank may run out alone, so no collective is called. ``advise`` gets the error and the bytes
-    of the GPU, None on a CPU.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        here = device()
-        total = torch.cuda.get_device_properties(here).total_memory if here.type == "cuda" else None
-        advice = advise(error, total)
-        if found := checkpoints_of(directory):
-            advice += f". The newest checkpoint is {found[0]}"
-        raise torch.OutOfMemoryError(advice) from error
+def advise(
+    error: torch.OutOfMemoryError,
+    device_bytes: int | None,
+    adapted: AdaptedModel,
+    config: SupervisedConfig,
+    settings: EngineSettings,
+) -> str:
+    """:func:`out_of_memory_advice` of a supervised stage, on a device with so many bytes."""
+    now, lora_dim = trained_model(adapted, config, settings), adapted.lora.lora_dim
+    advice = out_of_memory_advice(
+        make_estimator(adapted, config, settings),
+        MemoryOptions(
+            per_device_train_batch_size=now.rows,
+            gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
+            gradient_checkpointing=now.recomputes,
+            offload_activations=now.offloads,
+            dtype=settings.dtype,
+            zero_stage=settings.zero_stage,
+            tensor_parallel_size=config.parallel.tensor_parallel_size,
+            offload=settings.offload,
+            lora_dim=lora_dim,
+            only_optimize_lora=lora_dim == 0 or adapted.lora.only_optimize_lora,
+            max_seq_len=config.data.max_seq_len,
+            world_size=data_world_size(),
+        ),
+        device_bytes=device_bytes,
+        larger_groups=_larger_groups(adapted, config),
+    )
+    if tokens := config.batch.tokens_per_device:
+        advice += f". Fewer than --tokens_per_device {tokens} take less, in another run"
+    return advice
 
 
 def make_estimator(

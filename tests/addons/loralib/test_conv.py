@@ -8,10 +8,10 @@ import loralib
 import pytest
 import torch
 from torch import nn
-from toy import randomise
 
+from dschat_lora.addons.loralib.layers import LoraConv
 from dschat_lora.lora.layers import draw_keep
-from dschat_lora.lora.loralib.layers import LoraConv
+from lora.toy import randomise
 
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_models import random_ids, randomise, tiny_model
 from transformers import (
     DebertaV2Config,
     DebertaV2ForSequenceClassification,
@@ -16,7 +15,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from dschat_lora.checkpoint.lora_only import (
+from dschat_lora.addons.loralib.lora_only import (
     LoraSettings,
     load_lora_only,
     lora_config_of_file,
@@ -24,8 +23,9 @@ from dschat_lora.checkpoint.lora_only import (
     read_lora_only,
     write_lora_only,
 )
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import OWN_SETTINGS, LoraConfig
 from dschat_lora.lora.model import adapter_parameters, apply_lora
+from helpers.tiny_models import random_ids, randomise, tiny_model
 
 PACKED = LoraConfig(lora_dim=2, lora_alpha=5.5, target_modules=("c_attn",), enable_lora=("q", "v"))
 
@@ -359,3 +359,10 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
     broken = {"x.lora_A": torch.ones(2, 3), "x.lora_B": torch.full((4, 2), float("inf"))}
     with pytest.raises(ValueError, match="x.lora_B holds values that are not finite"):
         write_lora_only(path, broken, PACKED)
+
+
+def test_one_alpha_cannot_stand_for_several(tmp_path):
+    config = LoraConfig(lora_dim=3, target_modules=("q_proj",), alphas=(("q_proj", 2.0),))
+    model = adapted(LoraConfig(lora_dim=3, target_modules=("q_proj",)), "opt")
+    with pytest.raises(ValueError, match=f"one alpha, and the adapter has {OWN_SETTINGS}"):
+        write(tmp_path / "x.pt", model, config)

@@ -1,43 +1,40 @@
 """Advice where step 3 runs out of GPU memory: options to change, from the plan of its memory."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from dschat_lora.addons.planning.memory_advice import (
+    Change,
+    Remedy,
+    parts_in_use,
+    sufficient,
+    untested,
+)
 from dschat_lora.config.groups import is_on
 from dschat_lora.config.options import build_config, command_line, flatten
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
 from dschat_lora.rl.response.errors import FullAfterReleaseError, FullWhileDecodingError
-from dschat_lora.runtime.advice import Change, Remedy, advising, parts_in_use, sufficient, untested
 from dschat_lora.runtime.memory import MemoryPlan
 
 
-def explaining_memory(
+def advise(
+    error: torch.OutOfMemoryError,
+    device_bytes: int | None,
     config: RlhfConfig,
     plan: MemoryPlan | None,
     planned: Callable[[RlhfConfig], MemoryPlan | None],
-    directory: Path,
-) -> AbstractContextManager[None]:
-    """Raise an out-of-memory error of the block anew, with what to change; see :func:`advising`.
-
-    ``plan`` is that of the run, ``planned`` that of its models with other options; it may raise a
-    ValueError.
-    """
-
-    def advise(error: torch.OutOfMemoryError, device_bytes: int | None) -> str:
-        known = plan
-        if plan is not None and isinstance(error, FullAfterReleaseError):
-            known = replace(plan, keeps_cache=False)
-        decodes = isinstance(error, FullWhileDecodingError)
-        return memory_advice(config, known, planned, decodes=decodes, device_bytes=device_bytes)
-
-    return advising(advise, directory)
+) -> str:
+    """:func:`memory_advice` by what was done when the device was full."""
+    if plan is not None and isinstance(error, FullAfterReleaseError):
+        plan = replace(plan, keeps_cache=False)
+    decodes = isinstance(error, FullWhileDecodingError)
+    return memory_advice(config, plan, planned, decodes=decodes, device_bytes=device_bytes)
 
 
 def memory_advice(
@@ -51,7 +48,8 @@ def memory_advice(
     """One sentence: what fills the device, and what to change, the cheapest sufficient first.
 
     ``decodes`` says whether it was full while responses were decoded, or else in a pass that
-    scores them or trains. See :func:`explaining_memory` for ``plan`` and ``planned``.
+    scores them or trains. ``plan`` is that of the run, ``planned`` that of its models with other
+    options; it may raise a ValueError.
     """
     remedies = _remedies(config, keeps_cache=plan is not None and plan.keeps_cache)
     if plan is None:
