@@ -815,11 +815,6 @@ def rlhf(
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
-    vllm_command: str | None = None,
-    vllm_gpu_memory_utilization: float = 0.3,
-    rollout_adapter_dir: str | os.PathLike[str] | None = None,
-    rollout_timeout: float = 600.0,
-    rollouts_ahead: int = 0,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
@@ -895,7 +890,7 @@ def rlhf(
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
@@ -921,6 +916,11 @@ def rlhf(
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
     agent: str | object | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -1035,11 +1035,6 @@ def rlhf(
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
@@ -1115,7 +1110,7 @@ def rlhf(
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
-        judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
+        judge_function (str | object | None): module:function that judges held-out responses at evaluations; never trained on
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
@@ -1141,6 +1136,11 @@ def rlhf(
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
@@ -1247,11 +1247,6 @@ def distill(
     temperature: float = 1.0,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     num_generations: int | None = None,
-    vllm_command: str | None = None,
-    vllm_gpu_memory_utilization: float = 0.3,
-    rollout_adapter_dir: str | os.PathLike[str] | None = None,
-    rollout_timeout: float = 600.0,
-    rollouts_ahead: int = 0,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
@@ -1324,7 +1319,7 @@ def distill(
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
@@ -1346,6 +1341,11 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
     agent: str | object | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -1459,11 +1459,6 @@ def distill(
         temperature (float): of sampling and of all log-probabilities
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
@@ -1536,7 +1531,7 @@ def distill(
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
-        judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
+        judge_function (str | object | None): module:function that judges held-out responses at evaluations; never trained on
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
@@ -1558,6 +1553,11 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
@@ -1665,7 +1665,7 @@ def evaluate(
     chat_template: str | None = None,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     reward_model: Model | None = None,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     max_new_tokens: int = 128,
     limit: int = 0,
     tasks: str | Sequence[str] = (),
@@ -1696,7 +1696,7 @@ def evaluate(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
         reward_model (Model | None): reward model that scores the model's own greedy answers to the prompts
-        judge_function (str | Callable[..., Any] | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
+        judge_function (str | object | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
         max_new_tokens (int): tokens of such an answer at most
         limit (int): rows to take at most, of each task too, the first ones; 0: all
         tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[evaluation]

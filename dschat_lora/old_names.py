@@ -20,8 +20,6 @@ OLD_NAMES = {
     "rl.config": "rl.options.config rl.options.names",
     "rl.coroutines": "rl.response.coroutines",
     "rl.draw.order": "rl.draw.source",
-    "rl.draw.rollout_engines": "rl.draw.server_engine rl.draw.engine",
-    "rl.draw.rollout_servers": "rl.draw.completions rl.draw.engine_checks rl.draw.server_engine",
     "rl.draw.turn_decoder": "rl.draw.player rl.response.response",
     "rl.dynamic_sampling": "rl.learn.dynamic_sampling",
     "rl.ema": "rl.learn.ema",
@@ -41,9 +39,6 @@ OLD_NAMES = {
     "rl.roles": "rl.learn.roles rl.learn.engines",
     "rl.rollout": "rl.draw.generator rl.draw.own_engine generation.stops rl.draw.source "
     "rl.response.response",
-    "rl.rollout_engines": "rl.draw.server_engine rl.draw.engine",
-    "rl.rollout_servers": "rl.draw.completions rl.draw.engine_checks rl.draw.server_engine",
-    "rl.rollouts_ahead": "rl.draw.rollouts_ahead",
     "rl.score.reward_functions": "rl.score.scores",
     "rl.score.shaping": "rl.score.scores",
     "rl.served_teacher": "rl.learn.served_teacher",
@@ -54,9 +49,7 @@ OLD_NAMES = {
     "rl.trainer": "rl.loop.trainer rl.loop.build rl.loop.schedule rl.loop.sampler",
     "rl.update": "rl.learn.update rl.learn.experience",
     "rl.validation": "rl.loop.validation",
-    "rl.vllm_server": "rl.draw.vllm_server",
     "rl.watch.rows": "rl.loop.parts",
-    "runtime.seeds": "commands.seeds",
     "runtime.streaming": "runtime.run runtime.shared_stream",
     "world": "assets.toy_world",
 }

@@ -95,10 +95,9 @@ FLOORS = [
     },
     {
         "rl.draw": Room(
-            "algos checkpoint config data engine generation lora models rl.options rl.response"
-            " runtime",
-            "torch transformers",
-            light="completions engine_checks",
+            "algos data engine generation models rl.options rl.response runtime",
+            "torch",
+            light="completions",
         ),
         "rl.score": Room(
             "algos config data engine models report rl.options rl.response runtime",
@@ -134,7 +133,7 @@ FLOORS = [
         "commands": Room(
             "checkpoint config models report runtime supervised",
             "psutil",
-            "launch seeds stages train verbs",
+            "launch stages train verbs",
         ),
     },
     {
@@ -164,9 +163,12 @@ FLOORS = [
             "addon config options python validation verbs",
         ),
         "addons.loralib": Room(
-            "algos checkpoint config engine lora report runtime",
+            "algos checkpoint commands config lora report runtime",
             "safetensors torch transformers",
-            "addon verbs",
+            "addon seeds verbs",
+        ),
+        "addons.bases": Room(
+            "checkpoint config engine lora models runtime", "torch transformers", "addon forms"
         ),
         "addons.publish": Room(
             "checkpoint commands config report runtime", "huggingface_hub", "addon config verbs"
@@ -175,6 +177,12 @@ FLOORS = [
             "checkpoint config data engine lora models runtime",
             "PIL httpx huggingface_hub jinja2 safetensors tokenizers torch transformers",
             "addon families media options",
+        ),
+        "addons.engines": Room(
+            "algos checkpoint config data engine generation lora models rl.draw rl.loop"
+            " rl.options rl.response runtime",
+            "torch transformers",
+            "addon checks facts options",
         ),
         "addons.pipeline": Room(
             "checkpoint commands config models report rl.options runtime",
@@ -205,14 +213,13 @@ FLOORS = [
             "addon options",
         ),
         "addons.glue": Room(
-            "addons.loralib algos checkpoint commands config data engine lora models report"
-            " runtime",
+            "addons.loralib algos checkpoint config data engine lora models report runtime",
             "datasets numpy scipy sklearn torch transformers",
             "addon config data validation verbs",
         ),
         "addons.nlg": Room(
-            "addons.loralib algos checkpoint commands config data engine generation lora models"
-            " report runtime supervised",
+            "addons.loralib algos checkpoint config data engine generation lora models report"
+            " runtime supervised",
             "nltk pycocoevalcap sacrebleu torch transformers",
             "addon config formats predictions validation verbs",
         ),
@@ -242,8 +249,8 @@ OWNERS = {
     "datasets": {"data", "addons.glue"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.glue", "addons.images", "addons.loralib", "addons.nlg", "checkpoint", "data"),
-        *("generation", "models", "rl.draw", "runtime"),
+        *("addons.bases", "addons.engines", "addons.glue", "addons.images", "addons.loralib"),
+        *("addons.nlg", "checkpoint", "data", "generation", "models", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -255,11 +262,12 @@ VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    *("addons.images.media", "addons.nlg.verbs"),
+    *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *(
         "addons.agents.options",
         "addons.environments.options",
+        "addons.bases.forms",
         "addons.loralib.verbs",
         "addons.publish.verbs",
         "addons.serving.verbs",

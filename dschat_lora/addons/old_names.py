@@ -14,6 +14,7 @@ _PACKAGES = {
 _LIBRARIES = " ".join(
     f"addons.environments.{name}" for name in ("gymnasium", "mcp", "openenv", "reasoning_gym")
 )
+_SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
@@ -26,6 +27,7 @@ OLD_NAMES = {
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
     "checkpoint.extract": "addons.loralib.extract",
     "checkpoint.lora_only": "addons.loralib.lora_only",
+    "commands.seeds": "addons.loralib.seeds",
     "data.filtering": "addons.audit.filtering",
     "data.nlg": "addons.nlg.formats data.row_formats",
     "data.similar_rows": "addons.audit.similar_rows",
@@ -34,7 +36,9 @@ OLD_NAMES = {
     "lora.loralib": "addons.loralib.loralib addons.loralib",
     "lora.loralib.layers": "addons.loralib.layers",
     "lora.loralib.utils": "addons.loralib.utils",
+    "models.dequantize": "addons.bases.codes",
     "models.families": "addons.planning.families",
+    "models.other_base": "addons.bases.distance models.build runtime.merge",
     "models.published": "addons.planning.published addons.pipeline.placeholders",
     "perf.launches": "addons.planning.launches",
     "pipeline.doctor": "addons.planning.doctor",
@@ -67,6 +71,13 @@ OLD_NAMES = {
     "rl.environment": "addons.environments.environment addons.environments.turn_tokens "
     "addons.environments.players",
     "rl.environment_adapters": _LIBRARIES,
+    "rl.draw.engine_checks": "addons.engines.checks",
+    "rl.draw.rollout_engines": "addons.engines.server_engine rl.draw.engine",
+    "rl.draw.rollout_servers": _SERVERS,
+    "rl.draw.rollouts_ahead": "addons.engines.rollouts_ahead",
+    "rl.draw.server_engine": "addons.engines.server_engine",
+    "rl.draw.transformers_engine": "addons.engines.transformers_engine",
+    "rl.draw.vllm_server": "addons.engines.vllm_server",
     "rl.loop.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.play.agent_programs": "addons.agents.agent_programs",
     "rl.play.agent_server": "addons.agents.agents",
@@ -82,7 +93,12 @@ OLD_NAMES = {
     "rl.response.turn_tokens": "addons.environments.turn_tokens",
     "rl.stateful_environment": "addons.environments.stateful addons.environments.players",
     "rl.verifiers_environment": "addons.environments.verifiers",
+    "rl.rollout_engines": "addons.engines.server_engine rl.draw.engine",
+    "rl.rollout_servers": _SERVERS,
+    "rl.rollouts_ahead": "addons.engines.rollouts_ahead",
+    "rl.vllm_server": "addons.engines.vllm_server",
     "runtime.advice": "addons.planning.memory_advice",
+    "runtime.seeds": "addons.loralib.seeds",
     "runtime.sharing": "addons.publish.sharing",
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",

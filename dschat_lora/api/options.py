@@ -17,7 +17,7 @@ from dschat_lora.config.options import option_fields, options_that_run
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
-from dschat_lora.rl.options.engines import ENGINES
+from dschat_lora.rl.options.engines import known_engines
 from dschat_lora.runtime.stage_main import late
 
 
@@ -37,10 +37,6 @@ Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
-_FUNCTIONS = (
-    *("reward_function", "judge_function", "reward_gate", "algorithm", "parts"),
-    "rollout_engine",
-)
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
 _OBJECT = "str | Callable[..., Any] | None"
@@ -50,12 +46,11 @@ _TYPES = {
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",
-    "judge_function": _OBJECT,
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
     "parts": "Any | Sequence[Any]",
-    "rollout_engine": f"Literal{[*ENGINES]} | str | object",
+    "rollout_engine": f"Literal{[n for n in known_engines() if n[-1] != ':']} | str | object",
 }
 
 
@@ -78,11 +73,8 @@ def with_options(
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
-            kind = (
-                "str | object | None"
-                if field.metadata["runs"] == "object"
-                else type_text(name, annotation)
-            )
+            of_object = field.metadata["runs"] == "object" and name not in _TYPES
+            kind = "str | object | None" if of_object else type_text(name, annotation)
             if default is None and not kind.endswith("None"):
                 kind += " | None"
             rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))
@@ -133,7 +125,7 @@ def option_values(config_class: Any, values: Mapping[str, Any], stack: ExitStack
         TypeError: for an object of another kind.
         ValueError: for rows that cannot be gone through twice.
     """
-    found, functions = {}, {*_FUNCTIONS, *options_that_run(config_class, "object")}
+    found, functions = {}, options_that_run(config_class, "object", "part")
     for name, value in values.items():
         if name in functions:
             value = _functions(value, name, stack)

@@ -24,8 +24,8 @@ GROUP = "dschat_lora.addons"
 # What add-ons provide by names that options take, or under which the trunk looks for them.
 SEAMS = (
     *("rollout_engine", "reward_function", "reward_form", "algorithm", "options_file"),
-    *("row_format", "media", "rest", "thumbnails", "advice"),
-    *(seam for names in ADDONS.values() for seam in names.seams.split()),
+    *("row_format", "media", "rest", "thumbnails", "stored_form", "base_file", "base_distance"),
+    *("advice", *(seam for names in ADDONS.values() for seam in names.seams.split())),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # Verbs of the package's add-ons.
@@ -51,6 +51,7 @@ class Addon:
         provides: by seam, one of ``SEAMS``, what an option's value names; a name that ends in a
             colon or slash has all values that begin so, and its object is called with the value.
         needs: other add-ons that it does not work without.
+        writes: what its runs write in their directories, beside what all write.
 
     Raises:
         TypeError: for a value of another type.
@@ -65,6 +66,7 @@ class Addon:
     options: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     needs: Sequence[str] = ()
+    writes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -86,7 +88,7 @@ class Addon:
 
 def _check_types(addon: Addon) -> None:
     for each in fields(addon):
-        kind = {"name": str, "needs": list | tuple}.get(each.name, Mapping)
+        kind = {"name": str, "needs": list | tuple, "writes": list | tuple}.get(each.name, Mapping)
         if not isinstance(value := getattr(addon, each.name), kind):
             said = getattr(kind, "__name__", kind)
             raise TypeError(f"its {each.name} has {value!r}, which is no {said}")
@@ -144,6 +146,11 @@ def provided_name(seam: str, value: str, *taken: str) -> str:
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
             raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
     return ""
+
+
+def written_by_addons() -> list[str]:
+    """What add-ons write in the directories of runs."""
+    return [name for addon in installed().values() for name in addon.writes]
 
 
 def begins_values(name: str) -> bool:

@@ -131,6 +131,8 @@ FORMER = {
     ),
     "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
     "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
+    "models.dequantize": "int8_values gptq_values awq_values dequantizer",
+    "models.other_base": "Weights probe_ids base_warning",
     "pipeline.doctor": (
         "GIB SMALL_DISK NO_DISK SMALL_MEMORY STEP_SECONDS Finding examine diagnose versions "
         "devices describe_device attention compiler memory disks network training_step"
@@ -206,6 +208,11 @@ FORMER = {
     "rl.response.turn_tokens": "TurnTokens prompt_messages",
     "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
     "rl.verifiers_environment": "Verifiers",
+    "rl.draw.engine_checks": "VLLM_RANKS check_servers check_vllm vllm_rank",
+    "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
+    "rl.draw.server_engine": "engine_of_addresses server_engine ServerEngine RolloutServer",
+    "rl.draw.transformers_engine": "transformers_engine TransformersEngine",
     "rl.play.agent_programs": (
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
@@ -214,7 +221,18 @@ FORMER = {
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
+    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.rollout_servers": (
+        "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
+        "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
+        "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
+    ),
+    "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.vllm_server": (
+        "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
+    ),
     "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
+    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"

@@ -33,8 +33,6 @@ FORMER = {
     ),
     "rl.coroutines": "start in_thread run_together",
     "rl.draw.order": "PromptOrder",
-    "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
-    "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
     "rl.draw.turn_decoder": "unanswered",
     "rl.dynamic_sampling": "Resampled resample",
     "rl.ema": "MovingAverage",
@@ -77,13 +75,6 @@ FORMER = {
         "GATHER_SHARE whole_weights_fit free_bytes BrokenWeightsError PromptOrder "
         "responses_as_json response_from_json Generator stop_ids end_of_text"
     ),
-    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
-    "rl.rollout_servers": (
-        "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
-        "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
-        "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
-    ),
-    "rl.rollouts_ahead": "Begin RolloutsAhead",
     "rl.score.reward_functions": (
         "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
     ),
@@ -106,12 +97,8 @@ FORMER = {
         "check_budget check_attention check_zero_stages with_recomputation "
         "check_sources_are_kept check_rollouts with_rollout_engine RLHF_CHECKS"
     ),
-    "rl.vllm_server": (
-        "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
-    ),
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
     "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
-    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "world": "reward rule",
 }
 

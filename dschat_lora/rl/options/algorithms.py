@@ -233,6 +233,7 @@ class PpoConfig:
         help="how the actor learns\nppo has a critic; reinforce_pp has none; distill follows a "
         "teacher in the place of a reward; the others compare the responses to a prompt",
         names=tuple(ALGORITHMS),
+        runs="part",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
     kl_coef: float = of_divergence("weight of the divergence from the reference (0.1 or 0)")

@@ -156,14 +156,9 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     for own in groups_of(config, "described_data"):
         data = own.described_data() or data
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
-    ahead = config.batch.rollouts_ahead
-    if (about := config.batch.engine.about) is not None:
-        say_once(f"  rollouts     {about(config.batch)}")
-    if ahead:
-        weighs = f"weighed by --rollout_correction {config.ppo.rollout_correction or 'tis'}"
-        if config.ppo.rules.distills and config.teacher.beta is not None:
-            weighs = f"for which --distill_loss {config.teacher.distill_loss} has no weights"
-        say_once(f"  rollouts     up to {ahead} iterations ahead, by adapters as old, {weighs}")
+    for own in groups_of(config, "first_lines"):
+        for line in own.first_lines(config):
+            say_once(line)
 
 
 def note_options(config: RlhfConfig, inputs: RlhfInputs) -> None:

@@ -17,7 +17,7 @@ _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
 # By option the names that are the package's own, which no add-on may have.
 OWN_NAMES: Mapping[str, tuple[str, ...]] = {
-    "rollout_engine": ("own", "transformers", "vllm"),
+    "rollout_engine": ("own",),
     "algorithm": (
         *("ppo", "rloo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"),
         *("gspo", "cispo", "gdpo", "sapo", "distill"),

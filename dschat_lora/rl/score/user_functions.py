@@ -445,7 +445,8 @@ def calls_of(
     }
     beside = beside or {}
     offered |= {name: list(values) for name, values in beside.items()}
-    calls, parts = [offered], [list(responses)]
+    calls: list[dict[str, Any]] = [offered]
+    parts = [list(responses)]
     if is_singular(function):
         places = range(len(responses))
         calls = [{singular(name, beside): v[i] for name, v in offered.items()} for i in places]

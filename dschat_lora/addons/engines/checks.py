@@ -1,12 +1,9 @@
 """Options that rollout engines refuse, before torch is loaded."""
 
-from dschat_lora.rl.draw.completions import (
-    CONNECT_SECONDS,
-    CompletionServer,
-    ServerError,
-)
+from dschat_lora.addons.engines.facts import server_addresses
+from dschat_lora.rl.draw.completions import CONNECT_SECONDS, CompletionServer, ServerError
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import EngineError, server_addresses
+from dschat_lora.rl.options.engines import EngineError
 from dschat_lora.rl.options.inputs import RlhfInputs
 from dschat_lora.runtime.checks import check_command
 from dschat_lora.runtime.resume import is_first_rank
@@ -34,7 +31,7 @@ def check_servers(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def check_vllm(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a command of vLLM that is not there, and an adapter or base that it cannot serve."""
-    given = config.batch.vllm_command
+    given = config.addons.engines.vllm_command
     command = "vllm serve" if given is None else given
     remedy = ": install vLLM in an environment of its own, and name that environment's program"
     check_command("vllm_command", command, remedy)

@@ -19,8 +19,6 @@ from dschat_lora.rl.draw.completions import (
     ServerError,
     _Work,
 )
-from dschat_lora.rl.options.config import RolloutConfig
-from dschat_lora.rl.options.engines import server_addresses
 
 END, LIMIT = 2, 4
 
@@ -622,23 +620,3 @@ def test_a_server_tells_how_many_tokens_it_has_room_for():
         assert CompletionServer(fake.address, 5.0).base_limit() == 64
     with pytest.raises(ServerError, match="refused"):
         CompletionServer(fake.address, 5.0).base_limit()
-
-
-BAD_ADDRESSES = (
-    *("http://127.0.0.1:80x", "http://127.0.0.1:99999", "http://h:0", "http://:80", "http://[::1"),
-    *("http://" + 64 * "a", "http://user@h", "http://h?x", "ftp://h", "h:80", "http://h,"),
-)
-
-
-@pytest.mark.parametrize("address", BAD_ADDRESSES)
-def test_addresses_that_are_none_are_refused_in_one_line(address):
-    with pytest.raises(ValueError, match="addresses of servers such as") as error:
-        RolloutConfig(rollout_engine=address)
-    assert address in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_addresses_may_have_names_numbers_ports_and_paths():
-    addresses = "http://127.0.0.1:8000/v1,https://[::1]:80,http://my_host/a/b"
-    expected = ("http://127.0.0.1:8000", "https://[::1]:80", "http://my_host/a/b")
-    assert server_addresses(RolloutConfig(rollout_engine=addresses).rollout_engine) == expected

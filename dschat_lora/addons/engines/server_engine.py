@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dschat_lora.addons.engines.facts import server_addresses
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank
 from dschat_lora.engine.zero import gather_to_cpu
@@ -31,16 +32,16 @@ from dschat_lora.rl.draw.engine import (
     Pending,
     RolloutError,
 )
-from dschat_lora.rl.options.engines import EngineError, server_addresses
+from dschat_lora.rl.options.engines import EngineError
 
 RolloutServer, RolloutServers = CompletionServer, CompletionPool  # their former names
 
 
 def engine_of_addresses(site: EngineSite) -> EngineDecoder:
     """The engine of the servers whose addresses ``--rollout_engine`` has."""
-    batch = site.config.batch
-    addresses = server_addresses(batch.rollout_engine)
-    return server_engine(site, [CompletionServer(a, batch.rollout_timeout) for a in addresses])
+    addresses = server_addresses(site.config.batch.rollout_engine)
+    timeout = site.config.addons.engines.rollout_timeout
+    return server_engine(site, [CompletionServer(each, timeout) for each in addresses])
 
 
 def server_engine(
@@ -66,15 +67,15 @@ class ServerEngine:
     def __init__(
         self, site: EngineSite, servers: Sequence[CompletionServer], *, sleeps: bool
     ) -> None:
-        batch, say = site.config.batch, site.run.log.say
+        config, say = site.config, site.run.log.say
         self._servers = CompletionPool(
             servers,
-            in_flight=batch.per_device_generation_batch_size,
+            in_flight=config.batch.per_device_generation_batch_size,
             say=lambda words: say(f"  note         --rollout_engine: {words}"),
             ends=site.ends,
             vocabulary_size=int(site.actor.model.config.vocab_size),
         )
-        shared = batch.rollout_adapter_dir
+        shared = config.addons.engines.rollout_adapter_dir
         self._directory = None if shared is None else Path(shared).expanduser().resolve()
         self._base, self._sleeps = site.base, sleeps
         self._home: tempfile.TemporaryDirectory[str] | None = None

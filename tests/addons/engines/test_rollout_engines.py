@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dschat_lora.rl.draw.server_engine import server_engine
+from dschat_lora.rl.draw.transformers_engine import transformers_engine
+from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
@@ -22,9 +25,6 @@ from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite, RolloutError
 from dschat_lora.rl.draw.own_engine import OwnEngine, decoded_turns
 from dschat_lora.rl.draw.player import Draw
-from dschat_lora.rl.draw.server_engine import server_engine
-from dschat_lora.rl.draw.transformers_engine import transformers_engine
-from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import unanswered
 from helpers.fake_vllm import command_of

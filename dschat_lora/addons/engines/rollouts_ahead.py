@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.rl.draw.engine import Pending, RolloutError
@@ -38,6 +38,7 @@ class RolloutsAhead:
         draws_of: what is drawn for an iteration.
     """
 
+    name: ClassVar[str] = "rollouts_ahead"
     most: int
     num_iterations: Callable[[], int]
     iteration: Callable[[], int]

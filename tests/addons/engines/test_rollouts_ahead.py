@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.report.log import jsonable
 from dschat_lora.rl.draw.engine import RolloutError
-from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.draw.source import Draws
 from dschat_lora.rl.response.response import Response
 

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.addons.engines.checks import vllm_rank
+from dschat_lora.addons.engines.server_engine import server_engine
 from dschat_lora.config.staging import check_place, open_in_place
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.children import end_with_parent, environment_of_no_launch, visible_gpu
@@ -25,8 +27,6 @@ from dschat_lora.rl.draw.completions import (
     ServerError,
 )
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite
-from dschat_lora.rl.draw.engine_checks import vllm_rank
-from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.engines import EngineError
 from dschat_lora.rl.options.inputs import Sources
@@ -61,7 +61,7 @@ def start_vllm(
     home, found = run.directory, {"address": "", "failure": ""}
     assert home is not None, "a dry run starts nothing"
     dtype = str(DTYPES[resolve_dtype(config.load.dtype)]).removeprefix("torch.")
-    timeout, on_gpu = config.batch.rollout_timeout, device().type == "cuda"
+    timeout, on_gpu = config.addons.engines.rollout_timeout, device().type == "cuda"
     if on_gpu or local_rank() == 0:
         port, sleeping = usable_port(None), sleeps(config)
         found["address"] = f"http://127.0.0.1:{port}"
@@ -91,22 +91,22 @@ def start_vllm(
 
 def sleeps(config: RlhfConfig) -> bool:
     """Whether vLLM gives its memory back while the actor trains, and draws nothing."""
-    return device().type == "cuda" and not config.batch.rollouts_ahead
+    return device().type == "cuda" and not config.addons.engines.rollouts_ahead
 
 
 def serve_command(
     config: RlhfConfig, base: str, *, dtype: str, port: int, sleeps: bool
 ) -> list[str]:
     """The command of a server for ``base``, with room for the run's adapters and tokens."""
-    batch, actor = config.batch, config.actor
+    own, actor = config.addons.engines, config.actor
     options = {
         "host": "127.0.0.1",
         "port": port,
         "dtype": dtype,
         "max-model-len": config.data.max_seq_len,
         "max-lora-rank": vllm_rank(max(actor.lora_dim, actor.expert_lora_dim or 0)),
-        "max-loras": batch.rollouts_ahead + 1,
-        "gpu-memory-utilization": batch.vllm_gpu_memory_utilization,
+        "max-loras": own.rollouts_ahead + 1,
+        "gpu-memory-utilization": own.vllm_gpu_memory_utilization,
         "logprobs-mode": "processed_logprobs",
         "uvicorn-log-level": "warning",
     }
@@ -114,7 +114,7 @@ def serve_command(
     switches += ["--enable-sleep-mode"] if sleeps else []
     switches += ["--trust-remote-code"] if config.load.trust_remote_code else []
     typed = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [*shlex.split(batch.vllm_command or "vllm serve"), base, *typed, *switches]
+    return [*shlex.split(own.vllm_command or "vllm serve"), base, *typed, *switches]
 
 
 def serve_environment(gpu: str | None, *, sleeps: bool) -> dict[str, str]:
