@@ -866,8 +866,6 @@ def rlhf(
     entropy_coef: float = 0.0,
     target_entropy: float = 0.0,
     target_kl: float = 0.0,
-    guard: Literal['warn', 'stop', 'off'] = 'warn',
-    kl_budget: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
@@ -926,6 +924,8 @@ def rlhf(
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    guard: Literal['warn', 'stop', 'off'] = 'warn',
+    kl_budget: float = 0.0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -1086,8 +1086,6 @@ def rlhf(
         entropy_coef (float): weight of the entropy bonus
         target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
-        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
-        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
@@ -1146,6 +1144,8 @@ def rlhf(
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
+        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
@@ -1296,8 +1296,6 @@ def distill(
     entropy_coef: float = 0.0,
     target_entropy: float = 0.0,
     target_kl: float = 0.0,
-    guard: Literal['warn', 'stop', 'off'] = 'warn',
-    kl_budget: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
@@ -1351,6 +1349,8 @@ def distill(
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    guard: Literal['warn', 'stop', 'off'] = 'warn',
+    kl_budget: float = 0.0,
     deepspeed: bool = False,
     enable_tensorboard: bool = False,
     print_loss: bool = False,
@@ -1508,8 +1508,6 @@ def distill(
         entropy_coef (float): weight of the entropy bonus
         target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
-        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
-        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
@@ -1563,6 +1561,8 @@ def distill(
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
+        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
         enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step

@@ -29,7 +29,7 @@ OLD_NAMES = {
     "rl.inputs": "rl.options.inputs rl.options.names",
     "rl.learn.network": "rl.learn.engines",
     "rl.memory": "rl.loop.memory rl.draw.own_engine",
-    "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.loop.parts",
+    "rl.metrics": "rl.watch.metrics rl.loop.parts",
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
     "rl.prompt_stream": "rl.draw.prompt_stream rl.draw.source",
     "rl.response.messages": "rl.response.response",

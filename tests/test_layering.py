@@ -194,6 +194,9 @@ FLOORS = [
             "numpy torch",
             "addon",
         ),
+        "addons.diagnostics": Room(
+            "config engine rl.options rl.watch rl.loop", light="addon options"
+        ),
         "addons.rewards": Room(
             "config models report rl.score runtime",
             "jsonschema lm_eval math_verify",
@@ -267,6 +270,7 @@ VERBS = {
     *(
         "addons.agents.options",
         "addons.environments.options",
+        "addons.diagnostics.options",
         "addons.bases.forms",
         "addons.loralib.verbs",
         "addons.publish.verbs",

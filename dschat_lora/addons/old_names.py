@@ -62,10 +62,12 @@ OLD_NAMES = {
     "rl.agent_server": "addons.agents.agents",
     "rl.builtin_rewards": "addons.rewards.builtin rl.options.names",
     "rl.external_rewards": "addons.rewards.external",
+    "rl.metrics": "rl.watch.metrics rl.loop.parts addons.diagnostics.diagnostics",
     "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores "
     "addons.rewards.conventions",
     "rl.score.builtin_rewards": "addons.rewards.builtin rl.options.names",
     "rl.score.external_rewards": "addons.rewards.external",
+    "rl.watch.diagnostics": "addons.diagnostics.diagnostics rl.watch.metrics",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
     "rl.environment": "addons.environments.environment addons.environments.turn_tokens "

@@ -185,6 +185,10 @@ FORMER = {
         "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
         "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
     ),
+    "rl.metrics": (
+        "WINDOW PATIENCE RATIO_TOLERANCE MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL "
+        "GUARDED Diagnostics"
+    ),
     "rl.rewards": "VERL OPENRLHF",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "

@@ -54,9 +54,7 @@ FORMER = {
     "rl.metrics": (
         "update_metrics response_metrics source_metrics "
         "ROWS_BY_TOKEN rollout_rows rewards_by_name importance_metrics version_metrics "
-        "sampler_errors WINDOW PATIENCE RATIO_TOLERANCE SAMPLER_TOLERANCE SAMPLER_LIMIT "
-        "ENGINE_LIMIT MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL GUARDED "
-        "check_sampler Diagnostics"
+        "sampler_errors SAMPLER_TOLERANCE SAMPLER_LIMIT ENGINE_LIMIT check_sampler"
     ),
     "rl.pretraining": "TextWindow Pretraining make_pretraining",
     "rl.prompt_stream": "Pool PromptStream",
