@@ -31,7 +31,6 @@ OLD_NAMES = {
     "rl.memory": "rl.loop.memory rl.draw.own_engine",
     "rl.metrics": "rl.watch.metrics rl.loop.parts",
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
-    "rl.prompt_stream": "rl.draw.prompt_stream rl.draw.source",
     "rl.response.messages": "rl.response.response",
     "rl.response.transfer": "rl.response.response",
     "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores",
@@ -50,7 +49,6 @@ OLD_NAMES = {
     "rl.update": "rl.learn.update rl.learn.experience",
     "rl.validation": "rl.loop.validation",
     "rl.watch.rows": "rl.loop.parts",
-    "runtime.streaming": "runtime.run runtime.shared_stream",
     "world": "assets.toy_world",
 }
 

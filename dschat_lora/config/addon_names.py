@@ -20,6 +20,7 @@ ADDONS: Mapping[str, Names] = {
     "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
     "audit": Names(),
+    "streaming": Names(),
     "images": Names(),
     "environments": Names(seams="environment"),
     "engines": Names(

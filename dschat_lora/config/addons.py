@@ -23,9 +23,21 @@ from dschat_lora.config.verb_names import COMMANDS, VERBS
 GROUP = "dschat_lora.addons"
 # What add-ons provide by names that options take, or under which the trunk looks for them.
 SEAMS = (
-    *("rollout_engine", "reward_function", "reward_form", "algorithm", "options_file"),
-    *("row_format", "media", "rest", "thumbnails", "stored_form", "base_file", "base_distance"),
-    *("advice", *(seam for names in ADDONS.values() for seam in names.seams.split())),
+    "rollout_engine",
+    "reward_function",
+    "reward_form",
+    "algorithm",
+    "options_file",
+    "row_format",
+    "row_file",
+    "media",
+    "rest",
+    "thumbnails",
+    "stored_form",
+    "base_file",
+    "base_distance",
+    "advice",
+    *(seam for names in ADDONS.values() for seam in names.seams.split()),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # Verbs of the package's add-ons.
@@ -236,6 +248,13 @@ def groups_of(config: Any, method: str) -> Iterator[Any]:
     for each in fields(config.addons):
         if hasattr(own := getattr(config.addons, each.name), method):
             yield own
+
+
+def through_addons(config: Any, method: str) -> Any:
+    """The config as this method of add-ons' options makes it in turn; None leaves it as it is."""
+    for own in groups_of(config, method):
+        config = getattr(own, method)(config) or config
+    return config
 
 
 def owners(config: Any) -> dict[str, str]:

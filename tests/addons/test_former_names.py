@@ -42,6 +42,14 @@ FORMER = {
         "SHINGLE_WORDS NUM_PERM LEAST_RECALL Hashes Words Likeness words_of run_hashes "
         "SharedRuns NearDuplicates"
     ),
+    "data.stream": (
+        "Block Chunk ChunkReader Mixed Mixture Place Placed Pool Position Shard StreamedRow "
+        "find_shards next_pool read_blocks take_block"
+    ),
+    "data.stream_loader": (
+        "Blocks Packer Stream StreamLoader StreamedRows Taken block_seed describe_sources"
+    ),
+    "data.tar_rows": "tar_rows",
     "endpoint.answers": (
         "BusyError StoppedError TooLongError UnsupportedError Emit AnswerSource fitting "
         "RequestAnswers AnswerResponse"
@@ -131,6 +139,8 @@ FORMER = {
     ),
     "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
     "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
+    "lora.mixed": "AdapterRows MixedLinear MixedExperts MixedModule mix_adapters",
+    "lora.shared": "Part SharedLoraLinear",
     "models.dequantize": "int8_values gptq_values awq_values dequantizer",
     "models.other_base": "Weights probe_ids base_warning",
     "pipeline.doctor": (
@@ -225,6 +235,10 @@ FORMER = {
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
+    "rl.draw.prompt_stream": "PromptStream",
+    "rl.prompt_stream": "Pool PromptStream",
+    "runtime.shared_stream": "SharedStream",
+    "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
     "rl.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.rollout_servers": (
         "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "

@@ -57,7 +57,6 @@ FORMER = {
         "sampler_errors SAMPLER_TOLERANCE SAMPLER_LIMIT ENGINE_LIMIT check_sampler"
     ),
     "rl.pretraining": "TextWindow Pretraining make_pretraining",
-    "rl.prompt_stream": "Pool PromptStream",
     "rl.response.messages": "messages_after_prompt as_messages prompt_of",
     "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
@@ -96,7 +95,6 @@ FORMER = {
         "check_sources_are_kept check_rollouts with_rollout_engine RLHF_CHECKS"
     ),
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
-    "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
     "world": "reward rule",
 }
 

@@ -26,7 +26,6 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.slots import SlotRows
-from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.blocks import compile_blocks, offload_inputs, recompute_blocks
@@ -35,6 +34,7 @@ from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
+from helpers.addons import of_addon
 
 CUDA = torch.device("cuda", 0)
 
@@ -177,28 +177,25 @@ def decode(
         return found
 
 
-def serve(shape, *, layers, card="h200", adapters=2, steps=40, drafts=0):
-    """Steps of three requests, of which the first leaves after ten, with as many adapters.
-
-    Every second one has so many drafted tokens, which are taken back.
-    """
+def serve(shape, *, layers, card="h200", adapters=2, steps=40):
+    """Steps of three requests, of which the first leaves after ten, with as many adapters."""
     size = replace(shapes.SHAPES[shape], num_layers=layers)
     with fake_cuda(card) as watch, warnings.catch_warnings(record=True) as told:
         watch.truth = False
         model = shapes.random_base(size, dtype=torch.bfloat16, device=CUDA).eval()
         model.requires_grad_(False)
-        numbers = AdapterRows(CUDA)
+        (mixed,) = of_addon("serving.mixed")
+        numbers = mixed.AdapterRows(CUDA)
         copies = [share_parameters(model) for _ in range(adapters)]
         for copy in copies:
             apply_lora(copy, LoraConfig(lora_dim=8), seed=0)
-        mix_adapters(model, copies, rows=numbers)
-        rows = SlotRows(model, numbers, pad_id=1, num_drafts=drafts)
+        mixed.mix_adapters(model, copies, rows=numbers)
+        rows = SlotRows(model, numbers, pad_id=1)
         with torch.no_grad(), rows.kernels():
             rows.join([[5] * 20, [6] * 30, [7] * 100], [0, 1, adapters])
             watch.start()
             for number in range(steps):
-                rows.step([[8] * (1 + drafts * (number % 2))] * len(rows))
-                rows.keep([0] * len(rows))
+                rows.step([8] * len(rows))
                 if number == 9:
                     rows.leave(0)
         warned = [str(each.message) for each in told if "CUDA graphs" in str(each.message)]
