@@ -199,7 +199,7 @@ FLOORS = [
         ),
         "addons.rewards": Room(
             "config models report rl.score runtime",
-            "jsonschema lm_eval math_verify",
+            "jsonschema lm_eval math_verify torch",
             "addon builtin external",
         ),
         "addons.serving": Room(
@@ -219,6 +219,12 @@ FLOORS = [
             " rl.draw rl.options rl.response rl.score runtime",
             "openai starlette",
             "addon options",
+        ),
+        "addons.distill": Room(
+            "algos api commands config data engine lora models rl.draw rl.learn rl.options"
+            " rl.response rl.score runtime",
+            "numpy torch transformers",
+            "addon algorithm options python stage verbs",
         ),
         "addons.glue": Room(
             "addons.loralib algos checkpoint config data engine lora models report runtime",
@@ -257,8 +263,9 @@ OWNERS = {
     "datasets": {"data", "addons.glue", "addons.streaming"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.bases", "addons.engines", "addons.glue", "addons.images", "addons.loralib"),
-        *("addons.nlg", "checkpoint", "data", "generation", "models", "runtime"),
+        *("addons.bases", "addons.distill", "addons.engines", "addons.glue", "addons.images"),
+        *("addons.loralib", "addons.nlg", "checkpoint", "data", "generation", "models"),
+        "runtime",
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -277,6 +284,11 @@ VERBS = {
         "addons.environments.options",
         "addons.diagnostics.options",
         "addons.bases.forms",
+        "addons.distill.algorithm",
+        "addons.distill.options",
+        "addons.distill.python",
+        "addons.distill.stage",
+        "addons.distill.verbs",
         "addons.loralib.verbs",
         "addons.publish.verbs",
         "addons.serving.verbs",

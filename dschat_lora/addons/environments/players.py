@@ -46,8 +46,8 @@ def load_player(options: EnvironmentOptions, config: RlhfConfig, tokenizer: Toke
             timeout=rewards.reward_timeout,
         )
         player = Episodes(environment, TurnTokens(chat, tokenizer), options.max_turns)
-    scored = rewards.reward_function or config.critic.model_name_or_path
-    if player.reward_name is None and not (scored or config.ppo.rules.distills):
+    unscored = config.ppo.rules.learns_from_rewards and not config.is_scored
+    if player.reward_name is None and unscored:
         raise ValueError(
             f"--environment {name} gives no reward (a class may, by get_reward or step), and "
             "neither --reward_function nor --critic_model_name_or_path does"

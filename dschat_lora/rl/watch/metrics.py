@@ -35,7 +35,7 @@ def iteration_metrics(
 ) -> dict[str, float | int | None]:
     """Metrics of an iteration's steps, its responses with their shaped rewards, and the sampler."""
     batch, correction = config.batch, config.ppo.correction
-    rewards = experience.scores if experience.by_divergence else shaped.rewards
+    rewards = shaped.rewards if experience.scores_once_known is None else experience.scores
     pairs = zip(experience.responses, experience.counts.tolist(), strict=True)
     found: dict[str, float | int | None] = {
         **update_metrics(results),
