@@ -13,7 +13,11 @@ _PACKAGES = {
 }
 OLD_NAMES = {
     "api.command_lines": "commands.train commands.verbs commands.stages "
-    "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
+    "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs "
+    "addons.report.verbs addons.inspect.verbs addons.audit.verbs addons.demo.demo",
+    "api.demo": "addons.demo.demo",
+    "api.demo_judge": "addons.demo.judge",
+    "api.notebook": "addons.report.notebook",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
     "data.filtering": "addons.audit.filtering",
     "data.nlg": "addons.nlg.formats data.row_formats",
@@ -25,6 +29,7 @@ OLD_NAMES = {
     "pipeline.first_hour": "addons.planning.first_hour",
     "pipeline.hour_checks": "addons.planning.hour_checks",
     "pipeline.hour_probes": "addons.planning.hour_probes",
+    "pipeline.judge": "addons.demo.judge",
     "pipeline.known_models": "addons.planning.known_models",
     "pipeline.plan": "addons.planning.plan",
     "pipeline.plan_report": "addons.planning.plan_report",
@@ -35,7 +40,14 @@ OLD_NAMES = {
     "addons.planning.verbs",
     "pipeline.tune": "addons.planning.tune",
     "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
-    "addons.evaluation.verbs",
+    "addons.evaluation.verbs addons.report.verbs addons.inspect.verbs addons.audit.verbs",
+    **{
+        f"report.{name}": f"addons.report.{name}"
+        for name in ("curves", "html", "run_data", "sections", "verdict")
+    },
+    "report.markup": "report.texts addons.report.markup addons.audit.findings",
+    "report.rollouts": "report.rollout_file addons.report.rollouts",
+    "report.trackers": "addons.trackers.trackers",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.agent_server": "addons.agents.agents",
@@ -45,6 +57,8 @@ OLD_NAMES = {
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
     "rl.play.conversations": "addons.agents.conversations",
+    "runtime.data_audit": "addons.audit.findings data.audit",
+    "runtime.describe": "addons.inspect.describe",
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",
     "supervised.measure": "addons.evaluation.measure",

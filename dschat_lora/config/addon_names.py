@@ -27,37 +27,31 @@ _STAGES = {
     "distill": "On-policy distillation: a student's own responses, scored by a teacher",
 }
 _OTHERS = {
-    "recipes": "list the recipes that come with the package",
-    "audit": "show what a stage would learn of data",
-    "report": "one page about runs: curves, results, time, settings",
-    "rollouts": "look through a run's responses of step 3",
-    "inspect": "say what a directory is, and how it came about",
     "generate": "answer prompts",
     "merge": "base and adapter as one transformers directory",
     "push": "upload an adapter or a model to the hub",
     "export": "convert an adapter or a model to GGUF",
     "extract": "LoRA and head of a full checkpoint to PEFT",
-    "accept": "vouch for an adapter that was changed on purpose",
 }
 VERBS: Mapping[str, Verb] = {
     **{name: Verb(summary, f"{_COMMANDS}.train:{name}") for name, summary in _STAGES.items()},
-    "demo": Verb(
-        "train on the bundled model and data, show what changed", "dschat_lora.api.demo:demo"
-    ),
     **{name: Verb(summary, f"{_COMMANDS}.verbs:{name}") for name, summary in _OTHERS.items()},
 }
 GROUPS = {
-    "train": (*_STAGES, "demo"),
-    "look": ("recipes", "audit", "inspect", "report", "rollouts"),
-    "use": ("generate", "merge", "push", "export", "extract", "accept"),
+    "train": (*_STAGES,),
+    "use": ("generate", "merge", "push", "export", "extract"),
 }
 # In the order of the help.
 ADDONS: Mapping[str, Names] = {
+    "demo": Names("demo"),
     "planning": Names("plan tune doctor models", "plan tune Plan Tuned"),
-    "pipeline": Names("pipeline"),
+    "pipeline": Names("pipeline recipes"),
     "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
-    "audit": Names(),
+    "audit": Names("audit", "audit Audit"),
+    "report": Names("report rollouts"),
+    "inspect": Names("inspect accept"),
+    "trackers": Names(),
     "images": Names(),
     "agents": Names(),
     "tinker": Names("tinker"),

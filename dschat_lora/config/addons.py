@@ -31,6 +31,8 @@ SEAMS: Mapping[str, str] = {
     "media": "",
     "rest": "",
     "thumbnails": "",
+    "observer": "",
+    "run_view": "",
 }
 # What takes options of add-ons, by the verb's name.
 COMMANDS = (

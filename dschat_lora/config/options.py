@@ -68,6 +68,7 @@ def option(
     when: When = "",
     names: Sequence[str] = (),
     runs: str = "",
+    replaces: Sequence[str] = (),
 ) -> ValueT: ...
 
 
@@ -81,6 +82,7 @@ def option(
     when: When = "",
     names: Sequence[str] = (),
     runs: str = "",
+    replaces: Sequence[str] = (),
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
@@ -89,8 +91,10 @@ def option(
     the message about a value that is not allowed. ``settled`` says in words what other things make
     of the default, which the help then shows in its place, unless a stage has a default of its own.
     ``names`` are values that the help of a command lists, where others are allowed too.
-    ``runs`` is "code" where the value is a command or the like, and "object" where it names an
-    object of the user's, which Python may give itself: a checkpoint chooses neither.
+    ``runs`` is "code" where the value is a command or the like, "object" where it names an object
+    of the user's, which Python may give itself, and "file" where it is a path outside of the run
+    that is written to: a checkpoint chooses none of them. Where the option is typed, a checkpoint
+    does not choose those that it ``replaces`` either.
 
     ``when`` is the condition under which the option has an effect; where it does not hold a run
     says so (:func:`dschat_lora.config.when.without_effect`). It is one term, or several with
@@ -103,6 +107,7 @@ def option(
     """
     about: dict[str, object] = {"help": help, "section": section, "hint": hint}
     about |= {"settled": settled, "when": when, "names": tuple(names), "runs": runs}
+    about["replaces"] = tuple(replaces)
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -345,7 +350,7 @@ def option_names(config_class: "type[DataclassInstance]") -> list[str]:
 
 
 def options_that_run(config_class: "type[DataclassInstance]", *kinds: str) -> list[str]:
-    """Options of the class that say so of themselves: "code" or "object"."""
+    """Options of the class that say so of themselves: "code", "object" or "file"."""
     return [n for n, (field, _) in option_fields(config_class) if field.metadata["runs"] in kinds]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import socket
 from pathlib import Path
 
@@ -11,13 +10,13 @@ import pytest
 from dschat_lora import __main__ as command
 from dschat_lora.commands.launch import LauncherConfig, launch_command, split_launcher_options
 from dschat_lora.commands.stages import options_of_file
-from dschat_lora.config.addons import installed, verbs
-from dschat_lora.config.bundled import CONFIGS, find_deepspeed_json, find_recipe, recipes
+from dschat_lora.config.addons import verbs
+from dschat_lora.config.bundled import CONFIGS, find_deepspeed_json, find_recipe
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.engine.ds_config import read_deepspeed_json
-from helpers.addons import of_the_whole
+from helpers.addons import is_gone, of_the_whole
 from helpers.step1 import ROOT, write_adapter_config, write_jsonl
 
 
@@ -92,21 +91,6 @@ def test_stages_of_a_pipeline_need_its_add_on(monkeypatch):
     line = "--config bundled has the stages of a pipeline, which is an add-on that is not installed"
     with pytest.raises(ValueError, match=f"^{line}$"):
         options_of_file("rlhf", "bundled")
-
-
-def test_every_recipe_is_listed_with_a_line_and_the_verb_that_takes_it(verb):
-    code, out, _ = verb("recipes")
-    assert code == 0
-    for each in recipes():
-        assert re.search(rf"^{re.escape(each.name)} +\w.*$", out, re.MULTILINE)
-    code, out, _ = verb("recipes", "--json")
-    listed = json.loads(out)
-    files = [*(ROOT / "configs" / "recipes").rglob("*.yaml")]
-    assert {Path(each["path"]).resolve() for each in listed} == {file.resolve() for file in files}
-    for each in listed:
-        assert 10 < len(each["summary"]) < 140
-        program, name, *_ = shlex.split(each["command"])
-        assert (program, name in {*command.VERBS, *verbs()}) == ("dschat-lora", True)
 
 
 # ---------------------------------------------------------------------------- command lines
@@ -232,7 +216,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "parts"), WRONG, ids=[line or "nothing" for line, _ in WRONG])
 def test_wrong_call_of_a_verb_is_one_line_with_code_2(verb, tmp_path, line, parts):
-    if line.startswith(("eval", "score")) and "evaluation" not in installed():
+    if is_gone(line.partition(" ")[0]):
         pytest.skip("the add-on is not there")
     write_jsonl(tmp_path / "good.jsonl", [{"prompt": "a", "completion": " b"}])
     write_jsonl(tmp_path / "prompt.jsonl", [{"prompt": "a"}])

@@ -16,10 +16,9 @@ from dschat_lora.config.staging import (
     write_whole,
 )
 from dschat_lora.config.verbs import PushConfig
-from dschat_lora.report.html import write_report
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
-from dschat_lora.report.rollouts import as_member, open_rollouts
+from dschat_lora.report.rollout_file import as_member, open_rollouts
 from dschat_lora.runtime.directory import RunDirectory, check_links
 from dschat_lora.runtime.sharing import push_directory
 from dschat_lora.supervised.inference import output_file
@@ -54,7 +53,7 @@ WRITERS = {
     "log": (lambda out: RunLog(out, active=True).close(), ["metrics.jsonl"]),
     "record": (record, ["run.json", ".run.json.tmp"]),
     "rollouts": (rollouts, ["rollouts.jsonl.gz"]),
-    "report": (lambda out: write_report(out / "r.html", "new"), ["r.html", ".r.html.tmp"]),
+    "report": (lambda out: write_whole(out / "r.html", "new"), ["r.html", ".r.html.tmp"]),
     "scores": (scores, ["scores.jsonl", ".scores.jsonl.tmp"]),
     "directory": (directory, ["adapter", ".adapter.tmp", ".adapter.old"]),
 }

@@ -3,11 +3,16 @@
 import pytest
 
 from dschat_lora.config.addon_names import ADDONS
-from dschat_lora.config.addons import installed, load
+from dschat_lora.config.addons import installed, load, verbs
 
 of_the_whole = pytest.mark.skipif(
     not ADDONS.keys() <= installed().keys(), reason="it tells of add-ons that are not there"
 )
+
+
+def is_gone(verb):
+    """Whether a verb of ``dschat-lora`` is of an add-on that is not installed."""
+    return verb in set(verbs()).difference(*(each.verbs for each in installed().values()))
 
 
 def of_addon(path):

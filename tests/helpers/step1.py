@@ -1,5 +1,6 @@
 """Step 1 as a user starts it: its checks in this process, or the whole command in another."""
 
+import gzip
 import json
 import os
 import shutil
@@ -91,6 +92,12 @@ def deepspeed(*argv, launcher=()):
     on_checkpoint = Path(sys.executable).with_name("deepspeed")
     program = on_checkpoint if on_checkpoint.exists() else shutil.which("deepspeed")
     return [program, *launcher, "training/step1_sft/main.py", *argv]
+
+
+def rollouts(directory):
+    """The responses that a run of step 3 kept."""
+    with gzip.open(directory / "rollouts.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def metrics(directory, kind=None):

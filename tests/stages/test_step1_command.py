@@ -94,7 +94,7 @@ def own_data(home, launcher):
         *["--chat_template", "chat.jinja", "--chat_template_kwargs", '{"tone": "!"}'],
         *["--lora_dim", "4", "--lora_learning_rate", "5e-3", "--max_steps", "3"],
         *["--per_device_train_batch_size", "2", "--num_train_epochs", "2"],
-        *["--output_dir", "own/run", "--merge_adapter", "--enable_tensorboard", *SHORT],
+        *["--output_dir", "own/run", "--merge_adapter", *SHORT],
     ]
     running = launcher.start(argv, home)
     assert running.wait() == [0], running.output()
@@ -248,10 +248,6 @@ def test_merged_model_is_the_base_with_the_adapter_of_peft(own_data, home):
             merged(**ids).logits, unmerged(**ids).logits, rtol=1e-4, atol=1e-4
         )
         assert (merged(**ids).logits - untrained).abs().max() > 1e-3
-
-
-def test_tensorboard_files_are_written_beside_the_log(own_data, home):
-    assert list((home / "own" / "run" / "tensorboard").glob("events.*"))
 
 
 # ---------------------------------------------------------------------------- on what is there

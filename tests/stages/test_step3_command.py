@@ -589,8 +589,8 @@ CLASSIC = """
     --critic_gradient_checkpointing --actor_dropout 0.0 --critic_dropout 0.0
     --actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora
     --actor_lora_learning_rate 5e-4 --critic_lora_learning_rate 5e-4 --enable_ema
-    --enable_mixed_precision_lora --compute_fp32_loss --enable_tensorboard
-    --tensorboard_path board --align_overflow --print_answers --print_answers_interval 1
+    --enable_mixed_precision_lora --compute_fp32_loss
+    --align_overflow --print_answers --print_answers_interval 1
     --enable_test_mode --test_stop_step 1 --deepspeed --local_rank 0
 """.split()
 # Of layers by name and of another tokenizer, with models that have neither yet.
@@ -616,5 +616,4 @@ def test_command_line_of_deepspeed_chat_runs(home, command):
     for name in ("enable_hybrid_engine", "align_overflow", "offload_reward_model"):
         assert f"--{name} has no effect here" in ended.out
     assert "--inference_tp_size 8 has no effect: rollouts run on the processes" in ended.out
-    assert (home / "board").is_dir()
     assert (home / "classic" / "actor_ema" / "adapter").is_dir()

@@ -20,5 +20,5 @@ ADDON = Addon(
         name: f"dschat_lora.addons.planning.python:{name}"
         for name in ("plan", "tune", "Plan", "Tuned")
     },
-    needs=("pipeline",),
+    needs=("pipeline", "report"),
 )

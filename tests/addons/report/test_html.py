@@ -1,11 +1,9 @@
 """The HTML report: data never becomes markup, nothing is fetched, odd runs are drawn too."""
 
-import errno
 import gzip
 import hashlib
 import json
 import math
-import os
 import re
 from base64 import b64encode
 from dataclasses import replace
@@ -14,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.report import html as html_module
-from dschat_lora.report.curves import MOST_POINTS, chart_data, charts_of, thin
-from dschat_lora.report.html import page, render_report, write_report
-from dschat_lora.report.markup import duration, number, operations, safe, short
-from dschat_lora.report.run_data import RunData, read_run, read_runs
-from dschat_lora.report.sections import source_rows
+from dschat_lora.addons.report import html as html_module
+from dschat_lora.addons.report.curves import MOST_POINTS, chart_data, charts_of, thin
+from dschat_lora.addons.report.html import page, render_report
+from dschat_lora.addons.report.markup import number, safe
+from dschat_lora.addons.report.run_data import RunData, read_run, read_runs
+from dschat_lora.addons.report.sections import source_rows
+from dschat_lora.config.staging import write_whole
+from dschat_lora.report.texts import duration, operations, short
+from helpers.attacks import MARKUP, Elements
+from helpers.spread import ALL
 
 STYLE = (Path(html_module.__file__).parent / "page" / "report.css").read_text()
 ATTACK = (
@@ -185,7 +187,7 @@ def test_text_is_shown_as_it_is_with_control_characters_made_visible():
 
 
 def test_the_file_can_be_written_whatever_the_text(tmp_path):
-    write_report(tmp_path / "report.html", report_with(ATTACK))
+    write_whole(tmp_path / "report.html", report_with(ATTACK))
     read = (tmp_path / "report.html").read_bytes()
     assert read.decode("utf-8") == report_with(ATTACK)
     assert not re.search(rb"[\x00-\x09\x0b-\x1f\x7f]", read)
@@ -635,6 +637,7 @@ def test_data_tells_the_fate_of_rows():
         "bad_row_examples": ["data.jsonl:3: " + ATTACK],
         "length_quantiles": {"min": 3, "max": 200},
         "longer_rows": {"64": 60, "128": 10},
+        "left_out": {"tools, by the chat template": 4000},
     }
     _, document = report_of(RunData("sft", {"data": {"audit": audit}}))
     for part in (
@@ -647,6 +650,7 @@ def test_data_tells_the_fate_of_rows():
         "up to 64 tokens40 rows",
         "up to 128 tokens50 rows",
         "more10 rows",
+        "4,000 rowsleft out: tools, by the chat template",
     ):
         assert part in document.text
     assert "repeat an earlier row" not in document.text
@@ -766,23 +770,60 @@ def test_fields_of_another_type_do_not_break_the_report(odd):
     report_of(RunData("s", facts, train=[line], evals=[line], events=[line]))
 
 
-def test_a_report_replaces_the_earlier_one_whole(tmp_path):
-    path = tmp_path / "report.html"
-    write_report(path, "long " * 1000)
-    write_report(path, "short")
-    assert path.read_text() == "short"
-    assert list(tmp_path.iterdir()) == [path]
+def leaves(value, path=()):
+    """The path of each value, of lists the first two alone."""
+    yield path
+    parts = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for name, part in parts if isinstance(value, dict | list) else ():
+        if isinstance(part, dict | list):
+            yield from leaves(part, (*path, name))
+        else:
+            yield (*path, name)
 
 
-def test_a_full_disk_leaves_the_earlier_report_and_names_the_file(tmp_path, monkeypatch):
-    path = tmp_path / "report.html"
-    write_report(path, "earlier")
+def changed(value, path, new):
+    """``value`` with ``new`` in place of what lies at ``path``."""
+    if not path:
+        return new
+    name, *rest = path
+    parts = dict(value) if isinstance(value, dict) else list(value)
+    parts[name] = changed(parts[name], rest, new)
+    return parts
 
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left on device.*report.html"):
-        write_report(path, "later")
-    assert path.read_text() == "earlier"
-    assert list(tmp_path.iterdir()) == [path]
+ODD = [
+    MARKUP,
+    {MARKUP: MARKUP},
+    [MARKUP],
+    -1,
+    1e308,
+    math.nan,
+    10**400,
+    True,
+    None,
+    [],
+    {},
+    [[1]],
+    "nan",
+]
+
+
+def test_a_report_shows_whatever_stands_in_place_of_a_value(tmp_path):
+    run, rolled = rlhf_run(), rollouts_of("a", "b")
+    lines = [dict(each) for each in (run.train[0], run.evals[0], run.events[0])]
+    cases = [("run", path, odd) for path in leaves(dict(run.facts)) for odd in ODD]
+    cases += [("lines", path, odd) for path in leaves(lines) for odd in ODD]
+    cases += [("rolled", path, odd) for path in leaves(rolled) for odd in ODD]
+    allowed = TAGS | {(tag, name) for tag in TAGS for name in ATTRIBUTES}
+    for what, path, odd in cases if ALL else cases[::40]:
+        files = {"run": dict(run.facts), "lines": lines, "rolled": rolled}
+        files[what] = changed(files[what], path, odd)
+        (tmp_path / "run.json").write_text(json.dumps(files["run"]))
+        for name in ("lines", "rolled"):
+            files[name] = files[name] if isinstance(files[name], list) else [files[name]]
+        text = "".join(json.dumps(line) + "\n" for line in files["lines"])
+        (tmp_path / "metrics.jsonl").write_text(text)
+        text = "".join(json.dumps(line) + "\n" for line in files["rolled"])
+        (tmp_path / "rollouts.jsonl.gz").write_bytes(gzip.compress(text.encode(), 1))
+        found = Elements(render_report("t", read_runs([tmp_path]), {})).found
+        assert found <= allowed, (what, path, odd)

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dschat_lora.addons.report.html import render_report
+from dschat_lora.addons.report.run_data import read_metrics, read_run
 from dschat_lora.api import stages
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import command_line, fail
 from dschat_lora.config.parser import Parser
-from dschat_lora.config.staging import check_within
+from dschat_lora.config.staging import check_within, write_whole
 from dschat_lora.report.directory import leftovers
-from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.run_data import read_metrics, read_run
 from dschat_lora.report.terminal import log_once, table
 from dschat_lora.runtime.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from dschat_lora.api.demo_judge import Judgement
+    from dschat_lora.addons.demo.judge import Judgement
 
 SFT_OPTIONS = {
     "lora_dim": 16,
@@ -81,7 +81,7 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
             log_once(line)
     report = directory / "report.html"
     stories = [read_run(stage) for stage in homes.values()]
-    write_report(
+    write_whole(
         report, render_report("SFT, reward model and PPO on the bundled data", stories, tables)
     )
     log_once(
@@ -112,7 +112,7 @@ def _tables(
     stages: Mapping[str, Path], seconds: Mapping[str, float]
 ) -> dict[str, tuple[list[str], Rows]]:
     """Title -> header and rows."""
-    from dschat_lora.api.demo_judge import accuracy_by_flaw, evaluate_by_rule  # heavy
+    from dschat_lora.addons.demo.judge import accuracy_by_flaw, evaluate_by_rule  # heavy
 
     judged = evaluate_by_rule(stages["sft"], stages["rlhf"] / "actor")
     evals = read_metrics(stages["rlhf"], "eval")

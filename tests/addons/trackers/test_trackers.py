@@ -7,9 +7,10 @@ import sqlite3
 
 import pytest
 
+import dschat_lora as dl
+from dschat_lora.addons.trackers.options import TrackerOptions
+from dschat_lora.addons.trackers.trackers import RunTracker, TensorBoard
 from dschat_lora.report.log import RunLog
-from dschat_lora.report.trackers import RunTracker, TensorBoard, make_trackers, numbers_of
-from dschat_lora.runtime.checks import with_trackers
 from helpers.step1 import parsed
 
 TRAIN = {"loss": 1.5, "mfu": None, "skipped": False, "tokens": 12, "note": "x"}
@@ -46,7 +47,7 @@ def write(directory, trackers, steps, *, earlier=None):
 
     ``earlier`` is the number of lines and the step to go on after.
     """
-    with RunLog(directory, active=True, trackers=trackers, earlier=earlier is not None) as log:
+    with RunLog(directory, active=True, sinks=trackers, earlier=earlier is not None) as log:
         if earlier is not None:
             log.rewind(num_lines=earlier[0], seconds=0.0, step=earlier[1])
         for step in steps:
@@ -56,23 +57,18 @@ def write(directory, trackers, steps, *, earlier=None):
 
 
 def tracker(name, directory):
-    return make_trackers([name], directory, {"lora_dim": 4}, tensorboard=None)
+    return TrackerOptions((name,)).sinks(directory, {"lora_dim": 4})
 
 
 # ---------------------------------------------------------------------------- what is passed on
 
 
-def test_numbers_of_a_line_are_named_by_its_kind_and_others_left_out():
-    line = TRAIN | {"kind": "train", "step": 1, "time": 0.5}
-    assert numbers_of("train", line) == {"train/loss": 1.5, "train/skipped": 0, "train/tokens": 12}
-    assert numbers_of("event", {"code": 1}) == {}
-
-
 def test_trackers_are_those_asked_for_in_their_order(tmp_path):
-    made = make_trackers(["tensorboard", "wandb"], tmp_path, {}, tensorboard="elsewhere")
+    options = TrackerOptions(("tensorboard", "wandb"), tensorboard_path="elsewhere")
+    made = options.sinks(tmp_path, {})
     assert [type(each) for each in made] == [TensorBoard, RunTracker]
     assert str(made[0].directory) == "elsewhere"
-    assert make_trackers(["none"], tmp_path, {}, tensorboard=None) == []
+    assert TrackerOptions().sinks(tmp_path, {}) == []
 
 
 class Recorder:
@@ -99,12 +95,12 @@ def start(monkeypatch):
         begun.append((identity, config, Recorder()))
         return begun[-1][2]
 
-    monkeypatch.setattr("dschat_lora.report.trackers._start_trackio", call)
+    monkeypatch.setattr("dschat_lora.addons.trackers.trackers._start_trackio", call)
     return begun
 
 
 def test_other_ranks_begin_no_run(tmp_path, start):
-    with RunLog(tmp_path, active=False, trackers=tracker("trackio", tmp_path)) as log:
+    with RunLog(tmp_path, active=False, sinks=tracker("trackio", tmp_path)) as log:
         log.rewind(num_lines=0, seconds=0.0, step=0)
         log.write("train", 1, TRAIN)
     assert start == []
@@ -137,7 +133,7 @@ def test_overwritten_run_is_another_run_of_the_tracker(tmp_path, start):
 
 
 def test_error_of_a_tracker_is_said_once_and_training_goes_on(tmp_path, start, capsys):
-    with RunLog(tmp_path, active=True, trackers=tracker("trackio", tmp_path)) as log:
+    with RunLog(tmp_path, active=True, sinks=tracker("trackio", tmp_path)) as log:
         start[0][2].fails = True
         log.write("train", 1, TRAIN)
         log.write("train", 2, TRAIN)
@@ -149,23 +145,35 @@ def test_tracker_that_cannot_begin_is_a_mistake_of_the_user(tmp_path, monkeypatc
     def fail(*_):
         raise RuntimeError("no API key\n configured")
 
-    monkeypatch.setattr("dschat_lora.report.trackers._start_wandb", fail)
+    monkeypatch.setattr("dschat_lora.addons.trackers.trackers._start_wandb", fail)
     words = r"--report_to wandb cannot begin a run: no API key configured; WANDB_MODE=offline"
     with pytest.raises(ValueError, match=words):
-        RunLog(tmp_path, active=True, trackers=tracker("wandb", tmp_path))
+        RunLog(tmp_path, active=True, sinks=tracker("wandb", tmp_path))
 
 
 # ---------------------------------------------------------------------------- options
 
 
-def test_several_trackers_may_be_named(monkeypatch):
+def asked(*argv):
+    """The options as a run has them."""
+    config = parsed(*argv)
+    return config.addons.trackers.check(config).addons.trackers
+
+
+def test_trackers_may_be_named_several_and_in_deepspeed_chats_way(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(
         name, None, origin="there"
     ))  # fmt: skip
-    run = with_trackers(parsed("--report_to", "wandb", "trackio", "--enable_tensorboard"), None).run
-    assert run.report_to == ("wandb", "trackio", "tensorboard")
-    assert with_trackers(parsed("--report_to", "none"), None).run.report_to == ("none",)
-    assert with_trackers(parsed("--report_to", "wandb", "wandb"), None).run.report_to == ("wandb",)
+    for argv, names in (
+        ("--report_to wandb trackio --enable_tensorboard", "wandb trackio tensorboard"),
+        ("--report_to none", "none"),
+        ("", "none"),
+        ("--report_to wandb wandb", "wandb"),
+        *((line, "tensorboard") for line in ("--enable_tensorboard", "--tensorboard_path tb")),
+    ):
+        found = asked(*argv.split())
+        assert found.report_to == tuple(names.split()), argv
+        assert found.enable_tensorboard == ("tensorboard" in names)
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
@@ -177,7 +185,9 @@ def test_absent_library_is_one_line_that_names_the_extra(name, found, monkeypatc
         ValueError,
         match=rf"--report_to {name} needs a package: pip install 'dschat_lora\[{name}\]'",
     ):
-        with_trackers(parsed("--report_to", name), None)
+        asked("--report_to", name)
+    with pytest.raises(ValueError, match="--enable_tensorboard needs a package"):
+        asked("--enable_tensorboard")
 
 
 # ---------------------------------------------------------------------------- real libraries
@@ -195,6 +205,45 @@ def test_tensorboard_reads_back_what_metrics_jsonl_holds(tmp_path):
         for name in board.Tags()["scalars"]
     }
     assert found == expected(tmp_path)
+
+
+@library("tensorboard")
+def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board_directory = tmp_path / "tb"
+    with RunLog(tmp_path, active=True, sinks=[TensorBoard(board_directory)]) as log:
+        for step in (1, 2, 3):
+            log.write("train", step, {"loss": 1.0})
+        log.sync()
+    with RunLog(tmp_path, active=True, sinks=[TensorBoard(board_directory)], earlier=True) as log:
+        log.rewind(num_lines=2, seconds=0.0, step=2)
+        log.write("train", 3, {"loss": 2.0})
+    board = EventAccumulator(str(board_directory))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [
+        (1, 1.0), (2, 1.0), (3, 2.0)
+    ]  # fmt: skip
+
+
+@library("tensorboard")
+def test_tensorboard_of_a_run_that_goes_on_elsewhere_shows_all_its_steps(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name in ("source", "fork"):
+        (tmp_path / name).mkdir()
+    with RunLog(tmp_path / "source", active=True) as log:
+        for step in (1, 2, 3):
+            log.write("train", step, {"loss": float(step)})
+    with RunLog(tmp_path / "fork", active=True, sinks=[TensorBoard(tmp_path / "tb")]) as log:
+        source = tmp_path / "source" / "metrics.jsonl"
+        log.rewind(num_lines=2, seconds=0.0, step=2, source=source)
+        log.write("train", 3, {"loss": 7.0})
+    board = EventAccumulator(str(tmp_path / "tb"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [
+        (1, 1.0), (2, 2.0), (3, 7.0)
+    ]  # fmt: skip
 
 
 def wandb_records(data):
@@ -267,6 +316,29 @@ def test_trackio_reads_back_what_metrics_jsonl_holds(tmp_path, monkeypatch):
 
 
 def test_numbers_that_are_not_finite_reach_trackers_as_numbers(tmp_path, start):
-    with RunLog(tmp_path, active=True, trackers=tracker("trackio", tmp_path)) as log:
+    with RunLog(tmp_path, active=True, sinks=tracker("trackio", tmp_path)) as log:
         log.write("train", 1, {"loss": math.nan})
     assert math.isnan(start[0][2].logged[0][1]["train/loss"])
+
+
+@pytest.mark.smoke
+@library("tensorboard")
+def test_a_run_that_is_stopped_and_goes_on_has_each_step_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def stop(event, step, metrics):
+        return "stop" if (event, step) == ("train", 2) else None
+
+    for more in ({"callbacks": [stop], "enable_tensorboard": True}, {"resume": "latest"}):
+        run = dl.sft(
+            output_dir=tmp_path / "out", max_steps=3, lora_dim=2, eval_iters=1,
+            sample_generations=0, quiet=True, **more,
+        )  # fmt: skip
+        assert run.record["config"]["report_to"] == ["tensorboard"]
+    board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    board.Reload()
+    found = {
+        tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]
+    }
+    assert found == expected(tmp_path / "out")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dschat_lora.report.markup import number, short
-from dschat_lora.report.run_data import RunData
+from dschat_lora.addons.report.markup import number
+from dschat_lora.addons.report.run_data import RunData
+from dschat_lora.report.texts import short
 
 # Of all curves of a page together, and of one curve; what is thinned keeps its extremes.
 MOST_POINTS, MOST_POINTS_OF_A_CURVE = 40_000, 1500

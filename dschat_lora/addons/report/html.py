@@ -15,14 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dschat_lora.addons.report import sections, verdict
+from dschat_lora.addons.report.curves import Chart, chart_data, charts_of
+from dschat_lora.addons.report.markup import number, without_controls
+from dschat_lora.addons.report.rollouts import summary_text
+from dschat_lora.addons.report.run_data import RunData, read_run, read_runs
+from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.config.staging import write_whole
-from dschat_lora.report import sections, verdict
-from dschat_lora.report.curves import Chart, chart_data, charts_of
 from dschat_lora.report.log import RunLog
-from dschat_lora.report.markup import duration, number, visible, without_controls
-from dschat_lora.report.rollouts import summary_text
-from dschat_lora.report.run_data import RunData, read_run
 from dschat_lora.report.terminal import note
+from dschat_lora.report.texts import duration, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -36,26 +38,19 @@ PAUSE = 50  # times as long as a page took, which costs 2 % of the time at most
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
-def write_report(path: Path, html: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        OSError: if the disk refuses; a file that was there stays as it was.
-    """
-    write_whole(path, html)
-
-
 class LiveReport:
-    """Writes report.html of a run now and then while it goes on, and at its end; rank 0 alone.
+    """Writes report.html of a run now and then while it goes on, and at its end.
 
-    A failure is said once and ends the page, not the training.
+    An :class:`~dschat_lora.runtime.caller.Observer`, on rank 0 alone. A failure is said once and
+    ends the page, not the training.
     """
 
     def __init__(
         self, directory: Path, log: RunLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """A page in ``directory`` of what ``log`` holds."""
-        self._directory, self._log, self._clock = directory, log, clock
+        self._path, self._log, self._clock = directory / FILE, log, clock
+        self.words = f"report: {self._path} (open it in a browser)"
         self._due: float | None = clock() + LEAST_SECONDS
 
     def __call__(self, event: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -63,26 +58,37 @@ class LiveReport:
         now = self._clock()
         if self._due is None or now < self._due:
             return
-        self.write(self._log.text())
+        self._write(self._log.text())
         took = self._clock() - now
         if self._due is not None:
             self._due = now + max(LEAST_SECONDS, PAUSE * took)
 
-    def write(self, metrics: str | None = None, *, quiet: bool = False) -> None:
-        """Write the page, of ``metrics``, the content of metrics.jsonl, or else of the file.
+    def end(self, *, quiet: bool = False) -> None:
+        """Write the page of the files; ``quiet`` after a failure, which may be the disk's."""
+        self._write(None, quiet=quiet)
 
-        ``quiet`` after a failure that is told already, and that may be the disk's.
-        """
+    def _write(self, metrics: str | None, *, quiet: bool = False) -> None:
+        """Write the page, of ``metrics``, the content of metrics.jsonl, or else of the file."""
         if self._due is None:
             return
         try:
-            run = read_run(self._directory, metrics=metrics)
-            html = render_report(self._directory.resolve().name, [run], {})
-            write_report(self._directory / FILE, html)
+            home = self._path.parent
+            run = read_run(home, metrics=metrics)
+            write_whole(self._path, render_report(home.resolve().name, [run], {}))
         except Exception as error:  # noqa: BLE001 - whatever a page lacks, training goes on
             self._due = None
             if not quiet:
-                note(f"{self._directory / FILE} cannot be written: {error!r}")
+                note(f"{self._path} cannot be written: {error!r}")
+
+
+def write_page(home: Path) -> Path:
+    """``Run.report``: write the page of a run again, by the first process of a launch."""
+    path = home / FILE
+    with run_in_process():
+        on_first_process(
+            lambda: write_whole(path, render_report(home.resolve().name, read_runs([home]), {}))
+        )
+    return path
 
 
 def render_report(title: str, runs: Sequence[RunData], tables: Mapping[str, Table]) -> str:

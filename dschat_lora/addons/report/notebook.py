@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.report.curves import thin
-from dschat_lora.report.markup import duration, number, safe, short
-from dschat_lora.report.run_data import RunData
+from dschat_lora.addons.report.curves import thin
+from dschat_lora.addons.report.markup import number, safe
+from dschat_lora.addons.report.run_data import read_run
+from dschat_lora.addons.report.verdict import changes_of, doubts, title_of, what_was_trained
 from dschat_lora.report.terminal import shown_by
-from dschat_lora.report.verdict import changes_of, doubts, title_of, what_was_trained
+from dschat_lora.report.texts import duration, short
 
 # A curve shows the first of these that a line has.
 TRAIN_METRICS = ("reward", "accuracy", "loss")
@@ -221,8 +222,9 @@ def curve_html(points: Points) -> str:
     )
 
 
-def run_html(run: RunData, *, status: str, path: Path) -> str:
-    """A run that has ended: what was trained, what changed, its curve, evaluations and answers."""
+def run_html(home: Path, *, status: str, path: Path) -> str:
+    """``Run._repr_html_``: what was trained, what changed, its curve, evaluations and answers."""
+    run = read_run(home)
     answers: dict[str, dict[str, str]] = {}  # to held-out prompts, before and after training
     for answer in run.answers:
         by_time = answers.setdefault(str(answer.get("prompt", "")).strip(), {})

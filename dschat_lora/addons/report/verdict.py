@@ -7,10 +7,11 @@ say it, else as of other samples, an upper bound; where none is known, half a pe
 import math
 from dataclasses import dataclass
 
+from dschat_lora.addons.report.curves import standard_error
+from dschat_lora.addons.report.markup import amount, number, value_text
+from dschat_lora.addons.report.run_data import RunData
 from dschat_lora.config.addons import installed
-from dschat_lora.report.curves import standard_error
-from dschat_lora.report.markup import amount, duration, number, operations, short, value_text
-from dschat_lora.report.run_data import RunData
+from dschat_lora.report.texts import duration, operations, short
 
 TITLES = {
     "sft": "Supervised fine-tuning",

@@ -3,32 +3,24 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+from dschat_lora.addons.audit.config import AuditConfig
+from dschat_lora.addons.report.html import page
+from dschat_lora.addons.report.markup import safe
 from dschat_lora.config.addons import groups_of
-from dschat_lora.config.stages import AuditConfig
-from dschat_lora.data.audit import MAX_SHOWN, DataAudit
+from dschat_lora.config.staging import write_whole
+from dschat_lora.data.audit import MAX_SHOWN, STAGES, DataAudit
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.media import media_of, media_reader
 from dschat_lora.data.prepare import ShownSample, prepare, preview
-from dschat_lora.data.rows import DataKind
 from dschat_lora.models.loading import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.report.html import page, write_report
-from dschat_lora.report.markup import histogram, safe, sample_html, sample_text
 from dschat_lora.report.terminal import is_terminal, log_once
-
-# By stage: which --data_split, and what is made of rows.
-STAGES: dict[str, tuple[int, DataKind]] = {
-    "sft": (1, "samples"),
-    "reward": (2, "pairs"),
-    "dpo": (2, "pairs"),
-    "rlhf": (3, "prompts"),
-    "distill": (3, "prompts"),
-}
+from dschat_lora.report.texts import sample_text, visible
 
 
 class RowFindings(Protocol):
@@ -162,7 +154,7 @@ def show_audit(config: AuditConfig) -> bool:
         for line in found.lines(colour=is_terminal()):
             log_once(line)
     if config.html is not None:
-        write_report(Path(config.html).expanduser(), _page(found))
+        write_whole(Path(config.html).expanduser(), _page(found))
     return found.refusal is None
 
 
@@ -188,3 +180,21 @@ def _page(found: Findings) -> str:
 
 def _headline(row: str, name: str, supervised: list[int]) -> str:
     return f"{row}  {name}: {len(supervised):,} tokens, {sum(supervised):,} supervised"
+
+
+def sample_html(tokens: Sequence[str], supervised: Sequence[int]) -> str:
+    """The same as HTML: supervised tokens are marked."""
+    parts = (
+        f"<mark>{safe(token)}</mark>" if counts else f"<span>{safe(token)}</span>"
+        for token, counts in zip(map(visible, tokens), supervised, strict=True)
+    )
+    return f'<p class="tokens">{"&#8203;".join(parts)}</p>'
+
+
+def histogram(above: dict[str, int], total: int, *, width: int = 40) -> list[str]:
+    """Lines of a histogram of lengths, from the number of rows above each limit."""
+    counts, lines = [total, *above.values()], []
+    for limit, (larger, rest) in zip(above, pairwise(counts), strict=True):
+        bar = "#" * round(width * (larger - rest) / max(1, total))
+        lines.append(f"  up to {int(limit):>7,} tokens {larger - rest:>9,} rows  {bar}".rstrip())
+    return lines + ([f"  more                 {counts[-1]:>9,} rows"] if counts[-1] else [])

@@ -1,11 +1,12 @@
 """The report in a real browser: hostile data, hover values, smoothing, search, no scripts."""
 
 import pytest
+from test_html import ATTACK, rlhf_run
 
-from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.run_data import RunData
+from dschat_lora.addons.report.html import render_report
+from dschat_lora.addons.report.run_data import RunData
+from dschat_lora.config.staging import write_whole
 from helpers.chromium import Page, find_chromium
-from report.test_html import ATTACK, rlhf_run
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="there is no chromium")
 # What would show that a text became markup, or a script of it ran.
@@ -37,7 +38,7 @@ def page(tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
-    write_report(path, render_report(ATTACK, [tokens_run(), rlhf_run(ATTACK)], {}))
+    write_whole(path, render_report(ATTACK, [tokens_run(), rlhf_run(ATTACK)], {}))
     return path.as_uri()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from dschat_lora.api import notebook
-from dschat_lora.api.notebook import NotebookView, curve_html, eval_table, point
+from dschat_lora.addons.report import notebook
+from dschat_lora.addons.report.notebook import NotebookView, curve_html, eval_table, point
 from dschat_lora.api.stages import Run
 from dschat_lora.report.terminal import current_viewer
 

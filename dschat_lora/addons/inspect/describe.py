@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dschat_lora.checkpoint.adapter_config import (
 )
 from dschat_lora.checkpoint.history import checkpoints_of, is_checkpoint, read_state
 from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, tensors_of, verify
-from dschat_lora.config.verbs import InspectConfig
+from dschat_lora.config.options import option
 from dschat_lora.data.media import media_reader
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once, to_json
@@ -29,6 +30,17 @@ _TRAINING = (
     *("learning_rate", "lora_learning_rate", "num_train_epochs", "max_steps", "max_seq_len"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "algorithm"),
 )
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Say what a directory is: an adapter, a checkpoint, a run or a model, and how it came about.
+
+    Weights are not loaded. Exit code 1 where its files are not those of its manifest.
+    """
+
+    path: str = option(help="the directory; it may stand first, without the option")
+    json: bool = option(False, help="one JSON object on standard output")
 
 
 def inspect_directory(config: InspectConfig) -> bool:
@@ -179,7 +191,7 @@ def _training(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in _TRAINING if options.get(name) not in (None, [], 0)}
 
 
-def _damage(check: Any) -> dict[str, str]:
+def _damage(check: Callable[[], object]) -> dict[str, str]:
     try:
         check()
     except ValueError as error:

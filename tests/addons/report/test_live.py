@@ -5,7 +5,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
-from dschat_lora.report.html import FILE, LEAST_SECONDS, PAUSE, LiveReport
+from dschat_lora.addons.report.html import FILE, LEAST_SECONDS, PAUSE, LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
 
@@ -48,7 +48,7 @@ def test_the_page_is_written_now_and_then_and_says_that_the_run_goes_on(tmp_path
         write(log, 4)
         assert (tmp_path / FILE).read_text() != page
     record.update({"status": "finished"})
-    report.write()
+    report.end()
     assert "this page loads itself again" not in (tmp_path / FILE).read_text()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -63,7 +63,7 @@ def test_a_page_that_takes_long_is_written_seldom(tmp_path, monkeypatch):
         clock.now += 10
         written.append(clock.now)
 
-    monkeypatch.setattr(report, "write", slow)
+    monkeypatch.setattr(report, "_write", slow)
     with log:
         for second in range(2000):
             clock.now = max(clock.now, float(second))
@@ -93,7 +93,7 @@ def test_after_a_failure_that_is_told_nothing_more_is_said(tmp_path, capsys):
     (tmp_path / FILE).mkdir()
     with log:
         write(log, 1)
-    report.write(quiet=True)
+    report.end(quiet=True)
     assert capsys.readouterr().err == ""
 
 
@@ -105,7 +105,7 @@ def test_a_page_that_cannot_be_written_is_said_once_and_the_run_goes_on(tmp_path
         for step in (1, 2, 3):
             clock.now += LEAST_SECONDS
             write(log, step)
-    report.write()
+    report.end()
     assert log.failure is None
     assert capsys.readouterr().err.count(f"{tmp_path / FILE} cannot be written") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

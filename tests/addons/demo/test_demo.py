@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from dschat_lora.api import demo, demo_judge
-from dschat_lora.api.demo_judge import Judgement, Share
+from dschat_lora.addons.demo import demo
+from dschat_lora.addons.demo import judge as demo_judge
+from dschat_lora.addons.demo.judge import Judgement, Share
 
 
 def judged(value):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dschat_lora.report.run_data import RunData
-from dschat_lora.report.verdict import changes_of, cost, doubts, outcome_of, what_was_trained
+from dschat_lora.addons.report.run_data import RunData
+from dschat_lora.addons.report.verdict import changes_of, cost, doubts, outcome_of, what_was_trained
 
 
 def rewards(before, after, error, **more):

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from dschat_lora.addons.report.markup import amount, number, value_text
+from dschat_lora.addons.report.rollouts import RolloutQuery, rollout_text, select_rollouts
+from dschat_lora.addons.report.run_data import RunData
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.data import mixture_shares, split_weight
-from dschat_lora.report.markup import amount, duration, number, operations, short, value_text
-from dschat_lora.report.rollouts import RolloutQuery, rollout_text, select_rollouts
-from dschat_lora.report.run_data import RunData
+from dschat_lora.report.texts import duration, operations, short
 
 LEAST_LOSSES = (0.1, 0.7, 2.0, 4.0)  # nats, from which a token has a darker shade
 MOST_SAMPLES = 20

@@ -1,4 +1,4 @@
-"""Trackers that get the numbers of metrics.jsonl: TensorBoard, Weights & Biases, Trackio."""
+"""TensorBoard, Weights & Biases and Trackio, which get the numbers of metrics.jsonl."""
 
 import json
 import os
@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.directory import read_object
+from dschat_lora.report.log import Sink, numbers_of
 from dschat_lora.report.terminal import note
 
 # Of an output directory: what a tracker calls the run, so that a resumed one goes on in it.
@@ -18,38 +19,7 @@ TRACKERS_FILE = "trackers.json"
 PROJECT = "dschat_lora"
 
 
-class Tracker(Protocol):
-    """Receives the lines of a run as they are written; on the first rank alone."""
-
-    def begin(self, lines: Sequence[bytes], *, first: int) -> None:
-        """Open, or open again, after ``lines`` of metrics.jsonl; steps from ``first`` are redone.
-
-        Raises:
-            ValueError: if the tracker cannot be used.
-        """
-
-    def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add the numbers of a line, by name."""
-
-    def flush(self) -> None:
-        """Have what was added written."""
-
-    def close(self) -> None:
-        """End the run in the tracker."""
-
-
-def numbers_of(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line by their names in trackers, such as ``train/loss``; none of events."""
-    if kind == "event":
-        return {}
-    return {
-        f"{kind}/{name}": value
-        for name, value in fields.items()
-        if isinstance(value, int | float) and name not in ("kind", "step", "time")
-    }
-
-
-def _replay(tracker: Tracker, lines: Sequence[bytes], *, first: int) -> None:
+def _replay(tracker: Sink, lines: Sequence[bytes], *, first: int) -> None:
     """Add the numbers of lines from step ``first`` on."""
     for line in lines:
         record = json.loads(line)
@@ -182,15 +152,3 @@ def _start_trackio(identity: str, directory: Path, config: dict[str, Any]) -> An
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-
-
-def make_trackers(
-    names: Sequence[str], directory: Path, config: Mapping[str, Any], *, tensorboard: str | None
-) -> list[Tracker]:
-    """The trackers of ``--report_to``; TensorBoard's files go to ``tensorboard`` if it is given."""
-    board = Path(tensorboard or directory / "tensorboard")
-    return [
-        TensorBoard(board) if name == "tensorboard" else RunTracker(name, directory, config)
-        for name in names
-        if name != "none"
-    ]

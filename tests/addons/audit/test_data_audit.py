@@ -3,11 +3,15 @@
 import json
 
 import pytest
+from audits import audit
 from transformers import AutoTokenizer
 
+from dschat_lora.addons.audit.config import AuditConfig
+from dschat_lora.addons.audit.findings import histogram, sample_html, show_audit
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.report.markup import histogram, sample_html, sample_text
-from helpers.audits import audit
+from dschat_lora.config.options import parse_config
+from dschat_lora.report.texts import sample_text
+from helpers.attacks import MARKUP, Elements, has_control, seen
 
 __all__ = ["audit"]
 
@@ -114,3 +118,17 @@ def test_a_histogram_counts_rows_between_limits():
         "up to 128 tokens 5 rows #####".split(),
         "more 2 rows".split(),
     ]
+
+
+def test_an_audit_of_data_that_is_markup_shows_it_as_text(capsys, tmp_path):
+    pages = []
+    for number, text in enumerate(("x", MARKUP)):
+        data = [{"prompt": f"{text}{n}", "completion": f" {text}"} for n in range(20)]
+        data.append({text: text})  # a bad row
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+        argv = ["--data_path", str(path), "--html", str(tmp_path / f"{number}.html")]
+        show_audit(parse_config(AuditConfig, argv))
+        assert not has_control(seen(capsys))
+        pages.append(Elements((tmp_path / f"{number}.html").read_text()).found)
+    assert pages[1] == pages[0]

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.addons.report.markup import HUGE, amount
+from dschat_lora.addons.report.rollouts import read_rollouts
 from dschat_lora.config.files import parse_json, read_bytes
-from dschat_lora.report.markup import HUGE, amount
-from dschat_lora.report.rollouts import FILE, read_rollouts
+from dschat_lora.report.rollout_file import FILE
 
 # Bytes of metrics.jsonl; a step takes about one thousand.
 MOST_METRICS = 2**28
